@@ -1,8 +1,9 @@
 """Starts `python SCRIPT` and `python -m MODULE` as forks of a process that has imported torch and the trainer once.
 
 A start under torchrun otherwise imports them in the launcher and in each rank, for seconds of CPU time. A forked
-process is a child of the one that asked for it, as after `subprocess.Popen`: it can be waited for, its CPU time is
-added to that of its parent's children, and a rank dies with its launcher. So there are two kinds of loaded processes:
+process is a child of the process that requested it, as with `subprocess.Popen`: the parent can wait for it, its CPU
+time counts as that of the parent's children, and a rank dies with its launcher. So there are two kinds of loaded
+processes:
 
 - a process of tests has one, from its first start to its end;
 - a launcher has a copy of that one, which it asks for its ranks. It cannot fork them itself: it has threads.

@@ -304,25 +304,17 @@ def grads_kernel(
 ):
     """One program serves BK channels of the keys of some chunks of one head.
 
-    With decays by channel either only mild chunks, a program each, or with MILD off only the others, a program for
-    CHUNKS, see `zeco_train.kernels.gla.intra`.
+    MILD: a program for each chunk, with decays by channel for the mild ones only; else only for the others, a program
+    for CHUNKS, see `zeco_train.kernels.gla.intra`.
     """
     key_tiles: tl.constexpr = (K + BK - 1) // BK
     first_chunk = tl.program_id(0) // key_tiles * CHUNKS
     tile = tl.program_id(0) % key_tiles
     batch_head = tl.program_id(1)
-    if BY_CHANNEL:
-        own_sums = sums + head_offset(batch_head, T, H, K)
-    if not BY_CHANNEL:
+    own_sums = sums + head_offset(batch_head, T, H, K)  # read with BY_CHANNEL only
+    if MILD:
         chunk = first_chunk
-        _chunk_grads(
-            chunk, tile, batch_head, q, k, v, sums, beta, do, pieces, inverses, states,
-            grads, added, of_added, dq, dk, dv, dg, dbeta, scale, T, B, H, G, K, V, BH,
-            C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD,
-        )  # fmt: skip
-    elif MILD:
-        chunk = first_chunk
-        if are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
+        if not BY_CHANNEL or are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
             _chunk_grads(
                 chunk, tile, batch_head, q, k, v, sums, beta, do, pieces, inverses, states,
                 grads, added, of_added, dq, dk, dv, dg, dbeta, scale, T, B, H, G, K, V, BH,

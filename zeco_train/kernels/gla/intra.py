@@ -17,9 +17,10 @@ a whole chunk: a factor is computed once, where separate tiles of queries and ke
 pair, and a size is one product of the largest shape in either pass. Half of the product is masked, but tensor cores are
 not the bottleneck.
 
-Where no channel decays by more than e^-40 over half of a chunk, and learned gates do not, one r serves all pairs, the
-chunk's middle token. Some factors then exceed 1, but each is rounded relative to itself, and meets one as small, so the
-error is the same. One product takes the place of six, and two exponentials that of six. Such chunks are called mild.
+Where no channel decays by more than e^-40 between the chunk's middle token and either end, that token is r for all
+pairs. Some factors then exceed 1, but each is rounded relative to itself and multiplied by one that is as small, so the
+error is the same. One product takes the place of six, and two exponentials that of six. Such chunks are called mild;
+with GLA's initial gates all are (docs/benchmarks.md).
 
 The backward pass does not recompute the scores: they are small compared with the tokens, so the forward pass saves them
 for `input_grads_kernel`.
@@ -350,7 +351,7 @@ def intra_grads_kernel(
     do += head_offset(batch_head, T, H, V)
     if MILD:
         chunk = tl.program_id(0)
-        # loads that are under way while the chunk's kind is found, and the values loaded
+        # issued before the check and the loads of the values, so that their latencies overlap
         sums = load_tile(b, chunk * C, T, H, K, 0, C, BK)
         queries = load_tile(q, chunk * C, T, H, K, 0, C, BK)
         keys = load_tile(k, chunk * C, T, H, K, 0, C, BK)

@@ -25,7 +25,7 @@ MOST_HEADS = 65_535
 NARROWEST_GRADS = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
-# Chunks of a program that looks for those that are not mild: mostly there are none, and it ends at once.
+# Chunks of a program for those that are not mild; without any, it ends after one check.
 GROUP = 4
 
 

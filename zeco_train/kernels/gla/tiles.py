@@ -111,7 +111,8 @@ def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK:
 def are_mild(b, first_chunk, T, H, K, C: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr):
     """Whether in all of these chunks decays to and from the middle token are at least e^-`LARGEST_EXPONENT`.
 
-    KEYS: all of them, or more. Decays only shrink, so that the first and the last token tell.
+    KEYS: at least K. Sums of log-decays, which are at most 0, fall from token to token: the first and the last token
+    are the farthest from the middle.
     """
     start = (first_chunk + tl.arange(0, CHUNKS)) * C
     columns = tl.arange(0, KEYS)
