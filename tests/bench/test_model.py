@@ -104,6 +104,8 @@ def test_model_overrides_are_checked_together_with_heads() -> None:
 
 def test_all_variants_get_the_same_tokens() -> None:
     ranks, count, segments = 2, 12, 3
+    several = RandomTokens(50, count, 3, mock.Mock(spec=Session), micro_batches=4)
+    assert [*several.numbers(0), *several.numbers(1)] == [*range(8)]
     for rank in range(ranks):
         session = mock.Mock(spec=Session, rank=rank, world_size=ranks, device=torch.device("cpu"))
         tokens = RandomTokens(50, count, 3, session)
@@ -316,7 +318,9 @@ def test_wrong_first_loss_raises() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["segments=2", "recompute=full", "strategy=zero3", "dtype=fp64"]])
+@pytest.mark.parametrize(
+    "more", [[], ["segments=2", "recompute=full", "strategy=zero3", "micro_batches=3", "dtype=fp64"]]
+)
 def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     variants = "variants=[dp,products,lasp1,lasp2,zeco:chain,fla]"
@@ -333,7 +337,8 @@ def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
         assert row["median_ms"] == Summary.of(row["samples_ms_by_rank"]).median
         assert row["loss"] == (pytest.approx(math.log(259), rel=0.05) if trains else None)
         assert row["wall_ms"] == pytest.approx(1e3 * median(row["seconds_by_block"]))
-        assert row["tokens_per_second_per_gpu"] == pytest.approx(32e3 / row["wall_ms"])
+        assert row["micro_batches"] == (3 if more else 1)
+        assert row["tokens_per_second_per_gpu"] == pytest.approx(32e3 * row["micro_batches"] / row["wall_ms"])
         assert row["ratio"] == pytest.approx(rows["dp"]["wall_ms"] / row["wall_ms"])
         assert (row["model"], row["heads"], row["tokens"]) == ("gla_tiny", 2, 32)
         assert row["mfu"] is None

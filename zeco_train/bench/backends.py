@@ -93,36 +93,47 @@ class _CurrentAttention:
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Random tokens of all ranks for each step.
+    """Random tokens of all ranks for each micro-batch.
 
     Attributes:
-        count: tokens per rank.
+        count: tokens per rank, of a micro-batch.
+        micro_batches: of a step.
     """
 
     vocab_size: int
     count: int
     seed: int
     session: Session
+    micro_batches: int = 1
 
-    def stream(self, step: int) -> Tensor:
+    @property
+    def per_step(self) -> int:
+        """Tokens per rank of a step."""
+        return self.micro_batches * self.count
+
+    def numbers(self, step: int) -> range:
+        """The micro-batches of a step: no two steps have the same tokens."""
+        return range(step * self.micro_batches, (step + 1) * self.micro_batches)
+
+    def stream(self, number: int) -> Tensor:
         """[ranks · count + 1] int64, on the device, the same on all ranks."""
         device = self.session.device
-        # Runs with different seeds share no step's tokens, up to 2^20 steps.
-        generator = torch.Generator(device).manual_seed((self.seed << 20) + step)
+        # Runs with different seeds share no tokens, up to 2^20 micro-batches.
+        generator = torch.Generator(device).manual_seed((self.seed << 20) + number)
         size = (self.session.world_size * self.count + 1,)
         return torch.randint(self.vocab_size, size, device=device, generator=generator)
 
-    def own(self, step: int) -> Tensor:
+    def own(self, number: int) -> Tensor:
         """[1, count], this rank's tokens."""
-        return self.stream(step)[self.session.rank * self.count :][: self.count].unsqueeze(0)
+        return self.stream(number)[self.session.rank * self.count :][: self.count].unsqueeze(0)
 
     def seq_len(self, alone: bool) -> int:
         """Length of a sequence: the tokens of one rank if each is `alone`, else of all ranks."""
         return self.count if alone else self.count * self.session.world_size
 
-    def batches(self, step: int, alone: bool, segments: int) -> list[Batch]:
+    def batches(self, number: int, alone: bool, segments: int) -> list[Batch]:
         """This rank's part of its sequence, by segment."""
-        stream, (rank, ranks) = self.stream(step), (self.session.rank, self.session.world_size)
+        stream, (rank, ranks) = self.stream(number), (self.session.rank, self.session.world_size)
         if alone:
             stream, rank, ranks = stream[rank * self.count :], 0, 1
         split = DataSplit(self.seq_len(alone), sp_rank=rank, sp_size=ranks, segments=segments)
@@ -130,7 +141,7 @@ class RandomTokens:
         for segment in range(segments):
             offset = split.offset(segment)
             ids, labels = (stream[None, start : start + split.length] for start in (offset, offset + 1))
-            batches.append(Batch(ids, labels, None, offset, offset, [step], segment=segment))
+            batches.append(Batch(ids, labels, None, offset, offset, [number], segment=segment))
         return batches
 
 
@@ -173,9 +184,13 @@ class Backends:
             self._scan.current, started = scan, time.perf_counter()
             step.zero_grad()
             with scan.exposed.measuring():
-                share = step.backward(tokens.batches(number, alone, segments), last=True, proceed=_nobody_stops)
-            assert share is not None
-            numbers = step.update(share)
+                total = torch.zeros((), dtype=torch.float64, device=self._session.device)
+                for index in tokens.numbers(number):
+                    last = index == tokens.numbers(number)[-1]
+                    share = step.backward(tokens.batches(index, alone, segments), last=last, proceed=_nobody_stops)
+                    assert share is not None
+                    total += share
+            numbers = step.update(total)
             launching.append(time.perf_counter() - started)
             loss, _ = numbers.read()
             return loss
@@ -185,7 +200,7 @@ class Backends:
     def gradient(
         self, scan: ScanBackend, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
     ) -> tuple[float, list[Tensor]]:
-        """Mean loss over the tokens of all ranks in step 0, and this rank's shard of its gradient.
+        """Mean loss over the first micro-batch of all ranks, and this rank's shard of its gradient.
 
         Does not train. Collective.
 
@@ -196,7 +211,7 @@ class Backends:
             keep: return the gradient; an empty list otherwise.
         """
         self._scan.current = scan
-        step = self._training_step(alone, tokens)
+        step = self._training_step(alone, replace(tokens, micro_batches=1))
         step.zero_grad()
         loss = step.backward(tokens.batches(0, alone, self._run.train.segments), last=True)
         assert loss is not None
@@ -235,7 +250,7 @@ class Backends:
             self._alone if alone else self._session.mesh,
             strategy=run.parallel.strategy,
             grad_clip=run.optim.grad_clip,
-            tokens_per_step=self._session.world_size * tokens.count,
+            tokens_per_step=self._session.world_size * tokens.per_step,
             seq_len=tokens.seq_len(alone),
             graphs=graphs,
         )

@@ -1,8 +1,8 @@
 """Case `model`: the whole training step of a model, by backend.
 
 A step is the trainer's (`zeco_train.training.step`): forward, backward, gradient reduction, clipping, AdamW over master
-weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard of one sequence over all ranks, with
-`dp` its own sequence. Tokens are random, and different in each step.
+weights. Every rank has `tokens` tokens a micro-batch, B 1: with a backend they are its shard of one sequence over all
+ranks, with `dp` its own sequence. Tokens are random, and different in each step.
 
 All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each;
 only the scan changes, so nothing else differs between them. `products` takes turns with them: it runs only the matrix
@@ -65,6 +65,7 @@ COLUMNS = {
     "mixer": ("mixer", "<10"),
     "heads": ("H", ">3"),
     "tokens": ("tokens", ">7"),
+    "micro_batches": ("batches", ">7"),
     "variant": ("variant", "<18"),
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.0f"),
     "ratio": ("of dp", ">6:.3f"),
@@ -226,13 +227,15 @@ class _Measurement:
         return False
 
     def _tokens(self, count: int) -> RandomTokens:
-        return RandomTokens(self._run.model.vocab_size, count, self._config.seed, self._session)
+        config = self._config
+        return RandomTokens(self._run.model.vocab_size, count, config.seed, self._session, config.micro_batches)
 
     def _contender(self, ours: Backends, name: str, tokens: RandomTokens) -> Contender:
         """A backend after one forward and backward pass, with its loss; or the products."""
         if name == PRODUCTS:
             run = self._run
-            return products_contender(run.model, tokens.count, run.train.dtype.compute, self._session.device, run.seed)
+            dtype, device = run.train.dtype.compute, self._session.device
+            return products_contender(run.model, tokens.count, dtype, device, run.seed, times=tokens.micro_batches)
         contender = ours.contender(name, tokens)
         started = time.perf_counter()
         contender.loss, _ = ours.gradient(ours.scan_of(name), tokens, alone=name == "dp", keep=False)
@@ -266,6 +269,7 @@ class _Measurement:
         """A contender's row; `held_gb` is the memory held by the buffers of all contenders at the same time."""
         model, train = self._run.model, self._run.train
         row: Row = {"model": model.name, "mixer": model.mixer, "heads": model.num_heads, "tokens": count}
+        row |= {"micro_batches": self._config.micro_batches}
         row |= contender.as_row(self._session)
         spec, seq_len = spec_of(model), count * (1 if contender.name == "dp" else self._session.world_size)
         flops = spec.flops_per_token(seq_len)
@@ -275,7 +279,7 @@ class _Measurement:
             flops = all_flops = product_flops(model)
             row |= {"loss": None}
             peak_gb = row["peak_gb"] and contender.held_gb
-        rate = 1e3 * count / row["wall_ms"]
+        rate = 1e3 * count * self._config.micro_batches / row["wall_ms"]
         mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
         return {**row, "peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
 
@@ -351,7 +355,7 @@ class _Measurement:
 
 
 def _peer_step(peer: Peer, tokens: RandomTokens, step: int) -> Tensor:
-    return peer.step(tokens.own(step))
+    return peer.step([tokens.own(number) for number in tokens.numbers(step)])
 
 
 def _norms(found: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, Tensor]:

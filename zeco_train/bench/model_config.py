@@ -46,8 +46,9 @@ class ModelConfig(OfModelConfig):
         every: to measure one after the other, softmax attention in one layer of this many, 0 in none, as
             `model.attn.every`; empty: the model's own.
         attention: method of softmax layers over ranks, as `sp.attention`.
-        heads, tokens: H (null: that of the model's file), and tokens per rank and step; all combinations are measured,
-            tokens innermost.
+        heads, tokens: H (null: that of the model's file), and tokens per rank and micro-batch; all combinations are
+            measured, tokens innermost.
+        micro_batches: of `tokens` tokens per rank each, of a step.
         steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
             them would not end within budget_seconds.
         dtype, matmul, compile, cuda_graphs, recompute, segments: as train.py's `train.dtype` and so on. Only dtype
@@ -63,6 +64,7 @@ class ModelConfig(OfModelConfig):
     attention: AttentionChoice = AttentionChoice["auto"]
     heads: list[int] | None = None
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
+    micro_batches: int = 1
     steps: int = 100
     matmul: Matmul = Matmul.bf16
     compile: Compile = Compile.auto
@@ -77,7 +79,7 @@ class ModelConfig(OfModelConfig):
         super().validate()
         known.check_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", peer_settings=known.PEER_SETTINGS)
         self._check_lists(tokens=1, **({} if self.heads is None else {"heads": 1}))
-        check_least(self, steps=1, segments=1, check_tokens=1)
+        check_least(self, micro_batches=1, steps=1, segments=1, check_tokens=1)
         for tokens in (*self.tokens, self.check_tokens):
             if tokens % self.segments:
                 name = "check_tokens" if tokens == self.check_tokens else "tokens"

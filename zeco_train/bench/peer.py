@@ -12,7 +12,7 @@ labels are the tokens, which the model shifts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,16 +97,19 @@ class Peer:
             self._optimizer = build_optimizer(_rules(self.model, run), run.optim, run.train.dtype.compute)
         self.model.train()
 
-    def step(self, ids: Tensor) -> Tensor:
-        """One step on [1, T] tokens; returns the mean loss, on the device."""
-        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """One step on micro-batches of [1, T] tokens; returns the mean loss, on the device."""
+        total = torch.zeros((), device=micro_batches[0].device)
+        for ids in micro_batches:
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
         if self._optimizer is not None:
             if self._grad_clip:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self._grad_clip)
             self._optimizer.step()
         self.model.zero_grad(set_to_none=True)
-        return loss.detach()
+        return total
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:

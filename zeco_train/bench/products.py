@@ -45,11 +45,17 @@ _Product = tuple[Tensor, Tensor, Tensor]
 
 
 def products_contender(
-    config: LanguageModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
+    config: LanguageModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int, times: int = 1
 ) -> Contender:
-    """The products for this many tokens per rank. A step returns one of the results instead of a loss."""
+    """The products for this many tokens per rank, so many `times` a step, which returns one result, not a loss."""
     products = Products(config, tokens, dtype, device, seed)
-    return Contender(PRODUCTS, products.step, held_gb=products.held_bytes / 1e9)
+
+    def step(number: int) -> Tensor:
+        for _ in range(times):
+            result = products.step(number)
+        return result
+
+    return Contender(PRODUCTS, step, held_gb=products.held_bytes / 1e9)
 
 
 def product_flops(config: LanguageModelConfig) -> TokenFLOPs:
