@@ -20,7 +20,7 @@ from tests.exactness_matrix import tiny
 from tests.support.distributed import run_distributed
 from tests.support.steps import make_mesh
 from zeco_train.config.schema import Dtype, TrainConfig
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch
+from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
@@ -60,7 +60,7 @@ def _in_bf16(rank: int, world_size: int, name: str) -> int:
     for strategy, recompute in cases:
         train = TrainConfig(dtype=Dtype.bf16, recompute=recompute)
         model = build_model(config, train, strategy, mesh, seed=0)
-        begin_micro_batch(model, strategy, last=True)
+        begin_micro_batch(model, strategy, num_shards(model), last=True)
         found = _log_decays(model, ids, module)
         # Recomputation goes from the last layer to the first.
         wanted = expected if recompute is Recompute.none else [*expected, *reversed(expected)]

@@ -14,7 +14,7 @@ from models.spec import ModelSpec
 from tests.support.comparison import largest, relative
 from tests.support.distributed import run_distributed
 from zeco_train.distributed.mesh import Launch, init_mesh
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, parallelize
+from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, num_shards, parallelize
 
 pytestmark = pytest.mark.numeric
 
@@ -22,15 +22,18 @@ pytestmark = pytest.mark.numeric
 def _gradients(rank: int, world_size: int) -> dict[str, tuple[bool, bool, float]]:
     """By strategy: whether a rank holds whole gradients, and whole parameters, after the first of two micro-batches;
     and the norm of the whole gradient after the second."""
-    mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=30))
+    sp_size = min(2, world_size)
+    mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=30))
     results = {}
     for strategy in Strategy:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3)))
         parallelize(model, list(model), strategy, torch.float64, mesh)
         whole_gradients = whole_parameters = False
+        shards = num_shards(model)
+        assert shards == {"ddp": 1, "hsdp": sp_size}.get(strategy.value, world_size)
         for last in (False, True):
-            begin_micro_batch(model, strategy, last)
+            begin_micro_batch(model, strategy, shards, last)
             model(torch.full((1, 8), rank + 1.0, dtype=torch.float64)).square().sum().backward()
             if not last:
                 whole_gradients = _holds_whole_gradients(model)
@@ -50,9 +53,12 @@ def _holds_whole_gradients(model: nn.Module) -> bool:
     )
 
 
-def test_strategies_hold_expected_tensors_between_micro_batches() -> None:
-    results = run_distributed(_gradients, 4)
-    expected = {"ddp": (True, False), "zero2": (False, True), "zero3": (False, False), "hsdp": (False, False)}
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_strategies_hold_expected_tensors_between_micro_batches(ranks: int) -> None:
+    """One rank holds all shards: there is nothing to reduce before the last micro-batch."""
+    results = run_distributed(_gradients, ranks)
+    held = ranks == 1
+    expected = {"ddp": (True, True), "zero2": (held, True), "zero3": (held, False), "hsdp": (held, False)}
     norms = []
     for rank in results:
         for strategy, (gradients, parameters, norm) in rank.items():

@@ -24,7 +24,7 @@ from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_
 from tests.support.training import full, train
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch
+from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
@@ -130,7 +130,7 @@ def _check_bf16(mesh: ProcessMesh, strategy: Strategy, recompute: Recompute, ids
     cast(plain, torch.bfloat16)
     _pass(plain, ids, scan, expected_seen)
     model = build_model(MODEL, TrainConfig(dtype=Dtype.bf16, recompute=recompute), strategy, mesh, seed=0)
-    begin_micro_batch(model, strategy, last=True)
+    begin_micro_batch(model, strategy, num_shards(model), last=True)
     _pass(model, ids, scan, seen)
     # Recomputation goes from the last layer to the first.
     assert len(seen) == (2 if recompute is Recompute.full else 1) * MODEL.num_layers, where

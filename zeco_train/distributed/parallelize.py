@@ -16,6 +16,7 @@ equal position in such groups hold the same shards.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh, world_mesh
 from zeco_train.errors import ConfigError
@@ -166,21 +168,36 @@ def _shard_mesh(strategy: Strategy, shard_size: int, mesh: ProcessMesh) -> Devic
     return device_mesh(device, (world_size // shards, shards), ("replicate", "shard"), mesh.timeout)
 
 
-def begin_micro_batch(model: nn.Module, strategy: Strategy, last: bool) -> None:
-    """Set the communication of the micro-batch's backward pass; `last` is the optimizer step's last micro-batch.
+def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: bool) -> None:
+    """Set the communication of a micro-batch's backward pass.
 
     Replicated gradients (of `ddp`, and between ranks that hold the same shards) are all-reduced once a step. Sharded
-    gradients are reduce-scattered in every micro-batch; otherwise each rank would hold whole gradients. `zero2` keeps
-    its gathered parameters through the micro-batches of a step.
+    gradients are reduce-scattered in every micro-batch; otherwise each rank would hold whole gradients, as it does
+    where one rank is all shards. `ddp` and `zero2` keep their gathered parameters through the micro-batches of a step.
+
+    Args:
+        model: parallelised.
+        strategy: how.
+        shards: see `num_shards`.
+        last: the step's last micro-batch.
     """
     assert isinstance(model, FSDPModule)
-    if strategy is Strategy.ddp:
+    if shards == 1:
         model.set_requires_gradient_sync(last)
-        return
-    # Without effect where all ranks are one group.
-    model.set_requires_all_reduce(last)
-    if strategy is Strategy.zero2:
+    else:
+        # Without effect where all ranks are one group.
+        model.set_requires_all_reduce(last)
+    if strategy in (Strategy.ddp, Strategy.zero2):
         model.set_reshard_after_backward(last)
+
+
+def num_shards(model: nn.Module) -> int:
+    """Ranks over which the parameters of a model are sharded; call while none is gathered."""
+    parameter = next(model.parameters())
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_shard())
 
 
 def reshard(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from data.reader import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm
+from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, num_shards
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import StateScan
 from zeco_train.ops.segments import LayerStates
@@ -115,7 +115,7 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.scan, self.mesh = model, optimizer, scan, mesh
         self.forward = SequenceForward(model, scan, mesh)
-        self._strategy, self._grad_clip = strategy, grad_clip
+        self._strategy, self._shards, self._grad_clip = strategy, num_shards(model), grad_clip
         self._tokens_per_step, self._seq_len = tokens_per_step, seq_len
         self._launcher = graphs or StepLauncher()
         # On the device, where replayed kernels read them; with or without graphs, for the same bits.
@@ -219,7 +219,7 @@ class TrainingStep:
         last: bool,
     ) -> tuple[Tensor, ...]:
         """Forward and backward passes of a segment: its share of the loss, and the gradients of its carries."""
-        begin_micro_batch(self.model, self._strategy, last=last)
+        begin_micro_batch(self.model, self._strategy, self._shards, last=last)
         # Cuts the autograd graph between segments.
         leaves = [carry.detach().requires_grad_() for carry in carries]
         states = LayerStates(received or None, leaves or None, want_carry=bool(carry_grads))

@@ -17,7 +17,7 @@ a whole chunk: a factor is computed once, where separate tiles of queries and ke
 pair, and a size is one product of the largest shape in either pass. Half of the product is masked, but tensor cores are
 not the bottleneck.
 
-Where no channel decays by more than e^-40 between the chunk's middle token and either end, that token is r for all
+Where no channel decays by more than e^-60 between the chunk's middle token and either end, that token is r for all
 pairs. Some factors then exceed 1, but each is rounded relative to itself and multiplied by one that is as small, so the
 error is the same. One product takes the place of six, and two exponentials that of six. Such chunks are called mild;
 with GLA's initial gates all are (docs/benchmarks.md).

@@ -15,8 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A token times e^40 has a finite bf16, and a product of two such factors a finite fp32.
-LARGEST_EXPONENT: tl.constexpr = tl.constexpr(40.0)
+# Factors of e^60 leave room for tokens of 1e12 in fp32 and bf16. Products of a query with a later key, up to e^120, may
+# overflow; they are dropped.
+LARGEST_EXPONENT: tl.constexpr = tl.constexpr(60.0)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 if triton.knobs.runtime.interpret:

@@ -2,15 +2,109 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from zeco_train.distributed.whole import local
 from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Parameters, decay_groups
 
+if TYPE_CHECKING:
+    from zeco_train.kernels.adamw.launch import Updater
 
-def _build(parameters: Parameters, settings: OptimizerSettings) -> torch.optim.AdamW:
+
+class FusedUpdate:
+    """AdamW's update of many parameters: on CUDA in fp32 one launch of our kernel, elsewhere torch's fused ones.
+
+    Both can skip a step on the device. torch's writes the gradients back that it has divided by `grad_scale`, an eighth
+    of its traffic; ours does not.
+    """
+
+    def __init__(self) -> None:
+        self._updater: Updater | None = None
+
+    def __call__(
+        self,
+        parameters: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """One step, in place.
+
+        Args:
+            parameters: with gradients; whole, or this rank's shards.
+            states: `step`, a scalar, `exp_avg` and `exp_avg_sq` of each, on its device.
+            lr: as in `torch.optim.AdamW`.
+            betas: likewise.
+            eps: likewise.
+            weight_decay: likewise.
+            grad_scale: gradients are divided by this scalar, unless it is None.
+            found_inf: a scalar; 1: nothing is changed.
+        """
+        grads = [gradient(parameter) for parameter in parameters]
+        means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        if not all(parameter.is_cuda and parameter.dtype is torch.float32 for parameter in parameters):
+            adamw(
+                [*parameters], grads, means, squares, [], steps,
+                fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=betas[0], beta2=betas[1],
+                lr=lr, weight_decay=weight_decay, eps=eps, maximize=False,
+            )  # fmt: skip
+            return
+        if self._updater is None:
+            # Only where there is a GPU: the kernel imports Triton.
+            from zeco_train.kernels.adamw.launch import Updater
+
+            self._updater = Updater()
+        lists = [[local(tensor) for tensor in tensors] for tensors in (parameters, grads, means, squares)]
+        own, own_grads, own_means, own_squares = lists
+        self._updater.update(
+            own, own_grads, own_means, own_squares, steps,
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(…, fused=True)`, with its state and settings, updated by `FusedUpdate`."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings, fused=True)
+        self._update = FusedUpdate()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters: list[Tensor] = []
+            # It creates the states.
+            self._init_group(group, parameters, [], [], [], [], [])
+            self._update(
+                parameters,
+                [self.state[parameter] for parameter in parameters],
+                **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+            )
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter that took part in the step."""
+    assert parameter.grad is not None, "every parameter takes part in every step"
+    return parameter.grad
+
+
+def _build(parameters: Parameters, settings: OptimizerSettings) -> AdamW:
     groups = decay_groups(parameters, settings.weight_decay)
-    # Fused: one pass over weights, gradients and moments, and the only variant that can skip a step on the device.
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    return AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
 def moments_bytes(elements: int, itemsize: int) -> int:

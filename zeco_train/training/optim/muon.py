@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from models.parameters import ParameterRule
 from models.spec import ParameterSpec
 from zeco_train.distributed.whole import WholeMatrices, assign, local
-from zeco_train.training.optim.adamw import ADAMW, moments_bytes
+from zeco_train.training.optim.adamw import ADAMW, FusedUpdate, gradient, moments_bytes
 from zeco_train.training.optim.spec import (
     AdjustLR,
     OptimizerSettings,
@@ -69,11 +68,6 @@ def _ratio(shape: Sequence[int], adjust: AdjustLR) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "every parameter takes part in every step"
-    return parameter.grad
-
-
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for projections, AdamW for the other parameters, in one optimizer with one state.
 
@@ -102,6 +96,7 @@ class Muon(torch.optim.Optimizer):
             *({**group, "lr_ratio": ratio} for group in decay_groups(others, settings.weight_decay)),
         ]
         super().__init__(groups, {"lr": settings.lr})
+        self._update = FusedUpdate()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -120,24 +115,15 @@ class Muon(torch.optim.Optimizer):
                 count = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter] = {"step": count, **moments}
-        states = [self.state[parameter] for parameter in parameters]
-        adamw(
+        self._update(
             parameters,
-            [_gradient(parameter) for parameter in parameters],
-            exp_avgs=[state["exp_avg"] for state in states],
-            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
-            max_exp_avg_sqs=[],
-            state_steps=[state["step"] for state in states],
-            fused=True,
+            [self.state[parameter] for parameter in parameters],
+            lr=group["lr"],
+            betas=self._settings.betas,
+            eps=self._settings.eps,
+            weight_decay=group["weight_decay"],
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=self._settings.betas[0],
-            beta2=self._settings.betas[1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=self._settings.eps,
-            maximize=False,
         )
 
     def _update_projections(self, group: dict[str, Any]) -> None:
@@ -157,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer, grad = local(state["momentum_buffer"]), local(_gradient(parameter))
+        buffer, grad = local(state["momentum_buffer"]), local(gradient(parameter))
         if self.grad_scale is not None:
             grad = grad / self.grad_scale
         if self.found_inf is not None:

@@ -1,0 +1,114 @@
+"""AdamW's kernel against torch's AdamW: in fp64 under Triton's interpreter, and torch's fused one on a GPU.
+
+The last results on GPUs are in gpu_results.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from zeco_train.training.optim.adamw import AdamW
+
+pytestmark = pytest.mark.numeric
+
+# One element, an empty shard, more than one program, whole programs, and the end of one.
+SHAPES = [(3,), (128, 65), (0, 4), (7, 5), (20_000,), (8192,)]
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+STEPS, SKIPPED, SCALE = 6, 3, 2.5
+
+
+def _tensors(seed: int, device: torch.device, offset: int) -> list[Tensor]:
+    """Normal numbers in these shapes; with an offset they begin that many elements into their storage."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in SHAPES:
+        numbers = torch.randn(shape, generator=generator)
+        storage = torch.zeros(numbers.numel() + offset, device=device)
+        found.append(storage[offset:].view(shape).copy_(numbers))
+    return found
+
+
+def _trained(device: torch.device, offset: int) -> dict[str, float]:
+    """Largest relative differences of weights, moments and counts from torch's in fp64, after steps one of which is
+    skipped."""
+    from zeco_train.kernels.adamw.launch import Updater
+
+    weights, updater = _tensors(0, device, offset), Updater()
+    means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    steps = [torch.zeros((), device=device) for _ in weights]
+    expected = [weight.double().requires_grad_() for weight in weights]
+    oracle = torch.optim.AdamW(expected, **SETTINGS, foreach=False)  # type: ignore[arg-type]
+    for number in range(STEPS):
+        grads = _tensors(number + 1, device, offset)
+        is_skipped = torch.tensor(float(number == SKIPPED), device=device)
+        if number == SKIPPED:
+            grads[1].fill_(torch.nan)
+        # As a number and as a tensor; with a scale and without.
+        lr = SETTINGS["lr"] if number % 2 else torch.tensor(SETTINGS["lr"], device=device)
+        scale = torch.tensor(SCALE, device=device) if number % 3 else None
+        kept = [grad.clone() for grad in grads]
+        updater.update(
+            weights, grads, means, squares, steps,
+            **SETTINGS | {"lr": lr}, grad_scale=scale, found_inf=is_skipped,
+        )  # type: ignore[arg-type]  # fmt: skip
+        assert all(torch.equal(*pair) for pair in zip(grads, kept, strict=True) if not pair[1].isnan().any())
+        if number != SKIPPED:
+            for weight, grad in zip(expected, grads, strict=True):
+                weight.grad = grad.double() / (1.0 if scale is None else SCALE)
+            oracle.step()
+    states = [oracle.state[weight] for weight in expected]
+    pairs = {
+        "weights": zip(weights, expected, strict=True),
+        "exp_avg": zip(means, [state["exp_avg"] for state in states], strict=True),
+        "exp_avg_sq": zip(squares, [state["exp_avg_sq"] for state in states], strict=True),
+        "step": zip(steps, [state["step"].to(device) for state in states], strict=True),
+    }
+    return {
+        name: max(float((one - other).norm() / other.norm()) for one, other in of if one.numel())
+        for name, of in pairs.items()
+    }
+
+
+def _interpreted(rank: int, world_size: int) -> list[dict[str, float]]:
+    return [_trained(torch.device("cpu"), offset) for offset in (0, 1)]
+
+
+def test_kernel_matches_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter is chosen when Triton is imported, so the kernel runs in a separate process.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for errors in run_distributed(_interpreted, 1, fresh=True)[0]:
+        assert errors.pop("step") == 0.0
+        assert all(error <= 5e-7 for error in errors.values()), errors
+
+
+@pytest.mark.gpu
+def test_kernel_matches_fp64_on_a_gpu() -> None:
+    for offset in (0, 1):
+        errors = _trained(torch.device("cuda"), offset)
+        assert errors.pop("step") == 0.0
+        assert all(error <= 5e-7 for error in errors.values()), errors
+
+
+@pytest.mark.gpu
+def test_optimizer_has_the_state_of_torchs_and_its_weights() -> None:
+    device, found = torch.device("cuda"), []
+    for kind, more in ((AdamW, {}), (torch.optim.AdamW, {"fused": True})):
+        weights = [torch.nn.Parameter(weight) for weight in _tensors(0, device, 0)]
+        optimizer = kind(weights, **SETTINGS, **more)  # type: ignore[arg-type]
+        for number in range(STEPS):
+            for weight, grad in zip(weights, _tensors(number + 1, device, 0), strict=True):
+                weight.grad = grad
+            optimizer.step()
+        found.append((weights, optimizer.state_dict()))
+    (weights, state), (expected, expected_state) = found
+    for weight, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-7)
+    assert state["param_groups"] == expected_state["param_groups"]
+    for index, own in state["state"].items():
+        for name, tensor in own.items():
+            other = expected_state["state"][index][name]
+            assert (tensor.dtype, tensor.device) == (other.dtype, other.device)
+            torch.testing.assert_close(tensor, other, rtol=1e-6, atol=1e-7)

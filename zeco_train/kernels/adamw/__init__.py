@@ -1,0 +1,1 @@
+"""The kernel of AdamW (`zeco_train.training.optim.adamw`). Triton only."""

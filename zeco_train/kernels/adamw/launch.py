@@ -1,0 +1,103 @@
+"""The launch of AdamW's kernel: tables of addresses, which stay valid in a CUDA graph."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from zeco_train.kernels.adamw.kernel import adamw_kernel
+
+# Elements of a program, and of one turn of its loop: 8 of each tensor a thread.
+_CHUNK, _BLOCK, _WARPS = 8192, 2048, 8
+_ALIGNMENT = 16
+
+
+class Updater:
+    """Updates lists of tensors; a list is one launch.
+
+    Gradients may move from step to step, so their addresses are copied to the device in each. What a CUDA graph copies
+    must stay on the host as long as the graph.
+    """
+
+    def __init__(self) -> None:
+        # Page-locked memory cannot be allocated during a capture: the next one's, by number of addresses.
+        self._spare: dict[int, Tensor] = {}
+        self._captured: list[Tensor] = []
+
+    def update(
+        self,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        means: Sequence[Tensor],
+        squares: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        *,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """One step, in place.
+
+        Args:
+            weights: fp32, contiguous, on one device, as are the other lists.
+            grads: their gradients.
+            means: first moments.
+            squares: second moments.
+            steps: scalars, fp32: how many steps were made before; counted up.
+            lr: a number, or a scalar in fp32, which a captured step reads anew.
+            betas: as in `torch.optim.AdamW`.
+            eps: likewise.
+            weight_decay: likewise.
+            grad_scale: gradients are divided by this scalar, fp32; None: by nothing.
+            found_inf: a scalar, fp32; 1: nothing is changed; None: as 0.
+        """
+        if not weights:
+            return
+        device = weights[0].device
+        torch._foreach_add_(list(steps), 1.0 if found_inf is None else 1.0 - found_inf)
+        rows = [[tensor.data_ptr() for tensor in tensors] for tensors in (weights, grads, means, squares, steps)]
+        sizes = tuple(tensor.numel() for tensor in weights)
+        layout, owners = _layout(sizes, device)
+        if not len(owners):
+            return
+        rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
+        adamw_kernel[(len(owners),)](
+            self._table(rows, device), layout, owners, rate, grad_scale, found_inf,
+            *(math.log2(beta) if beta else -math.inf for beta in betas), *(1.0 - beta for beta in betas),
+            eps, weight_decay, len(sizes), CHUNK=_CHUNK, BLOCK=_BLOCK,
+            ALIGNED=all(address % _ALIGNMENT == 0 for row in rows[:4] for address in row), num_warps=_WARPS,
+        )  # fmt: skip
+
+    def _table(self, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+        """[rows, N] int64 on the device."""
+        if device.type != "cuda":
+            return torch.tensor(rows, dtype=torch.int64)
+        addresses, count = [*itertools.chain(*rows)], sum(map(len, rows))
+        if torch.cuda.is_current_stream_capturing():
+            host = self._spare.pop(count)
+            host.copy_(torch.tensor(addresses, dtype=torch.int64))
+            self._captured.append(host)
+        else:
+            if count not in self._spare:
+                self._spare[count] = torch.empty(count, dtype=torch.int64, pin_memory=True)
+            # The allocator does not give it to another step before this one has copied it.
+            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
+        return host.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """`layout` and `owners` of the kernel."""
+    programs = [triton.cdiv(size, _CHUNK) for size in sizes]
+    firsts = [0, *itertools.accumulate(programs)][:-1]
+    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(programs))
+    return torch.tensor([sizes, firsts], device=device), owners.to(device)
