@@ -283,7 +283,10 @@ class ModelSpec:
 
     @cached_property
     def _skeleton(self) -> LanguageModel:
-        """The model with one block per mixer, on the meta device."""
+        return self.one_of_each()
+
+    def one_of_each(self) -> LanguageModel:
+        """The model with one block per mixer, new, on the meta device."""
         with torch.device("meta"):
             return LanguageModel(self.config, [LAYERS[name] for name in self.config.mixer_counts()])
 

@@ -28,6 +28,7 @@ from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import build_graphs, build_model
 from zeco_train.training.graphs import StepGraphs
+from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
@@ -148,13 +149,19 @@ class RandomTokens:
 class Backends:
     """A model with its optimizer, trained by any backend. Collective.
 
+    Args:
+        run: configuration of the model and its optimizer.
+        session: the ranks.
+        tokens: per rank and micro-batch, at first.
+
     Raises:
         ConfigError: the configured method of softmax attention cannot spread the model's heads over the ranks.
     """
 
-    def __init__(self, run: Config, session: Session) -> None:
+    def __init__(self, run: Config, session: Session, tokens: int = 1) -> None:
         self._run, self._session = run, session
-        self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)
+        with kernels_ahead(run.model, run.train, (1, tokens // run.train.segments), False, session.device):
+            self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)
         self._optimizer = build_optimizer(parameter_rules(self.model), run.optim, run.train.dtype.compute)
         set_learning_rate(self._optimizer, LEARNING_RATE)
         # `auto` chooses one method for all numbers of tokens, as for a long sequence.

@@ -168,7 +168,7 @@ class _Measurement:
 
     def _measure_backends(self, names: Sequence[str], peers: int) -> Weights | None:
         """Add the backends' rows; returns the initial weights if there are peers that need them."""
-        ours = Backends(self._run, self._session)
+        ours = Backends(self._run, self._session, self._config.tokens[0])
         built = time.monotonic() - self._started
         checked = self._check(ours, names)
         weights = self._weights(ours) if peers else None

@@ -53,6 +53,7 @@ from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
 from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem
+from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.machine import check_machine
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
@@ -237,8 +238,11 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     checkpointer = Checkpointer(run.path, config.checkpoint, mesh)
     latest = checkpointer.latest_sound()
 
-    parallel = config.parallel
-    model = build_model(config.model, config.train, parallel.strategy, mesh, config.seed, parallel.shard_size)
+    data, train, parallel = config.data, config.train, config.parallel
+    split = mesh.split(data.seq_len, data.micro_batch, documents=data.reset_state_at_document, segments=train.segments)
+    shape = data.micro_batch, split.length
+    with kernels_ahead(config.model, train, shape, data.reset_state_at_document, mesh.device):
+        model = build_model(config.model, train, parallel.strategy, mesh, config.seed, parallel.shard_size)
     optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
 
     progress = Progress()
@@ -251,8 +255,6 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     recorder = _build_recorder(config, run.path, mesh)
     facts = environment(mesh.device) if mesh.is_main else {}
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
-    data, train = config.data, config.train
-    split = mesh.split(data.seq_len, data.micro_batch, documents=data.reset_state_at_document, segments=train.segments)
     sources, held_out = (
         for_task(some, config.task, config.model.vocab_size) for some in (run.data.train, run.data.validation)
     )

@@ -63,7 +63,10 @@ class Updater:
         if not weights:
             return
         device = weights[0].device
-        torch._foreach_add_(list(steps), 1.0 if found_inf is None else 1.0 - found_inf)
+        torch._foreach_add_(list(steps), 1.0)
+        if found_inf is not None:
+            # Lists: one number of all would be read by the host.
+            torch._foreach_sub_(list(steps), [found_inf] * len(steps))
         rows = [[tensor.data_ptr() for tensor in tensors] for tensors in (weights, grads, means, squares, steps)]
         sizes = tuple(tensor.numel() for tensor in weights)
         layout, owners = _layout(sizes, device)

@@ -1,0 +1,79 @@
+"""Triton compiles the kernels of a model's layers in a thread, while the model is built.
+
+One block of each kind goes forward and backward on zeros, of the shapes and dtypes of training: kernels are compiled at
+their first launch, and Triton's compiler holds Python's lock for a small part of its time only. What training needs
+beyond that, such as kernels for segments, is compiled when it is first launched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from models.config import LanguageModelConfig
+from models.parameters import cast
+from models.projections import set_matmul
+from models.spec import spec_of
+from zeco_train.config.schema import TrainConfig
+from zeco_train.ops.seam import SequenceShard
+from zeco_train.sp.dp import LocalScan
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def kernels_ahead(
+    model: LanguageModelConfig, config: TrainConfig, shape: tuple[int, int], documents: bool, device: torch.device
+) -> Iterator[None]:
+    """Compile meanwhile; nothing to do on CPUs.
+
+    Args:
+        model: its configuration.
+        config: dtype and recipe of matrix products.
+        shape: sequences and tokens of a micro-batch on this rank.
+        documents: whether states restart at borders of documents.
+        device: of this rank.
+    """
+    if device.type != "cuda":
+        yield
+        return
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                run_blocks(model, config, shape, documents, device)
+        except Exception:
+            # Training launches the same kernels, and reports what is wrong with them where it can be named.
+            logger.debug("kernels were not compiled ahead", exc_info=True)
+
+    thread = threading.Thread(target=work, name="kernels-ahead")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        # What the thread's stream has held is of no use to others.
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def run_blocks(
+    model: LanguageModelConfig, config: TrainConfig, shape: tuple[int, int], documents: bool, device: torch.device
+) -> None:
+    """One block of each kind, forward and backward, on zeros; arguments as of `kernels_ahead`."""
+    blocks = spec_of(model).one_of_each().model
+    cast(blocks.to_empty(device=device), config.dtype.compute)
+    set_matmul(blocks, config.matmul)
+    with torch.no_grad():
+        for parameter in blocks.parameters():
+            parameter.zero_()
+    tokens = shape[1]
+    borders = torch.tensor([0, tokens]) if documents else None
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    shard = SequenceShard(LocalScan(), 0, tokens, cu_seqlens=borders, borders=borders)
+    x = blocks(ids, shard)
+    x.backward(torch.zeros_like(x))
