@@ -104,11 +104,13 @@ def test_optimizer_has_the_state_of_torchs_and_its_weights() -> None:
             optimizer.step()
         found.append((weights, optimizer.state_dict()))
     (weights, state), (expected, expected_state) = found
+    # torch's takes 1 − β₂ in fp32, which is 1.3e-5 off at 0.999; ours is within 5e-7 of fp64, see above.
+    tolerance = 2e-5
     for weight, other in zip(weights, expected, strict=True):
-        assert float((weight - other).norm()) <= 1e-6 * float(other.norm())
+        assert float((weight - other).norm()) <= tolerance * float(other.norm())
     assert state["param_groups"] == expected_state["param_groups"]
     for index, own in state["state"].items():
         for name, tensor in own.items():
             other = expected_state["state"][index][name]
             assert (tensor.dtype, tensor.device) == (other.dtype, other.device)
-            assert float((tensor - other).norm()) <= 1e-6 * float(other.norm())
+            assert float((tensor - other).norm()) <= tolerance * float(other.norm())

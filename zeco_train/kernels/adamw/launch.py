@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -26,6 +25,8 @@ class Updater:
     """
 
     def __init__(self) -> None:
+        # By sizes of tensors, for good: captured launches read them.
+        self._layouts: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         # Page-locked memory cannot be allocated during a capture: the next one's, by number of addresses.
         self._spare: dict[int, Tensor] = {}
         self._captured: list[Tensor] = []
@@ -69,7 +70,9 @@ class Updater:
             torch._foreach_sub_(list(steps), [found_inf] * len(steps))
         rows = [[tensor.data_ptr() for tensor in tensors] for tensors in (weights, grads, means, squares, steps)]
         sizes = tuple(tensor.numel() for tensor in weights)
-        layout, owners = _layout(sizes, device)
+        if sizes not in self._layouts:
+            self._layouts[sizes] = _layout(sizes, device)
+        layout, owners = self._layouts[sizes]
         if not len(owners):
             return
         rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
@@ -97,7 +100,6 @@ class Updater:
         return host.to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=16)
 def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """`layout` and `owners` of the kernel."""
     programs = [triton.cdiv(size, _CHUNK) for size in sizes]
