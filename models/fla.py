@@ -97,6 +97,7 @@ class FlaFormat:
         needed: numeric keys without a default.
         ratios: fields that are the quotient of a key and of one of `needed`, both whole numbers.
         computed: keys that an export takes from the model's shape, in place of its fields.
+        remarks: fields with the value that all versions of the library compute alike, and what the card says of others.
         rows: tensors of other rows than our parameters.
         former: name parts that files may have in place of the library's own: the file's → the library's.
     """
@@ -128,6 +129,7 @@ class FlaFormat:
     needed: Mapping[str, type] = field(default_factory=dict)
     ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     computed: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
+    remarks: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     rows: tuple[Rows, ...] = ()
     former: Mapping[str, str] = field(default_factory=dict)
 

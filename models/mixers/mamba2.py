@@ -209,6 +209,9 @@ class Mamba2(Mixer):
             "time_step_floor": 1e-4,
         },
         pairs={"time_step_limit": (0.0, math.inf)},
+        remarks={
+            "n_groups": (1, "Its gated norm is of each group of channels, as in mamba_ssm: use transformers ≥ 5.23.0."),
+        },
         switches={"use_conv_bias": True, "residual_in_fp32": True},
         refused={
             "use_bias": (False, "biases of the projections"),

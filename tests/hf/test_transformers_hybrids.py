@@ -103,6 +103,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **QWEN,
             "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]},
+            # As some versions of transformers write it.
+            "partial_rotary_factor": 1.0,
             "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
             "tie_word_embeddings": True,
         },
@@ -348,6 +350,7 @@ def test_a_model_of_no_class_is_refused_with_every_reason() -> None:
             {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.3}},
             "model.attn.rotary_dim=3: must be even",
         ),
+        ("qwen3_5_text", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: not supported beside rope_param"),
         (
             "qwen3_5_text",
             {"rope_scaling": {"factor": 2}},

@@ -71,12 +71,18 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (_h200(4, 16, "sp=zeco", "train.recompute=full"), 9.49, 0.292),
     (["+experiment=gla_1b_1m"], 52.41, 4.268),
     (["+experiment=gla_1b_8m"], 62.66, 36.24),
-    # With all states kept, in CUDA graphs.
-    (_h200(1, 16, "sp=dp"), 49.10, 0.2212),
+    # With all states kept, in CUDA graphs, and AdamW in one launch.
+    (_h200(1, 16, "sp=dp"), 49.17, 0.2209),
 ]
 
-# Tokens a step, tokens/s by train.matmul of gla_1b on an H200, replayed (bench/results/model_1xh200_{bf16,fp8}.txt).
-SPEEDS = {2048: (43417, 43871), 4096: (58291, 63115), 16384: (74068, 88903)}
+# Tokens a step, its milliseconds by train.matmul: gla_1b on an H200, replayed (bench/results/model_1xh200_*.txt).
+# Those of fp8 are of torch's AdamW, which took this much longer than the present one (docs/benchmarks.md).
+TORCHS_ADAMW = 10.86 - 7.78
+STEPS = {
+    2048: (44.64, 46.68 - TORCHS_ADAMW),
+    4096: (68.93, 64.90 - TORCHS_ADAMW),
+    16384: (220.92, 184.29 - TORCHS_ADAMW),
+}
 
 
 @pytest.mark.few(10)
@@ -88,12 +94,12 @@ def test_plan_agrees_with_measured_memory_and_time(arguments: list[str], peak_gb
         assert option.time.total == pytest.approx(seconds, rel=0.2)
 
 
-@pytest.mark.parametrize("tokens", SPEEDS)
+@pytest.mark.parametrize("tokens", STEPS)
 def test_plan_agrees_with_measured_speeds_of_both_products(tokens: int) -> None:
     arguments = [*GLA_1B, "gpu=h200", "sp=dp", "world_size=1", f"data.seq_len={tokens}"]
-    speeds = [planned(*arguments, f"train.matmul={matmul}").time.tokens_per_second for matmul in ("bf16", "fp8")]
-    assert speeds == pytest.approx(SPEEDS[tokens], rel=0.1)
-    assert speeds[1] > speeds[0]
+    steps = [1e3 * planned(*arguments, f"train.matmul={matmul}").time.total for matmul in ("bf16", "fp8")]
+    assert steps == pytest.approx(STEPS[tokens], rel=0.1)
+    assert steps[1] < steps[0]
 
 
 def test_plan_of_fp8_needs_a_device_with_it() -> None:

@@ -64,7 +64,7 @@ def model_card(
         f"# {config.name}, step {progress.step}\n\n"
         f"A language model with {fla.title}, trained with ZeCO-Train "
         f"{origin['version']}. {_memory(model)}, but it was trained on {data.seq_len:,} tokens at once.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(fla)}\n\n"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(fla)}\n\n{_remarks(model, fla)}"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
 
@@ -85,6 +85,12 @@ def _memory(model: LanguageModelConfig) -> str:
         return "Its memory is a state of one size: it knows no longest sequence"
     kept = "all tokens before" if model.attn.window is None else f"the last {model.attn.window:,} tokens"
     return f"Its memory is a state of one size in most layers, and keys and values of {kept} in softmax layers"
+
+
+def _remarks(model: LanguageModelConfig, fla: FlaFormat) -> str:
+    """A paragraph on what not all versions of the library compute alike."""
+    found = [text for name, (value, text) in fla.remarks.items() if getattr(model, name) != value]
+    return " ".join(found) + "\n\n" if found else ""
 
 
 def _use(fla: FlaFormat) -> str:

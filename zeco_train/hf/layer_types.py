@@ -23,7 +23,7 @@ _LINEAR, _SOFTMAX = "linear_attention", "full_attention"
 _LARGEST = 1 << 20
 # Axes of the positions of pictures; those of text are equal.
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")
-# Keys by which older files say what `rope_parameters` does.
+# Keys by which older files say what `rope_parameters` does; alike in both is read.
 _ELSEWHERE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
@@ -33,8 +33,10 @@ def attention_from_transformers(file: Path, record: Mapping[str, Any], softmax: 
     Raises:
         ConfigError: a missing or unsupported value; names the key.
     """
+    inside = record.get(ROTATION)
     for key in _ELSEWHERE:
-        if (value := record.get(key)) is not None:
+        # Some versions of transformers write partial_rotary_factor in both places.
+        if (value := record.get(key)) is not None and not (isinstance(inside, Mapping) and inside.get(key) == value):
             raise _refusal(file, key, value, f"not supported beside {ROTATION}, which must have it")
     layers = _layers(file, record)
     heads = _whole(file, record, "num_attention_heads", softmax.num_heads)

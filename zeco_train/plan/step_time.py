@@ -168,14 +168,15 @@ def _compute_seconds(case: Case) -> dict[str, float]:
     parameters = parameter_bytes(case, 1)
     copies = parameter_traffic(case)
     around = known.GATHER_TRAFFIC * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
-    updates = parameters * (known.OPTIMIZER_TRAFFIC + case.shards * around)
+    updates = parameters * known.OPTIMIZER_TRAFFIC / known.OPTIMIZER_SHARE
+    copied = parameters * case.shards * around / known.MANY_TENSORS
     saved, rounding = _fp8(case)
     traffic += rounding
     return {
         "products": tokens * (own.linear + again.linear + own.head - saved) / machine.flops[case.config.train.dtype],
         "operator": operators,
         "elementwise": tokens * traffic / machine.bandwidth,
-        "optimizer": updates / (machine.bandwidth * known.MANY_TENSORS) + _optimizer_products(case),
+        "optimizer": (updates + copied) / machine.bandwidth + _optimizer_products(case),
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from zeco_train.kernels.adamw.kernel import adamw_kernel
 
 # Elements of a program, and of one turn of its loop: 8 of each tensor a thread.
-_CHUNK, _BLOCK, _WARPS = 8192, 2048, 8
+_CHUNK, _BLOCK, _WARPS = 2048, 1024, 4
 _ALIGNMENT = 16
 
 
