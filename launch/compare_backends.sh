@@ -2,7 +2,7 @@
 # Train the same model on the same data with each backend in turn, on all ranks, and compare the loss curves: a table,
 # compare.png and compare.json. The losses of different backends differ by rounding only.
 # usage: launch/compare_backends.sh [KEY=VALUE ...]      settings of train.py, the same for all backends
-#   BACKENDS        default "dp lasp1 lasp2 zeco"; zeco:ALGORITHM[:TRANSPORT] sets sp.all_scan; the baseline comes first
+#   BACKENDS        default: all, dp first; zeco:ALGORITHM[:TRANSPORT] sets sp.all_scan; the baseline comes first
 #   NPROC           ranks, default: the number of GPUs, else 2
 #   RUN_DIR         parent of the runs' folders, default runs/compare
 #   MAX_DIFFERENCE  exit code 1 if a relative difference of losses exceeds this; default: only reported
@@ -15,7 +15,8 @@ cd "$root"
 for key in sp name run_dir; do
   [[ " $*" != *" $key="* ]] || fail "$key: set by this script; see BACKENDS and RUN_DIR in its first lines"
 done
-backends="${BACKENDS:-dp lasp1 lasp2 zeco}"
+known="$("$PYTHON" -c 'from zeco_train.sp.registry import BACKENDS; print(*BACKENDS)')"
+backends="${BACKENDS:-$known}"
 run_dir="${RUN_DIR:-runs/compare}"
 nproc="${NPROC:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 folders=()
 for backend in $backends; do
   IFS=: read -r sp algorithm transport rest <<<"$backend"
-  [ -z "$rest" ] || fail "BACKENDS: $backend: must be dp, lasp1, lasp2, zeco or zeco:ALGORITHM:TRANSPORT"
+  [ -z "$rest" ] || fail "BACKENDS: $backend: must be one of $known, or zeco:ALGORITHM:TRANSPORT"
   folder="$run_dir/${backend//:/_}"
   folders+=("$folder")
   [ ! -e "$folder/checkpoints" ] || [ "${CHECKPOINTS:-}" = keep ] ||

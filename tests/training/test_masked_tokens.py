@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +14,12 @@ from models.registry import MIXERS
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from tests.support.unmasked import UnmaskedMixer
+from zeco_train.config.schema import to_plain
+from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.mesh import Launch
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.held_out import HeldOut
 from zeco_train.hf.trained import find_trained
-from zeco_train.training.build import join_ranks
 
 pytestmark = pytest.mark.numeric
 
@@ -73,7 +75,7 @@ def _evaluated(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     with mock.patch.dict(MIXERS, gla=UnmaskedMixer):
         trained = find_trained(folder)
         config, launch = trained.configure([]), Launch(rank, world_size, rank)
-        mesh = join_ranks(config, launch, world_size, torch.device("cpu"))
+        mesh = join_alike(to_plain(config), launch, world_size, torch.device("cpu"), timedelta(seconds=60))
         evaluation, task = Evaluation(trained, config, mesh, lambda phase: None), HeldOut(sequences=3)
         task.prepare(evaluation)
         result = task.run(evaluation)

@@ -11,13 +11,14 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeco_train.distributed.mesh import gather
+from zeco_train.distributed.mesh import Launch, ProcessMesh, gather, init_mesh, join
 from zeco_train.errors import ConfigError
 from zeco_train.system.environment import version
 
@@ -37,6 +38,34 @@ _VARIABLES = (
 )
 
 _PACKAGES = ("zeco_train", "models", "data")
+
+
+def join_alike(
+    settings: Mapping[str, Any],
+    launch: Launch,
+    sp_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    more: Mapping[str, Any] | None = None,
+) -> ProcessMesh:
+    """Initialise the process groups, and check that all ranks have the same setup. Collective.
+
+    Args:
+        settings: plain values of the configuration.
+        launch: this rank and the others.
+        sp_size: ranks of a sequence.
+        device: of this rank.
+        timeout: longest wait for a peer.
+        more: JSON values that must be the same, too.
+
+    Raises:
+        ConfigError: ranks that differ.
+    """
+    join(device, timeout)
+    # Before the first operation in which ranks of different settings would deadlock, such as the creation of groups.
+    remedy = "start all ranks with the same command line, code and environment"
+    check_same(setup(settings, device) | dict(more or {}), launch.world_size, remedy)
+    return init_mesh(launch, sp_size, device, timeout)
 
 
 def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:

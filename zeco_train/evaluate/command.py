@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from zeco_train.config.schema import to_plain
+from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import agree, resolve_sp_size
 from zeco_train.distributed.parallelize import count_shards
@@ -21,7 +23,6 @@ from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
-from zeco_train.training.build import join_ranks
 
 _ADVICE = Advice(
     lost_peer="the results so far stand, the tasks after them are to be run again",
@@ -52,7 +53,8 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     count_shards(config.parallel.strategy, config.parallel.shard_size, job.launch.world_size, sp_size)
     device = find_device(config.train.device, job.launch, "train.device")
     job.enter("joining the other ranks")
-    mesh = join_ranks(config, job.launch, sp_size, device)
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    mesh = join_alike(to_plain(config), job.launch, sp_size, device, timeout)
     job.guard(mesh.timeout)
     config = replace(
         config, sp=replace(config.sp, size=sp_size), train=replace(config.train, device=Device(device.type))

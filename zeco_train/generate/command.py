@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.config.schema import Config, to_plain
-from zeco_train.distributed.agreement import check_same, setup
+from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import find_device
 from zeco_train.distributed.exchange import build_exchange
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
 from zeco_train.generate.options import Options, parse, read_prompts
@@ -102,12 +102,9 @@ def _join(config: Config, options: Options, launch: Launch) -> ProcessMesh:
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     device = find_device(config.train.device, launch, "train.device")
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    join(device, timeout)
-    remedy = "start all ranks with the same command line, code and environment"
     # Prompts and results are rank 0's alone; a model's path may differ between nodes.
     own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
-    check_same(setup(to_plain(config), device) | own, launch.world_size, remedy)
-    return init_mesh(launch, sp_size, device, timeout)
+    return join_alike(to_plain(config), launch, sp_size, device, timeout, own)
 
 
 def _share_prompts(

@@ -26,15 +26,13 @@ from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_wei
 from zeco_train.config.document_rules import check_documents
 from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config, TrainConfig, to_plain
-from zeco_train.distributed.agreement import check_same, setup
+from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.exchange import build_exchange, check_softmax
 from zeco_train.distributed.mesh import (
     Launch,
     ProcessMesh,
     agree,
-    init_mesh,
-    join,
     main_first,
     resolve_sp_size,
 )
@@ -105,7 +103,7 @@ class OpenedRun:
 
 
 def init(config: Config, launch: Launch) -> ProcessMesh:
-    """Check the settings against world size and machine, then join the ranks, see `join_ranks`.
+    """Check the settings against world size and machine, then join the ranks, see `join_alike`.
 
     Raises:
         ConfigError: a split that the world size, or a setting that the machine, does not allow; ranks that differ.
@@ -117,21 +115,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     check_profile_ranks(config.train.profile_ranks, launch.world_size)
     device = find_device(config.train.device, launch, "train.device")
     check_machine(config, device)
-    return join_ranks(config, launch, sp_size, device)
-
-
-def join_ranks(config: Config, launch: Launch, sp_size: int, device: torch.device) -> ProcessMesh:
-    """Initialise the process groups, and check that all ranks have the same setup.
-
-    Raises:
-        ConfigError: ranks that differ.
-    """
-    timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    join(device, timeout)
-    # Before the first operation in which ranks of different settings would deadlock, such as the creation of groups.
-    remedy = "start all ranks with the same command line, code and environment"
-    check_same(setup(to_plain(config), device), launch.world_size, remedy)
-    return init_mesh(launch, sp_size, device, timeout)
+    return join_alike(to_plain(config), launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
 
 
 def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedRun:

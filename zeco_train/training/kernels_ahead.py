@@ -24,6 +24,9 @@ from zeco_train.sp.dp import LocalScan
 
 logger = logging.getLogger(__name__)
 
+# Kernels are the same for longer shards, and a block of these needs little memory.
+_MOST_TOKENS = 1 << 15
+
 
 @contextmanager
 def kernels_ahead(
@@ -71,9 +74,9 @@ def run_blocks(
     with torch.no_grad():
         for parameter in blocks.parameters():
             parameter.zero_()
-    tokens = shape[1]
+    batch, tokens = shape[0], min(shape[1], max(_MOST_TOKENS // shape[0], 1))
     borders = torch.tensor([0, tokens]) if documents else None
-    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
     shard = SequenceShard(LocalScan(), 0, tokens, cu_seqlens=borders, borders=borders)
     x = blocks(ids, shard)
     x.backward(torch.zeros_like(x))

@@ -27,8 +27,8 @@ class Updater:
     def __init__(self) -> None:
         # By sizes of tensors, for good: captured launches read them.
         self._layouts: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        # Page-locked memory cannot be allocated during a capture: the next one's, by number of addresses.
-        self._spare: dict[int, Tensor] = {}
+        # Page-locked memory cannot be allocated during a capture: the next one's, by the weights' addresses.
+        self._spare: dict[tuple[int, ...], Tensor] = {}
         self._captured: list[Tensor] = []
 
     def update(
@@ -68,6 +68,7 @@ class Updater:
         if found_inf is not None:
             # Lists: one number of all would be read by the host.
             torch._foreach_sub_(list(steps), [found_inf] * len(steps))
+        assert all(tensor.is_contiguous() for tensor in (*weights, *grads))
         rows = [[tensor.data_ptr() for tensor in tensors] for tensors in (weights, grads, means, squares, steps)]
         sizes = tuple(tensor.numel() for tensor in weights)
         if sizes not in self._layouts:
@@ -87,14 +88,14 @@ class Updater:
         """[rows, N] int64 on the device."""
         if device.type != "cuda":
             return torch.tensor(rows, dtype=torch.int64)
-        addresses, count = [*itertools.chain(*rows)], sum(map(len, rows))
+        addresses, key = [*itertools.chain(*rows)], tuple(rows[0])
         if torch.cuda.is_current_stream_capturing():
-            host = self._spare.pop(count)
+            host = self._spare.pop(key)
             host.copy_(torch.tensor(addresses, dtype=torch.int64))
             self._captured.append(host)
         else:
-            if count not in self._spare:
-                self._spare[count] = torch.empty(count, dtype=torch.int64, pin_memory=True)
+            if key not in self._spare:
+                self._spare[key] = torch.empty(len(addresses), dtype=torch.int64, pin_memory=True)
             # The allocator does not give it to another step before this one has copied it.
             host = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
         return host.to(device, non_blocking=True)

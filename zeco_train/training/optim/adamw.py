@@ -50,6 +50,8 @@ class FusedUpdate:
             grad_scale: gradients are divided by this scalar, unless it is None.
             found_inf: a scalar; 1: nothing is changed.
         """
+        if not parameters:
+            return
         grads = [gradient(parameter) for parameter in parameters]
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         if not all(parameter.is_cuda and parameter.dtype is torch.float32 for parameter in parameters):
