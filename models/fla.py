@@ -97,7 +97,7 @@ class FlaFormat:
         needed: numeric keys without a default.
         ratios: fields that are the quotient of a key and of one of `needed`, both whole numbers.
         computed: keys that an export takes from the model's shape, in place of its fields.
-        remarks: fields with the value that all versions of the library compute alike, and what the card says of others.
+        remarks: field → (the value that all versions of the library compute alike, the model card's note on others).
         rows: tensors of other rows than our parameters.
         former: name parts that files may have in place of the library's own: the file's → the library's.
     """

@@ -73,7 +73,7 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
         config = ModelConfig.load(overrides)
         run = config.run_config(ModelSettings(heads=2))
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        ours = Backends(run, session)
+        ours = Backends(run, session, 32)
         tokens = RandomTokens(run.model.vocab_size, 32, 0, session)
         ids = tokens.own(0)
         weights = Weights(ours.weights(), ids, ours.logits(ids))

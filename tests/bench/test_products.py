@@ -73,6 +73,16 @@ def test_products_match_those_of_a_training_step(
     assert products.product_flops(config).total == flops.linear + flops.head
 
 
+def test_a_step_of_several_micro_batches_has_their_products() -> None:
+    counts = []
+    for times in (1, 3):
+        contender = products.products_contender(SMALL, 7, torch.float32, torch.device("cpu"), 0, times=times)
+        with _ProductShapes() as found:
+            contender.step(0)
+        counts.append(found.counts.total())
+    assert counts[1] == 3 * counts[0] > 0
+
+
 def test_products_use_random_operands_and_little_memory() -> None:
     assert loss_module._CHUNK_TOKENS["cuda"] == products.CHUNK_TOKENS
     alone = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)

@@ -93,7 +93,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-# Earlier ones normalise all groups of channels together, other than mamba_ssm.
+# Earlier ones normalise all groups of channels together, unlike mamba_ssm.
 NORMALISES_GROUPS = [int(part) for part in version("transformers").split(".")[:2]] >= [5, 23]
 needs_groups = pytest.mark.skipif(not NORMALISES_GROUPS, reason="needs transformers 5.23.0 for several groups")
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
+from zeco_train.kernels.adamw import launch
 from zeco_train.training.optim.adamw import AdamW
 
 pytestmark = pytest.mark.numeric
 
 # One element, an empty shard, more than one program, whole programs, and the end of one.
-SHAPES = [(3,), (128, 65), (0, 4), (7, 5), (20_000,), (8192,)]
+SHAPES = [(1,), (128, 65), (0, 4), (7, 5), (20_000,), (8192,)]
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 STEPS, SKIPPED, SCALE = 6, 3, 2.5
 
@@ -34,9 +35,7 @@ def _tensors(seed: int, device: torch.device, offset: int) -> list[Tensor]:
 def _trained(device: torch.device, offset: int) -> dict[str, float]:
     """Largest relative differences of weights, moments and counts from torch's in fp64, after steps one of which is
     skipped."""
-    from zeco_train.kernels.adamw.launch import Updater
-
-    weights, updater = _tensors(0, device, offset), Updater()
+    weights, updater = _tensors(0, device, offset), launch.Updater()
     means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     steps = [torch.zeros((), device=device) for _ in weights]
     expected = [weight.double().requires_grad_() for weight in weights]
@@ -82,6 +81,24 @@ def test_kernel_matches_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) 
     for errors in run_distributed(_interpreted, 1, fresh=True)[0]:
         assert errors.pop("step") == 0.0
         assert all(error <= 5e-7 for error in errors.values()), errors
+
+
+def test_addresses_of_captures_stay_and_are_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two comparisons of one optimizer warm up on their own streams, and capture after both."""
+    is_captured = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+    monkeypatch.setattr(launch, "_page_locked", torch.empty_like)
+    updater, rows = launch.Updater(), [[16, 32], [48, 64]]
+    launched = [updater._addresses(rows, stream) for stream in (1, 1, 2, 2)]
+    assert len({table.data_ptr() for table in launched}) == 4
+    is_captured = True
+    captured = [updater._addresses([[16, 32], [grad, 64]], stream) for stream, grad in ((1, 80), (2, 96))]
+    assert [table.tolist() for table in captured] == [[16, 32, 80, 64], [16, 32, 96, 64]]
+    with pytest.raises(RuntimeError, match="has to run on this stream before it is captured"):
+        updater._addresses(rows, 1)
+    is_captured = False
+    updater._addresses(rows, 1).zero_()
+    assert captured[0].tolist() == [16, 32, 80, 64]
 
 
 @pytest.mark.gpu

@@ -184,21 +184,25 @@ def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases",
+    ("cases", "ranks"),
     [
-        SETTINGS[2:3],
-        SETTINGS[10:11],
+        (SETTINGS[2:3], 2),
+        (SETTINGS[10:11], 2),
+        # One rank reduces its gradients in the last micro-batch only.
+        (SETTINGS[:1], 1),
         pytest.param(
             [["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]],
+            2,
             marks=pytest.mark.slow,
         ),
-        pytest.param([SETTINGS[12], SETTINGS[11]], marks=pytest.mark.slow),
+        pytest.param([SETTINGS[12], SETTINGS[11]], 2, marks=pytest.mark.slow),
+        pytest.param([SETTINGS[4], SETTINGS[4], SETTINGS[10]], 1, marks=pytest.mark.slow),
     ],
-    ids=["documents and convolutions", "segments", "others", "segments of others"],
+    ids=["documents and convolutions", "segments", "one rank", "others", "segments of others", "one rank of others"],
 )
-def test_steps_read_all_that_changes_from_tensors(cases: list[list[str]]) -> None:
-    """On two ranks; a case has one micro-batch or three, in turns."""
-    run_distributed(_run_again, 2, cases)
+def test_steps_read_all_that_changes_from_tensors(cases: list[list[str]], ranks: int) -> None:
+    """A case has three micro-batches or one, in turns."""
+    run_distributed(_run_again, ranks, cases)
 
 
 def test_what_cannot_be_captured_is_said() -> None:

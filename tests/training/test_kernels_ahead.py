@@ -46,6 +46,8 @@ def test_the_thread_leaves_random_numbers_alone_and_its_errors_are_not_ours(capl
     with (
         mock.patch.object(kernels_ahead, "run_blocks", side_effect=RuntimeError("no such GPU")) as work,
         mock.patch.object(torch, "cuda"),
+        mock.patch.object(torch._C, "_cuda_clearCublasWorkspaces", create=True),
+        mock.patch.object(kernels_ahead, "_has_room", return_value=True),
         caplog.at_level("DEBUG"),
         kernels_ahead.kernels_ahead(config.model, TrainConfig(), (1, 64), False, device),
     ):
@@ -56,3 +58,14 @@ def test_the_thread_leaves_random_numbers_alone_and_its_errors_are_not_ours(capl
         with kernels_ahead.kernels_ahead(config.model, TrainConfig(), (1, 64), False, CPU):
             pass
         work.assert_not_called()
+
+
+def test_blocks_have_fewer_tokens_and_no_memory_that_the_model_needs() -> None:
+    assert kernels_ahead._fewer((1, 16_384)) == (1, 16_384)
+    assert kernels_ahead._fewer((1, 40_000)) == (1, 32_768)
+    assert kernels_ahead._fewer((3, 16_384)) == (3, 10_240)
+    assert kernels_ahead._fewer((64, 4096)) == (64, 1024)
+    model, train = load_config(["model=gla_1b"]).model, TrainConfig(dtype=Dtype.bf16)
+    for free, has_room in ((80e9, True), (10e9, False)):
+        with mock.patch.object(torch.cuda, "mem_get_info", return_value=(int(free), int(80e9))):
+            assert kernels_ahead._has_room(model, train, (1, 16_384), torch.device("cuda", 0)) is has_room

@@ -158,7 +158,7 @@ class Backends:
         ConfigError: the configured method of softmax attention cannot spread the model's heads over the ranks.
     """
 
-    def __init__(self, run: Config, session: Session, tokens: int = 1) -> None:
+    def __init__(self, run: Config, session: Session, tokens: int) -> None:
         self._run, self._session = run, session
         with kernels_ahead(run.model, run.train, (1, tokens // run.train.segments), False, session.device):
             self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)

@@ -172,8 +172,9 @@ def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: b
     """Set the communication of a micro-batch's backward pass.
 
     Replicated gradients (of `ddp`, and between ranks that hold the same shards) are all-reduced once a step. Sharded
-    gradients are reduce-scattered in every micro-batch; otherwise each rank would hold whole gradients, as it does
-    where one rank is all shards. `ddp` and `zero2` keep their gathered parameters through the micro-batches of a step.
+    gradients are reduce-scattered in every micro-batch. Where parameters are not sharded, each rank accumulates whole
+    gradients and reduces them in the last one. `ddp` and `zero2` keep their gathered parameters through the
+    micro-batches of a step.
 
     Args:
         model: parallelised.
@@ -193,9 +194,10 @@ def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: b
 
 def num_shards(model: nn.Module) -> int:
     """Ranks over which the parameters of a model are sharded; call while none is gathered."""
-    parameter = next(model.parameters())
-    if not isinstance(parameter, DTensor):
+    if not isinstance(model, FSDPModule):
         return 1
+    parameter = next(model.parameters())
+    assert isinstance(parameter, DTensor), "its parameters are gathered"
     mesh = parameter.device_mesh
     return math.prod(mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_shard())
 

@@ -23,7 +23,7 @@ _LINEAR, _SOFTMAX = "linear_attention", "full_attention"
 _LARGEST = 1 << 20
 # Axes of the positions of pictures; those of text are equal.
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")
-# Keys by which older files say what `rope_parameters` does; alike in both is read.
+# Keys by which older files say what `rope_parameters` does; accepted if both places agree.
 _ELSEWHERE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 

@@ -148,14 +148,17 @@ def exposed_parameter_seconds(case: Case, compute: float) -> float:
     if case.machine.is_cpu:
         return seconds.total
     ends = seconds.first + seconds.last
-    gathers, reductions = seconds.gathered - seconds.first, seconds.scattered + seconds.summed - seconds.last
-    forward, backward = compute / 3, compute * 2 / 3
+    gathers, scattered = seconds.gathered - seconds.first, seconds.scattered / case.passes
+    # Replicas sum their gradients in the last of a step's backward passes.
+    last = scattered + seconds.summed - seconds.last
+    forward, backward = compute / 3, compute * 2 / 3 / case.passes
     if case.config.parallel.strategy is Strategy.zero3:
         # Gathers in both passes.
-        excess = max(0.0, gathers + reductions - compute)
+        excess = max(0.0, gathers + (case.passes - 1) * scattered + last - compute)
     else:
-        if case.config.parallel.strategy is Strategy.zero2:
+        if case.config.parallel.strategy in (Strategy.ddp, Strategy.zero2):
             # Only the first of a step's forward passes gathers.
             forward /= case.passes
-        excess = max(0.0, gathers - forward) + max(0.0, reductions - backward)
+        excess = max(0.0, gathers - forward) + max(0.0, last - backward)
+        excess += (case.passes - 1) * max(0.0, scattered - backward)
     return ends + max(known.NCCL_SECONDS * traffic.total, excess)

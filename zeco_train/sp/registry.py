@@ -117,7 +117,7 @@ def describe_backends() -> str:
     lines = []
     for spec in BACKENDS.values():
         lines.append(f"  sp={spec.name:<14}{spec.description}")
-        if spec.section and hasattr(getattr(SPConfig(), spec.section), "algorithm"):
+        if spec.section:
             algorithms = [f"    {scan.name:<15}{scan.description}" for scan in spec.scans]
             lines += [
                 f"    sp.{spec.section}.algorithm=auto, the fastest of those measured, between nodes of all, or one of",

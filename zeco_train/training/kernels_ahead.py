@@ -24,8 +24,11 @@ from zeco_train.sp.dp import LocalScan
 
 logger = logging.getLogger(__name__)
 
-# Kernels are the same for longer shards, and a block of these needs little memory.
-_MOST_TOKENS = 1 << 15
+# Most kernels are the same for longer shards: Triton compiles for numbers of tokens, chunks and the like that divide by
+# 16 apart from others. A whole number of these tokens has chunks that do.
+_MOST_TOKENS, _UNIT = 1 << 15, 1 << 10
+# Elements of a token that a block keeps for its backward pass, in widths of the model and of its MLP: above all.
+_WIDTHS, _MLP_WIDTHS = 16, 6
 
 
 @contextmanager
@@ -41,7 +44,7 @@ def kernels_ahead(
         documents: whether states restart at borders of documents.
         device: of this rank.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not _has_room(model, config, shape, device):
         yield
         return
 
@@ -59,9 +62,26 @@ def kernels_ahead(
         yield
     finally:
         thread.join()
-        # What the thread's stream has held is of no use to others.
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    # What the thread's stream has held is of no use to others.
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _has_room(model: LanguageModelConfig, config: TrainConfig, shape: tuple[int, int], device: torch.device) -> bool:
+    """Whether the memory is enough for the blocks beside the whole model, which is built unsharded."""
+    weights = spec_of(model).num_parameters * config.dtype.master.itemsize
+    widths = _WIDTHS * model.hidden_size + _MLP_WIDTHS * model.intermediate_size
+    block = _fewer(shape)[0] * _fewer(shape)[1] * widths * config.dtype.master.itemsize
+    return 2 * weights + block < torch.cuda.mem_get_info(device)[0]
+
+
+def _fewer(shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape, or one of fewer tokens."""
+    batch, tokens = shape
+    if batch * tokens <= _MOST_TOKENS:
+        return shape
+    return batch, max(_UNIT, _MOST_TOKENS // batch // _UNIT * _UNIT)
 
 
 def run_blocks(
@@ -74,7 +94,7 @@ def run_blocks(
     with torch.no_grad():
         for parameter in blocks.parameters():
             parameter.zero_()
-    batch, tokens = shape[0], min(shape[1], max(_MOST_TOKENS // shape[0], 1))
+    batch, tokens = _fewer(shape)
     borders = torch.tensor([0, tokens]) if documents else None
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
     shard = SequenceShard(LocalScan(), 0, tokens, cu_seqlens=borders, borders=borders)

@@ -79,7 +79,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def reads_device_rates(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer's kernels read learning rates from the device without loss: torch's fused ones on CUDA.
+    """Whether the optimizer's kernels read learning rates from the device without loss: fused ones on CUDA.
 
     They read fp32, which is less than weights in fp64 get from a number.
     """

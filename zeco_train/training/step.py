@@ -87,7 +87,7 @@ class TrainingStep:
 
     Args:
         model: parallelised (`zeco_train.distributed.parallelize`).
-        optimizer: reads `found_inf` and `grad_scale`, as torch's fused optimizers do.
+        optimizer: reads `found_inf` and `grad_scale`, see docs/extending.md.
         scan: passes states between the shards of a sequence.
         mesh: the ranks.
         strategy: how the model is parallelised.

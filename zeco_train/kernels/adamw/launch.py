@@ -27,7 +27,8 @@ class Updater:
     def __init__(self) -> None:
         # By sizes of tensors, for good: captured launches read them.
         self._layouts: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        # Page-locked memory cannot be allocated during a capture: the next one's, by the weights' addresses.
+        # Page-locked memory cannot be allocated during a capture: the next one's, by stream and weights' addresses. A
+        # capture's warm-up runs on its stream.
         self._spare: dict[tuple[int, ...], Tensor] = {}
         self._captured: list[Tensor] = []
 
@@ -88,17 +89,25 @@ class Updater:
         """[rows, N] int64 on the device."""
         if device.type != "cuda":
             return torch.tensor(rows, dtype=torch.int64)
-        addresses, key = [*itertools.chain(*rows)], tuple(rows[0])
-        if torch.cuda.is_current_stream_capturing():
-            host = self._spare.pop(key)
-            host.copy_(torch.tensor(addresses, dtype=torch.int64))
-            self._captured.append(host)
-        else:
+        return self._addresses(rows, torch.cuda.current_stream(device).cuda_stream).to(device, non_blocking=True)
+
+    def _addresses(self, rows: Sequence[Sequence[int]], stream: int) -> Tensor:
+        """The numbers in page-locked memory, which keeps them until the device has copied them."""
+        numbers, key = torch.tensor([*itertools.chain(*rows)], dtype=torch.int64), (stream, *rows[0])
+        if not torch.cuda.is_current_stream_capturing():
             if key not in self._spare:
-                self._spare[key] = torch.empty(len(addresses), dtype=torch.int64, pin_memory=True)
-            # The allocator does not give it to another step before this one has copied it.
-            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
-        return host.to(device, non_blocking=True)
+                self._spare[key] = _page_locked(numbers)
+            # The allocator gives it to no later step before the copy is done.
+            return _page_locked(numbers).copy_(numbers)
+        host = self._spare.pop(key, None)
+        if host is None:
+            raise RuntimeError("AdamW: a step of these weights has to run on this stream before it is captured")
+        self._captured.append(host)
+        return host.copy_(numbers)
+
+
+def _page_locked(like: Tensor) -> Tensor:
+    return torch.empty_like(like, pin_memory=True)
 
 
 def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:

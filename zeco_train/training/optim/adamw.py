@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FusedUpdate:
-    """AdamW's update of many parameters: on CUDA in fp32 one launch of our kernel, elsewhere torch's fused ones.
+    """AdamW's update of many parameters: on CUDA in fp32 a launch of our kernel for all, elsewhere torch's fused one.
 
     Both can skip a step on the device. torch's writes the gradients back that it has divided by `grad_scale`, an eighth
     of its traffic; ours does not.
@@ -75,7 +75,14 @@ class FusedUpdate:
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(…, fused=True)`, with its state and settings, updated by `FusedUpdate`."""
+    """`torch.optim.AdamW(…, fused=True)`, with its state and settings, updated by `FusedUpdate`.
+
+    Attributes:
+        found_inf, grad_scale: scalars on the device, as for torch's fused optimizers; None: 0 and 1.
+    """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings, fused=True)
@@ -93,8 +100,8 @@ class AdamW(torch.optim.AdamW):
                 parameters,
                 [self.state[parameter] for parameter in parameters],
                 **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
             )
 
 
