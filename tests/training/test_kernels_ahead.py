@@ -65,6 +65,7 @@ def test_blocks_have_fewer_tokens_and_no_memory_that_the_model_needs() -> None:
     assert kernels_ahead._fewer((1, 40_000)) == (1, 32_768)
     assert kernels_ahead._fewer((3, 16_384)) == (3, 10_240)
     assert kernels_ahead._fewer((64, 4096)) == (64, 1024)
+    assert kernels_ahead._fewer((64, 700)) == (64, 700)
     model, train = load_config(["model=gla_1b"]).model, TrainConfig(dtype=Dtype.bf16)
     for free, has_room in ((80e9, True), (10e9, False)):
         with mock.patch.object(torch.cuda, "mem_get_info", return_value=(int(free), int(80e9))):

@@ -1,7 +1,7 @@
 """Triton compiles the kernels of a model's layers in a thread, while the model is built.
 
 One block of each kind goes forward and backward on zeros, of the shapes and dtypes of training: kernels are compiled at
-their first launch, and Triton's compiler holds Python's lock for a small part of its time only. What training needs
+their first launch, and Triton's compiler holds Python's lock for a small part of its time. What training needs
 beyond that, such as kernels for segments, is compiled when it is first launched.
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Most kernels are the same for longer shards: Triton compiles for numbers of tokens, chunks and the like that divide by
 # 16 apart from others. A whole number of these tokens has chunks that do.
 _MOST_TOKENS, _UNIT = 1 << 15, 1 << 10
-# Elements of a token that a block keeps for its backward pass, in widths of the model and of its MLP: above all.
+# Upper bounds of the elements of a token that a block keeps for its backward pass, in widths of the model and its MLP.
 _WIDTHS, _MLP_WIDTHS = 16, 6
 
 
@@ -81,7 +81,7 @@ def _fewer(shape: tuple[int, int]) -> tuple[int, int]:
     batch, tokens = shape
     if batch * tokens <= _MOST_TOKENS:
         return shape
-    return batch, max(_UNIT, _MOST_TOKENS // batch // _UNIT * _UNIT)
+    return batch, min(tokens, max(_UNIT, _MOST_TOKENS // batch // _UNIT * _UNIT))
 
 
 def run_blocks(
