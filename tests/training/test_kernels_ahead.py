@@ -70,3 +70,16 @@ def test_blocks_have_fewer_tokens_and_no_memory_that_the_model_needs() -> None:
     for free, has_room in ((80e9, True), (10e9, False)):
         with mock.patch.object(torch.cuda, "mem_get_info", return_value=(int(free), int(80e9))):
             assert kernels_ahead._has_room(model, train, (1, 16_384), torch.device("cuda", 0)) is has_room
+
+
+def test_too_little_memory_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, device = load_config(["model=gla_tiny"]).model, torch.device("cuda", 0)
+    with (
+        mock.patch.object(kernels_ahead, "run_blocks") as work,
+        mock.patch.object(kernels_ahead, "_has_room", return_value=False),
+        caplog.at_level("INFO"),
+        kernels_ahead.kernels_ahead(model, TrainConfig(), (1, 64), False, device),
+    ):
+        pass
+    work.assert_not_called()
+    assert "too little memory" in caplog.text

@@ -1,8 +1,8 @@
 """Triton compiles the kernels of a model's layers in a thread, while the model is built.
 
 One block of each kind goes forward and backward on zeros, of the shapes and dtypes of training: kernels are compiled at
-their first launch, and Triton's compiler holds Python's lock for a small part of its time. What training needs
-beyond that, such as kernels for segments, is compiled when it is first launched.
+their first launch, and Triton's compiler holds Python's lock for a part of its time only. What training needs beyond
+that, such as kernels for segments, is compiled when it is first launched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 # Most kernels are the same for longer shards: Triton compiles for numbers of tokens, chunks and the like that divide by
 # 16 apart from others. A whole number of these tokens has chunks that do.
 _MOST_TOKENS, _UNIT = 1 << 15, 1 << 10
-# Upper bounds of the elements of a token that a block keeps for its backward pass, in widths of the model and its MLP.
+# Elements of a token that a block keeps for its backward pass, in widths of the model and its MLP: an estimate, about
+# three times what a compiled block of gla_1b keeps.
 _WIDTHS, _MLP_WIDTHS = 16, 6
 
 
@@ -44,7 +45,11 @@ def kernels_ahead(
         documents: whether states restart at borders of documents.
         device: of this rank.
     """
-    if device.type != "cuda" or not _has_room(model, config, shape, device):
+    if device.type != "cuda":
+        yield
+        return
+    if not _has_room(model, config, shape, device):
+        logger.info("kernels are compiled when first launched: too little memory for it while the model is built")
         yield
         return
 
