@@ -18,9 +18,9 @@ pair, and a size is one product of the largest shape in either pass. Half of the
 not the bottleneck.
 
 Where no channel decays by more than e^-60 between the chunk's middle token and either end, that token is r for all
-pairs. Some factors then exceed 1. Rounding is relative, and in the pairs that are kept a large factor meets a small one,
-so the error is the same. One product takes the place of six, and two exponentials that of six. Such chunks are called
-mild; with GLA's initial gates all are (docs/benchmarks.md).
+pairs. Some factors then exceed 1. Rounding is relative, and in the pairs that are kept a large factor meets a small
+one, so the error is the same. One product takes the place of six, and two exponentials that of six. Such chunks are
+called mild; with GLA's initial gates all are (docs/benchmarks.md).
 
 The backward pass does not recompute the scores: they are small compared with the tokens, so the forward pass saves them
 for `input_grads_kernel`.
