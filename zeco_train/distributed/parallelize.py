@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh, world_mesh
+from zeco_train.distributed.packing import use_pack_kernel
 from zeco_train.errors import ConfigError
 
 
@@ -108,6 +109,8 @@ def parallelize(
     policy = as_stored = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if mesh.device.type == "cuda":
+        use_pack_kernel()
     shard_mesh = _shard_mesh(strategy, shard_size, mesh)
     # The model last: an FSDP unit takes the parameters that no unit inside it has taken.
     for module in (*units, model):

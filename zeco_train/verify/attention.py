@@ -135,20 +135,22 @@ def run_method(
 
 
 def run_one_device(sequence: AttentionSequence, part: Mapping[str, Tensor], place: Place) -> dict[str, Results]:
-    """The whole sequence on this rank's device, at once, and with more than one rank also shard by shard.
+    """The whole sequence on this rank's device, at once, and with more than one rank also shard by shard and in halves.
 
     Collective: the ranks' tokens are all-gathered. Results as of `exact`, by the name of the run.
     """
     whole = {name: gather_tokens(x, place) for name, x in part.items()}
     runs = {"one device": run_method(sequence, whole, LocalAttention(), 0)}
     if place.size > 1:
-        runs["one device, in shards"] = _in_shards(sequence, whole)
+        runs["one device, in shards"] = _in_pieces(sequence, whole, 1)
+        # Paired queries are halves of shards.
+        runs["one device, in halves"] = _in_pieces(sequence, whole, 2)
     own = slice(place.rank * sequence.tokens, (place.rank + 1) * sequence.tokens)
     return {name: {of: x[:, own].clone() for of, x in run.items()} for name, run in runs.items()}
 
 
-def _in_shards(sequence: AttentionSequence, tokens: Mapping[str, Tensor]) -> Results:
-    """The queries of each shard with the keys of one shard after the other, its own first.
+def _in_pieces(sequence: AttentionSequence, tokens: Mapping[str, Tensor], parts_of_shard: int) -> Results:
+    """The queries of each part of a shard with the keys of one shard after the other, its own first.
 
     Not at odd places: outputs and gradients of a part are rounded before they are summed, which is most of the noise,
     and with documents the number of a query's parts depends on where the cuts are.
@@ -156,9 +158,10 @@ def _in_shards(sequence: AttentionSequence, tokens: Mapping[str, Tensor]) -> Res
     q, k, v, do = (tokens[name] for name in ("q", "k", "v", "do"))
     wide = accumulation_dtype(q.dtype)
     results = {name: torch.zeros_like(x, dtype=wide) for name, x in (("o", do), ("dq", q), ("dk", k), ("dv", v))}
-    bounds = pieces(sequence.seq_len, sequence.tokens)
-    for number, (a, b) in enumerate(bounds):
-        span, earlier = sequence.span(a, b), bounds[number::-1]
+    shards = pieces(sequence.seq_len, sequence.tokens)
+    size = -(-sequence.tokens // parts_of_shard)
+    for a, b in ((start + a, start + b) for start, _ in shards for a, b in pieces(sequence.tokens, size)):
+        span, earlier = sequence.span(a, b), [(c, min(b, d)) for c, d in reversed(shards) if c < b]
         parts = [attend(q[:, a:b], k[:, c:d], v[:, c:d], span, c, sequence.scale) for c, d in earlier]
         lse = torch.stack([part.lse for part in parts]).logsumexp(0)
         for part in parts:

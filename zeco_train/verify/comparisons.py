@@ -1,4 +1,4 @@
-"""Rows of one sequence: one device twice, then whatever spreads it over ranks, each against the same exact results."""
+"""Rows of a sequence: one device, at once and chunked, then whatever spreads it over ranks, against the exact results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Comparisons:
         Args:
             row: of the sequence.
             expected: this rank's results in fp64, on its device.
-            one_device: the runs on one device, by name; two where there are `runs`.
+            one_device: the runs on one device, by name, the first at once; two or more where there are `runs`.
             runs: over the ranks.
         """
         for name, run in one_device.items():

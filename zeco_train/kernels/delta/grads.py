@@ -229,14 +229,18 @@ def _chunk_grads(
         products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         system_grads *= between
         strength_grads += tl.sum(system_grads * products, axis=1)
-        of_scores = (score_grads * between).to(keys.dtype)
+        # each token with itself: its terms cancel
+        is_self = rows[:, None] == rows[None, :]
+        self = tl.sum(tl.where(is_self, score_grads, 0.0), axis=1)[:, None]
+        of_scores = tl.where(is_self, 0.0, score_grads * between).to(keys.dtype)
         of_systems = (system_grads * strengths).to(keys.dtype)
         query_grads = tl.dot(of_scores, keys, query_grads, input_precision=PRECISION)
         row_grads = tl.dot(of_systems, keys, row_grads, input_precision=PRECISION)
         column_grads = tl.dot(tl.trans(of_scores), queries, column_grads, input_precision=PRECISION)
         column_grads = tl.dot(tl.trans(of_systems), keys, column_grads, input_precision=PRECISION)
         terms = queries.to(tl.float32) * query_grads + keys.to(tl.float32) * (row_grads - column_grads)
-        key_grads = row_grads + column_grads
+        query_grads += self * keys.to(tl.float32)
+        key_grads = row_grads + column_grads + self * queries.to(tl.float32)
 
     if not (BY_CHANNEL and MILD):
         store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)

@@ -1,0 +1,70 @@
+"""Gradients packed for a reduction: the bits of torch's own operator, under Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from zeco_train.distributed import packing
+
+pytestmark = pytest.mark.numeric
+
+# Rows that do and do not divide, fewer rows than ranks, one element, several programs, none, and more than a launch.
+SHAPES = [(7,), (12, 5), (2, 3, 4), (1,), (9000,), (0, 4), (64, 130)]
+CASES = [(SHAPES, 1), (SHAPES, 2), (SHAPES, 3), ([(5, 8)] * 20, 4)]
+
+
+def _gradients(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(shapes))
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def _differences(device: torch.device) -> list[str]:
+    """The cases in which the kernel's result is not torch's."""
+    from zeco_train.kernels.pack.launch import pack
+
+    wrong = []
+    for shapes, ranks in CASES:
+        for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16,) * 2):
+            tensors = _gradients(shapes, dtype, device)
+            row = sum(-(-tensor.shape[0] // ranks) * tensor[:1].numel() for tensor in tensors)
+            found, expected = (torch.full((ranks, row), torch.nan, dtype=wide, device=device) for _ in range(2))
+            pack(tensors, ranks, found)
+            # torch's has no empty tensors.
+            torch._chunk_cat([tensor for tensor in tensors if tensor.numel()], 0, ranks, out=expected)
+            if not torch.equal(found, expected):
+                wrong.append(f"{shapes} over {ranks}, {dtype} to {wide}")
+    return wrong
+
+
+def _interpreted(rank: int, world_size: int) -> list[str]:
+    return _differences(torch.device("cpu"))
+
+
+def test_kernel_has_the_bits_of_torch_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter is chosen when Triton is imported, so the kernel runs in a separate process.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_interpreted, 1, fresh=True) == [[]]
+
+
+@pytest.mark.gpu
+def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
+    assert _differences(torch.device("cuda")) == []
+    packing.use_pack_kernel()
+    tensors = _gradients([(64, 32)], torch.bfloat16, torch.device("cuda"))
+    out = torch.empty(2, 1024, device="cuda")
+    with mock.patch("zeco_train.kernels.pack.launch.pack") as pack:
+        torch.ops.fsdp.chunk_cat(tensors, 0, 2, out=out)
+    assert pack.call_count == 1, "FSDP2's operator is not the kernel"
+
+
+def test_what_the_kernel_does_not_know_is_packed_by_torch() -> None:
+    tensors = [torch.randn(6, 4).t(), torch.randn(4, 2)]
+    found, expected = torch.empty(2, 16), torch.empty(2, 16)
+    packing._chunk_cat(tensors, 0, 2, found)
+    torch._chunk_cat(tensors, 0, 2, out=expected)
+    assert torch.equal(found, expected)
