@@ -186,7 +186,7 @@ def run_campaign(campaign: Campaign, kills: int, folder: Path, rng: random.Rando
     total.steps = max(max(run.done, run.saved) for run in runs) + 5
     unbroken = Run(folder / "unbroken", campaign)
     splits = [campaign.splits[share % len(campaign.splits)] for share in shares]
-    _together(lambda run, split: _end(run, *split, total.steps), [*runs, unbroken], [*splits, campaign.splits[0]])
+    _together(lambda run, split: _end(run, split, total.steps), [*runs, unbroken], [*splits, campaign.splits[0]])
     for run in runs:
         total.difference = largest([total.difference, compare(run, unbroken, campaign, total.steps)])
     return total
@@ -235,10 +235,10 @@ def _kill(run: Run, campaign: Campaign, kills: int, rng: random.Random) -> Outco
     return outcome
 
 
-def _end(run: Run, ranks: int, split: list[str], steps: int) -> None:
+def _end(run: Run, split: tuple[int, list[str]], steps: int) -> None:
     """Let a run finish."""
     saved = run.saved
-    with run.start(ranks, split, steps) as job:
+    with run.start(*split, steps) as job:
         result = job.wait(_LIMIT + steps)
     assert result.code == 0, result.err
     run.take_log(saved + 1)
