@@ -1,15 +1,20 @@
 """Kill runs with SIGKILL at random moments, including saves, and compare their results with uninterrupted runs.
 
-    python -m tests.kill_many [KILLS] [FOLDER]          default: 50 kills
+    python -m tests.kill_many [KILLS] [FOLDER] [--campaign splits|graphs] [--side-by-side N]     default: 50 kills
 
-Half of the kills hit a run that resumes with the same split, in fp32: its losses must match those of the uninterrupted
-run bit for bit. The other half hit a run that changes its ranks 1 → 4 → 2 and sp.size 1 → 4 → 2 from start to start, in
-fp64: within 1e-9. The sequences of the steps that count, i.e. that were kept, must be those of the uninterrupted run,
-each once.
+    splits   half of the kills hit a run that resumes with the same split, in fp32: its losses must match those of the
+             uninterrupted run bit for bit. The other half hit a run that changes its ranks 1 → 4 → 2 and sp.size
+             1 → 4 → 2 from start to start, in fp64: within 1e-9
+    graphs   runs of gla_tiny on 2 GPUs in bf16, whose steps are replayed as CUDA graphs: bit for bit. Each kill comes
+             after steps that were replayed, as the logs of the ranks must say. Without 2 GPUs the steps are launched
+
+N runs of a campaign are killed side by side, each KILLS / N times, and compared with one uninterrupted run. The
+sequences of the steps that count, i.e. that were kept, must be those of the uninterrupted run, each once.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -18,6 +23,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -25,15 +32,16 @@ from typing import Any
 
 from tests.support.commands import is_running, torchrun
 from tests.support.comparison import largest, relative
+from tests.support.replays import REPLAYABLE, SEQ_LEN, can_replay, replayed_steps
 from zeco_train.checkpoint.files import complete_checkpoints, step_of
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
+from zeco_train.training.graphs import WARM_UP
 
-EVERY = 2
 # One in this many kills comes before the first step: during startup, or while reading the checkpoint.
 _EARLY = 6
 _LIMIT = 120.0
-_SETTINGS = [f"checkpoint.every={EVERY}", "sched=constant", "optim.lr=1e-4"]
+_SETTINGS = ["sched=constant", "optim.lr=1e-4", "data.global_batch=4"]
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,22 @@ class Campaign:
         name: also the name of its folder.
         splits: ranks and settings of successive starts, in turn.
         tolerance: maximum relative difference of a loss from the uninterrupted run's.
+        seq_len: of its data.
+        every: steps between two checkpoints.
+        after: steps of a start before it may be killed.
+        within: seconds after these and up to 5 more steps within which the kill comes.
+        replays: its steps are replayed as CUDA graphs, where there are GPUs.
     """
 
     name: str
     settings: list[str]
     splits: list[tuple[int, list[str]]]
     tolerance: float
+    seq_len: int = 64
+    every: int = 2
+    after: int = 0
+    within: float = 0.3
+    replays: bool = False
 
 
 SAME = Campaign("same split", ["train.dtype=fp32"], [(2, ["sp=zeco"])], 0.0)
@@ -65,6 +83,10 @@ OTHERS = Campaign(
     ],
     1e-9,
 )
+GRAPHS = Campaign(
+    "graphs", REPLAYABLE, [(2, ["sp=zeco"])], 0.0, SEQ_LEN, every=5, after=WARM_UP + 2, within=2.0, replays=True
+)
+CAMPAIGNS = {"splits": (SAME, OTHERS), "graphs": (GRAPHS,)}
 
 
 @dataclass
@@ -74,7 +96,8 @@ class Outcome:
     Attributes:
         kills, early, in_save: number of kills; of those before the first step; of those with a partial checkpoint on
             disk.
-        steps: of the whole run.
+        steps: of a whole run.
+        replayed: steps of killed starts that were replayed as CUDA graphs.
         redone: steps of each start that the next one repeated.
         difference: maximum relative difference of a loss or gradient norm.
     """
@@ -84,24 +107,32 @@ class Outcome:
     early: int = 0
     in_save: int = 0
     steps: int = 0
+    replayed: int = 0
     redone: list[int] = field(default_factory=list)
     difference: float = 0.0
 
+    def add(self, other: Outcome) -> None:
+        """Add the kills of another run, or another kill."""
+        for name in ("kills", "early", "in_save", "replayed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.redone += other.redone
+
     def __str__(self) -> str:
-        counts = f"{self.kills:5} {self.early:8} {self.in_save:8} {self.steps:6}"
-        return f"{self.name:14}{counts} {sum(self.redone):5} {max(self.redone, default=0):9} {self.difference:11.1e}"
+        counts = f"{self.kills:5} {self.early:8} {self.in_save:8} {self.steps:6} {self.replayed:8}"
+        return f"{self.name:14}{counts} {sum(self.redone):6} {max(self.redone, default=0):9} {self.difference:11.1e}"
 
 
-HEADER = "              kills at start  in save  steps redone  at most  difference"
+HEADER = "              kills at start  in save  steps replayed redone  at most  difference"
 
 
-class _Run:
-    """A run's folder, and the sequences read by its starts, from their logs."""
+class Run:
+    """A run's folder, the sequences read by its starts, and the replayed steps of the last one, from their logs."""
 
     def __init__(self, folder: Path, campaign: Campaign) -> None:
         self.folder, self._campaign = folder, campaign
         self._read: dict[Path, int] = {}
         self.sequences: dict[int, list[int]] = {}
+        self.replayed = 0
 
     @property
     def saved(self) -> int:
@@ -116,13 +147,16 @@ class _Run:
         return rows[-1]["step"] if rows else 0
 
     def start(self, ranks: int, split: list[str], steps: int) -> Any:
-        settings = [*_SETTINGS, *self._campaign.settings, *split, f"run_dir='{self.folder}'", f"train.steps={steps}"]
+        campaign = self._campaign
+        sizes = [f"data.seq_len={campaign.seq_len}", f"checkpoint.every={campaign.every}", f"train.steps={steps}"]
+        settings = [*_SETTINGS, *campaign.settings, *split, *sizes, f"run_dir='{self.folder}'"]
         return torchrun(ranks, self.folder.parent, *settings, fresh=True)
 
-    def take_sequences(self, first: int) -> None:
+    def take_log(self, first: int) -> None:
         """Read the log of the last start, which began with step `first`; replaces earlier entries of later steps."""
         self.sequences = {step: ids for step, ids in self.sequences.items() if step < first}
         found: dict[int, set[int]] = defaultdict(set)
+        replayed = []
         for path in (self.folder / "logs").glob("rank_*.log"):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -130,14 +164,43 @@ class _Run:
                 self._read[path] = file.tell()
             for step, ids in re.findall(r"step (\d+): sequences (\[[^\]]*\])", text):
                 found[int(step)].update(json.loads(ids))
+            replayed.append(replayed_steps(text))
         assert not found or min(found) == first, f"the start took up step {min(found)}, not {first}"
         self.sequences |= {step: sorted(ids) for step, ids in found.items()}
+        self.replayed = min(replayed, default=0)
+
+    def check_replays(self) -> None:
+        """The last start, if not killed early, has replayed steps on all ranks."""
+        assert self.replayed or not (self._campaign.replays and can_replay()), f"no step in {self.folder} was replayed"
 
 
-def run_campaign(campaign: Campaign, kills: int, folder: Path, rng: random.Random) -> Outcome:
-    """Kill a run `kills` times, let it finish, and compare it; raises `AssertionError` on any mismatch."""
+def run_campaign(campaign: Campaign, kills: int, folder: Path, rng: random.Random, side_by_side: int = 1) -> Outcome:
+    """Kill runs `kills` times in all, let them finish, and compare them; raises `AssertionError` on any mismatch."""
     folder.mkdir(parents=True)
-    outcome, run, splits = Outcome(campaign.name), _Run(folder / "killed", campaign), cycle(campaign.splits)
+    runs = [Run(folder / f"killed_{number}", campaign) for number in range(1, side_by_side + 1)]
+    shares = [kills // side_by_side + (number < kills % side_by_side) for number in range(side_by_side)]
+    total, seeds = Outcome(campaign.name), [rng.random() for _ in runs]
+    kill = lambda run, share, seed: _kill(run, campaign, share, random.Random(seed))  # noqa: E731
+    for outcome in _together(kill, runs, shares, seeds):
+        total.add(outcome)
+    total.steps = max(max(run.done, run.saved) for run in runs) + 5
+    unbroken = Run(folder / "unbroken", campaign)
+    splits = [campaign.splits[share % len(campaign.splits)] for share in shares]
+    _together(lambda run, split: _end(run, split, total.steps), [*runs, unbroken], [*splits, campaign.splits[0]])
+    for run in runs:
+        total.difference = largest([total.difference, compare(run, unbroken, campaign, total.steps)])
+    return total
+
+
+def _together(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+    """As `map`, in a thread each."""
+    with ThreadPoolExecutor(len(arguments[0])) as pool:
+        return [*pool.map(work, *arguments)]
+
+
+def _kill(run: Run, campaign: Campaign, kills: int, rng: random.Random) -> Outcome:
+    """Kill a run `kills` times."""
+    outcome, splits = Outcome(campaign.name), cycle(campaign.splits)
     while outcome.kills < kills:
         ranks, split = next(splits)
         saved = run.saved
@@ -147,45 +210,39 @@ def run_campaign(campaign: Campaign, kills: int, folder: Path, rng: random.Rando
             if early:
                 time.sleep(rng.uniform(0, 8))
             else:
-                rows = _rows(run.folder) + rng.randint(1, 5)
+                rows = _rows(run.folder) + campaign.after + rng.randint(1, 5)
                 job.wait_until(lambda: _rows(run.folder) >= rows, f"steps after {before}", _LIMIT)  # noqa: B023
-                time.sleep(rng.uniform(0, 0.3))
+                time.sleep(rng.uniform(0, campaign.within))
             processes = [*job.ranks().values()]
             assert early or len(processes) == ranks
         # Leaving the block sent SIGKILL to the launcher and all ranks.
         while any(is_running(process) for process in processes):
             time.sleep(0.02)
-        run.take_sequences(saved + 1)
+        run.take_log(saved + 1)
+        if not early:
+            run.check_replays()
         in_save = any((run.folder / "checkpoints").glob("step_*.tmp"))
-        outcome.kills, outcome.early, outcome.in_save = (
-            outcome.kills + 1,
-            outcome.early + early,
-            outcome.in_save + in_save,
-        )
-        outcome.redone.append(max(0, run.done - run.saved))
+        redone = max(0, run.done - run.saved)
+        outcome.add(Outcome(campaign.name, 1, early, in_save, replayed=run.replayed, redone=[redone]))
         # A save begins only after the previous one is complete, so a kill costs at most the steps of two.
-        assert outcome.redone[-1] <= 2 * EVERY, f"step {run.done} was done, and only {run.saved} saved"
+        assert redone <= 2 * campaign.every, f"step {run.done} was done, and only {run.saved} saved"
         where = "at the start" if early else "in a save" if in_save else ""
         print(
-            f"kill {outcome.kills:2} on {ranks} ranks: steps {saved + 1}–{run.done}, saved {run.saved} {where}",
+            f"{run.folder.name}: kill {outcome.kills:2} on {ranks} ranks: steps {saved + 1}–{run.done}, "
+            f"{run.replayed} replayed, saved {run.saved} {where}",
             flush=True,
         )
-    outcome.steps = max(run.done, run.saved) + 5
-    ranks, split = next(splits)
-    saved = run.saved
-    _end(run, ranks, split, outcome.steps)
-    run.take_sequences(saved + 1)
-    unbroken = _Run(folder / "unbroken", campaign)
-    _end(unbroken, *campaign.splits[0], outcome.steps)
-    unbroken.take_sequences(1)
-    _compare(run, unbroken, campaign, outcome)
     return outcome
 
 
-def _end(run: _Run, ranks: int, split: list[str], steps: int) -> None:
-    with run.start(ranks, split, steps) as job:
+def _end(run: Run, split: tuple[int, list[str]], steps: int) -> None:
+    """Let a run finish."""
+    saved = run.saved
+    with run.start(*split, steps) as job:
         result = job.wait(_LIMIT + steps)
     assert result.code == 0, result.err
+    run.take_log(saved + 1)
+    run.check_replays()
 
 
 def _rows(run_dir: Path) -> int:
@@ -193,30 +250,47 @@ def _rows(run_dir: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _compare(run: _Run, unbroken: _Run, campaign: Campaign, outcome: Outcome) -> None:
+def compare(run: Run, unbroken: Run, campaign: Campaign, steps: int) -> float:
+    """The largest relative difference of a loss or norm.
+
+    Raises:
+        AssertionError: it is beyond the campaign's, or the runs differ in their steps or sequences.
+    """
     expected, found = (read_metrics(r.folder / METRICS_FILE) for r in (unbroken, run))
-    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, outcome.steps + 1))
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, steps + 1))
+    difference = 0.0
     for one, other in zip(found, expected, strict=True):
         assert (one["lr"], one["tokens"]) == (other["lr"], other["tokens"])
         for key in ("loss", "grad_norm"):
-            outcome.difference = largest([outcome.difference, relative(one[key], other[key])])
-    assert outcome.difference <= campaign.tolerance, f"a loss or norm differs by {outcome.difference:.1e}"
+            difference = largest([difference, relative(one[key], other[key])])
+    assert difference <= campaign.tolerance, f"a loss or norm of {run.folder} differs by {difference:.1e}"
     assert run.sequences == unbroken.sequences
-    ids = [i for step in range(1, outcome.steps + 1) for i in run.sequences[step]]
-    assert len(ids) == len(set(ids)) == expected[-1]["tokens"] // 64
+    ids = [i for step in range(1, steps + 1) for i in run.sequences[step]]
+    assert len(ids) == len(set(ids)) == expected[-1]["tokens"] // campaign.seq_len
+    return difference
 
 
 def main() -> int:
-    """Both campaigns, and a table."""
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 50
-    folder = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp(prefix="zeco-kills-"))
+    """Run the campaigns, and print a table."""
+    parser = argparse.ArgumentParser(description="kill runs at random moments, and compare them with unbroken ones")
+    parser.add_argument("kills", nargs="?", type=int, default=50)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--campaign", choices=[*CAMPAIGNS], default="splits")
+    parser.add_argument("--side-by-side", type=int, default=1, metavar="N", help="runs of a campaign")
+    options = parser.parse_args()
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="zeco-kills-"))).resolve()
     seed = int(os.environ.get("SEED", time.time_ns() % 10**6))
     rng = random.Random(seed)
-    print(f"{kills} kills, seed {seed}, runs in {folder}", flush=True)
+    print(f"{options.kills} kills, seed {seed}, runs in {folder}", flush=True)
+    campaigns = CAMPAIGNS[options.campaign]
+    if any(campaign.replays for campaign in campaigns) and not can_replay():
+        print("fewer than 2 GPUs: steps are launched, none is replayed", flush=True)
     began = time.monotonic()
     outcomes = []
-    for campaign, count in ((SAME, kills // 2), (OTHERS, kills - kills // 2)):
-        outcomes.append(run_campaign(campaign, count, folder / campaign.name.replace(" ", "_"), rng))
+    for number, campaign in enumerate(campaigns):
+        count = options.kills // len(campaigns) + (number >= len(campaigns) - options.kills % len(campaigns))
+        place = folder / campaign.name.replace(" ", "_")
+        outcomes.append(run_campaign(campaign, count, place, rng, options.side_by_side))
     print(f"\n{HEADER}")
     for outcome in outcomes:
         print(outcome)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,20 +18,77 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.commands import Command, Outcome, is_running, torchrun, train_here
+from tests.support.replays import REPLAYABLE, SEQ_LEN, can_replay, replayed_steps
 from zeco_train.errors import NonFiniteError
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.positions import ValidationLoss
+from zeco_train.training.graphs import WARM_UP
 from zeco_train.training.validation import Validation
 
 # Bound of a wait for a peer in these runs.
 TIMEOUT = 10.0
 # Seconds to react to a lost peer: reading heartbeats, or receiving the diagnosis of another rank.
 REACTION = 11.0
+# Before it, to dump the flight records of a device that hangs in a replay.
+DUMPS = 10.0
 # No fault; ranks synchronise before they join, see tests/support/faulty_train.py.
 NONE = "none:0"
 
 UNSTABLE = ["optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]
 ENDLESS = ["train.steps=1000000", f"parallel.timeout_seconds={TIMEOUT}", "checkpoint.keep=0", "run_dir=run"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the steps of a job run that loses a rank.
+
+    Attributes:
+        settings: beside `ENDLESS`.
+        timeout: bound of a wait for a peer.
+        every: steps between two checkpoints; 0: none.
+        replays: as CUDA graphs.
+    """
+
+    ranks: int
+    settings: list[str]
+    timeout: float
+    every: int
+    replays: bool = False
+
+    def start(self, folder: Path) -> Command:
+        if self.replays and not can_replay():
+            pytest.skip("needs 2 GPUs")
+        wait = [f"parallel.timeout_seconds={self.timeout}", f"checkpoint.every={self.every}"]
+        return torchrun(self.ranks, folder, *ENDLESS, *wait, *self.settings, fault=NONE)
+
+    def wait_for_steps(self, job: Command, folder: Path, count: int) -> float:
+        """Wait for steps of the job's first start, and that they are replayed; see `wait_for_steps` for the result."""
+        bound = wait_for_steps(job, folder, count, self.timeout)
+        logs = [path.read_text() for path in (folder / "run" / "logs").glob("rank_*.log")]
+        assert len(logs) == self.ranks
+        assert not self.replays or min(map(replayed_steps, logs)) >= count - WARM_UP - 2
+        return bound
+
+    def check_goes_on(self, folder: Path) -> None:
+        """Only steps that were due have been saved, and the same command goes on from the newest of them."""
+        done, complete = steps_done(folder), saved_steps(folder)
+        assert complete <= {step for step in range(1, done + 1) if self.every and step % self.every == 0}
+        saved = max(complete, default=0)
+        with self.start(folder) as job:
+            job.wait_until(lambda: steps_done(folder) >= done + WARM_UP + 3, "steps after the loss")
+            assert re.search(rf"from step {saved}$" if saved else "from the start$", job.out, re.MULTILINE), job.out
+
+
+def ways(ranks: int, every: int, *settings: str) -> pytest.MarkDecorator:
+    """Parametrize: launched steps with these settings on CPUs, and steps replayed as CUDA graphs on 2 GPUs."""
+    replayed = Way(2, [*REPLAYABLE, f"data.seq_len={SEQ_LEN}"], 20.0, every=3, replays=True)
+    return pytest.mark.parametrize(
+        "way",
+        [
+            pytest.param(Way(ranks, ["train.device=cpu", *settings], TIMEOUT, every), id="launched"),
+            pytest.param(replayed, id="replayed", marks=pytest.mark.gpu),
+        ],
+    )
 
 
 def steps_done(folder: Path) -> int:
@@ -41,7 +100,12 @@ def checkpoints(folder: Path) -> set[str]:
     return {path.name for path in (folder / "run" / "checkpoints").glob("step_*")}
 
 
-def wait_for_steps(job: Command, folder: Path, count: int) -> float:
+def saved_steps(folder: Path) -> set[int]:
+    """Steps of complete checkpoints: an interrupted save leaves a folder *.tmp, which is never loaded."""
+    return {int(name.removeprefix("step_")) for name in checkpoints(folder) if not name.endswith(".tmp")}
+
+
+def wait_for_steps(job: Command, folder: Path, count: int, timeout: float = TIMEOUT) -> float:
     """Returns the seconds within which the ranks have to end after a fault.
 
     The bounds of the product plus the duration of the start, since a busy machine slows down both. The default of
@@ -50,7 +114,7 @@ def wait_for_steps(job: Command, folder: Path, count: int) -> float:
     started = job.wait_until(lambda: steps_done(folder) >= count, f"step {count}")
     # Looked up while they are alive, for `check_gone`.
     job.ranks()
-    return TIMEOUT + REACTION + max(10.0, started)
+    return timeout + REACTION + max(10.0, started)
 
 
 def check_named(outcome: Outcome, *parts: str) -> None:
@@ -62,6 +126,15 @@ def check_named(outcome: Outcome, *parts: str) -> None:
     assert "zeco_train/" not in outcome.err, outcome.err
 
 
+def check_line_within(job: Command, limit: float) -> None:
+    """An error line comes within `limit` seconds."""
+    began = time.monotonic()
+    while not re.search(r"^error: .*\n", job.err, re.MULTILINE):
+        assert time.monotonic() - began < limit, f"no error within {limit:g} s\n{job.out}\n{job.err}"
+        time.sleep(0.05)
+    print(f"after {time.monotonic() - began:.1f} s of at most {limit:g}: {Outcome(1, job.out, job.err).errors}")
+
+
 def check_gone(job: Command) -> None:
     assert job.ranks()
     assert not [rank for rank, process in job.ranks().items() if is_running(process)]
@@ -69,35 +142,41 @@ def check_gone(job: Command) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_killed_rank_ends_job(tmp_path: Path) -> None:
-    with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", "checkpoint.every=3", fault=NONE) as job:
-        bound = wait_for_steps(job, tmp_path, 7)
+@ways(3, 3, "data.seq_len=96")
+def test_killed_rank_ends_job(way: Way, tmp_path: Path) -> None:
+    with way.start(tmp_path) as job:
+        # The save of step 9 begins once that of step 6 is complete.
+        bound = way.wait_for_steps(job, tmp_path, 10)
         os.kill(job.ranks()[1], signal.SIGKILL)
         last = steps_done(tmp_path)
+        # A replay that waits for the rank does not delay it: the launcher tells the survivors.
+        check_line_within(job, way.timeout if way.replays else bound)
         check_named(job.wait(bound), "rank 1 no longer answers", "step ")
         check_gone(job)
     # At most the step in progress was finished.
     assert steps_done(tmp_path) <= last + 2
-    # An interrupted save leaves a folder *.tmp, which is never loaded.
-    complete = {int(name.removeprefix("step_")) for name in checkpoints(tmp_path) if not name.endswith(".tmp")}
-    assert {3, 6} <= complete <= set(range(3, steps_done(tmp_path) + 1, 3))
+    assert {3, 6} <= saved_steps(tmp_path)
+    way.check_goes_on(tmp_path)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_stopped_rank_is_reported_and_nothing_is_saved(tmp_path: Path) -> None:
-    with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
-        bound = wait_for_steps(job, tmp_path, 3)
+@ways(2, 0)
+def test_stopped_rank_is_reported_and_nothing_is_saved(way: Way, tmp_path: Path) -> None:
+    with way.start(tmp_path) as job:
+        bound = way.wait_for_steps(job, tmp_path, 7 if way.replays else 3)
         ranks = dict(job.ranks())
         # Rank 0 holds the lock of the folder and the progress bar, and reports first.
         os.kill(ranks[0], signal.SIGSTOP)
+        check_line_within(job, way.timeout + REACTION + DUMPS if way.replays else bound)
         job.wait_until(lambda: not is_running(ranks[1]), "end of rank 1", bound)
         assert is_running(ranks[0])
         # torchrun does this 30 s after its SIGTERM.
         os.kill(ranks[0], signal.SIGKILL)
         check_named(job.wait(), "rank 0 no longer answers", "stopped")
         check_gone(job)
-    assert checkpoints(tmp_path) == set()
+    assert way.every or checkpoints(tmp_path) == set()
+    way.check_goes_on(tmp_path)
 
 
 @pytest.mark.processes

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from data.loader import Batch
 from models.parameters import parameter_rules
 from tests.support.distributed import run_distributed
+from tests.support.replays import REPLAYS_BEGIN
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
@@ -213,6 +214,18 @@ def test_what_cannot_be_captured_is_said() -> None:
     assert capture_problem(load_config(documents)) is None
     problem = capture_problem(load_config([*documents, "model.attn.every=2"]))
     assert problem == "data.reset_state_at_document=true with softmax layers"
+
+
+def test_replays_are_said_once_after_first_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "zeco_train.training.graphs")
+    graphs, lines = RunAgain(nn.Linear(2, 2)), []
+    for _ in range(STEPS):
+        graphs.begin_step()
+        graphs.run("reduce", lambda: (torch.ones(1),))
+        lines.append(len(caplog.messages))
+    assert lines == [0] * (WARM_UP + 1) + [1] * (STEPS - WARM_UP - 1)
+    assert caplog.messages == [f"{REPLAYS_BEGIN}, as 1 graphs"]
+    assert graphs.runs == STEPS - WARM_UP
 
 
 def test_failed_capture_ends_with_advice() -> None:

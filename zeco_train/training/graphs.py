@@ -14,6 +14,7 @@ graph belongs to its place in a step, which is the kinds of parts that have run 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,8 @@ from zeco_train.errors import CommunicationError, ConfigError, first_cause
 from zeco_train.ops.documents import find_pieces
 from zeco_train.sp.exposed import Events, active_meter
 from zeco_train.training.forward import to_device
+
+logger = logging.getLogger(__name__)
 
 # Steps before the capture: they compile, connect, and allocate what stays, such as the optimizer's moments.
 WARM_UP = 2
@@ -120,6 +123,9 @@ class StepGraphs(StepLauncher):
         """See `StepLauncher`: the first passes do, once they are captured."""
         self._step += 1
         self._passes.clear()
+        if self._step == WARM_UP + 2:
+            # All parts were captured, and replayed, in the step before.
+            logger.info("train.cuda_graphs: steps are replayed from now on, as %d graphs", len(self._captured))
         return bool(self._gradients)
 
     def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
