@@ -1,4 +1,4 @@
-"""Rows of a sequence: one device, at once and chunked, then whatever spreads it over ranks, against the exact results."""
+"""Rows of a sequence: one device, at once and chunked, then what spreads it over ranks, against the exact results."""
 
 from __future__ import annotations
 
