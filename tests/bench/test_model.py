@@ -64,6 +64,7 @@ pytestmark = pytest.mark.numeric
         (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
         (["variants=[copy]"], f"variants=copy: must be one of dp, products, {', '.join(SHARING)}, fla"),
         (["variants=[fla:fast]"], "fla takes :no_optimizer and :compile"),
+        (["variants=[dp:compile]"], "dp :no_optimizer"),
         (["device=cpu", "variants=[fla]"], "variants=fla: flash-linear-attention's kernels need CUDA"),
     ],
 )
@@ -323,14 +324,14 @@ def test_wrong_first_loss_raises() -> None:
 )
 def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    variants = "variants=[dp,products,lasp1,lasp2,zeco:chain,fla]"
+    variants = "variants=[dp,dp:no_optimizer,products,lasp1,lasp2,zeco:chain,fla]"
     arguments = [*QUICK, "dtype=fp32", *more, variants, f"out={tmp_path}"]
     with Command([*launcher, "-m", "zeco_train.bench", "model", *arguments], tmp_path) as running:
         outcome = running.wait()
     assert outcome.code == 0, outcome
     results = json.loads((tmp_path / "results.json").read_text())
     rows = {row["variant"]: row for row in results["rows"]}
-    assert [*rows] == ["dp", "products", "lasp1", "lasp2", "zeco:chain"]
+    assert [*rows] == ["dp", "dp:no_optimizer", "products", "lasp1", "lasp2", "zeco:chain"]
     for name, row in rows.items():
         assert [len(of_rank) for of_rank in row["samples_ms_by_rank"]] == [5, 5]
         trains = name != "products"

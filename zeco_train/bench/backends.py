@@ -16,6 +16,7 @@ from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
+from zeco_train.bench.variants import NO_OPTIMIZER, is_dp
 from zeco_train.config.schema import Config
 from zeco_train.distributed.exchange import build_softmax
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
@@ -175,19 +176,19 @@ class Backends:
         Raises:
             ConfigError: this machine does not support it.
         """
-        if name == "dp":
+        if is_dp(name):
             return LocalScan()
         return self._session.scan(name, state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
 
     def contender(self, name: str, tokens: RandomTokens) -> Contender:
         """A variant as a contender, with these tokens."""
-        alone, segments = name == "dp", self._run.train.segments
+        alone, segments, updates = is_dp(name), self._run.train.segments, name != f"dp:{NO_OPTIMIZER}"
         graphs = build_graphs(self._run, self.model, self._session.device)
         scan, step = self.scan_of(name), self._training_step(alone, tokens, graphs)
 
         launching: list[float] = []
 
-        def train(number: int) -> float:
+        def train(number: int) -> float | Tensor:
             self._scan.current, started = scan, time.perf_counter()
             step.zero_grad()
             with scan.exposed.measuring():
@@ -197,6 +198,11 @@ class Backends:
                     share = step.backward(tokens.batches(index, alone, segments), last=last, proceed=_nobody_stops)
                     assert share is not None
                     total += share
+            if not updates:
+                step.skip_update()
+                launching.append(time.perf_counter() - started)
+                # As with an update: the mean over ranks is the loss.
+                return total * self._session.world_size
             numbers = step.update(total)
             launching.append(time.perf_counter() - started)
             loss, _ = numbers.read()

@@ -8,7 +8,8 @@ All backends train one model with one optimizer, sharded over all ranks alike. T
 only the scan changes, so nothing else differs between them. `products` takes turns with them: it runs only the matrix
 products of the plain step (`zeco_train.bench.products`), as an upper bound on this GPU. Its MFU is computed from its
 own FLOPs, the model's less the operator's: the fraction of peak that products reach here. The peer, `fla`, is a
-separate model (`zeco_train.bench.peer`) and is measured after the first is freed.
+separate model (`zeco_train.bench.peer`) and is measured after the first is freed. `dp:no_optimizer` is the passes
+alone: forward and backward with FSDP's copies, as replayed in the other steps.
 
 Checks before timing, on untrained weights:
 - the whole gradient of each backend on a short sequence, against that with a plain scan in float64, and softmax layers
@@ -44,7 +45,7 @@ from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
-from zeco_train.bench.variants import PRODUCTS, GatheredScan
+from zeco_train.bench.variants import PRODUCTS, GatheredScan, is_dp
 from zeco_train.config.schema import Config, Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
@@ -136,7 +137,7 @@ def _available(config: ModelConfig, session: Session, report: Report) -> dict[Mo
 
 def _is_alone(name: str) -> bool:
     """Whether a variant of our model has no scan over ranks."""
-    return name in ("dp", PRODUCTS)
+    return is_dp(name) or name == PRODUCTS
 
 
 class _Measurement:
@@ -238,7 +239,7 @@ class _Measurement:
             return products_contender(run.model, tokens.count, dtype, device, run.seed, times=tokens.micro_batches)
         contender = ours.contender(name, tokens)
         started = time.perf_counter()
-        contender.loss, _ = ours.gradient(ours.scan_of(name), tokens, alone=name == "dp", keep=False)
+        contender.loss, _ = ours.gradient(ours.scan_of(name), tokens, alone=is_dp(name), keep=False)
         contender.first_seconds = time.perf_counter() - started
         return contender
 
@@ -271,7 +272,7 @@ class _Measurement:
         row: Row = {"model": model.name, "mixer": model.mixer, "heads": model.num_heads, "tokens": count}
         row |= {"micro_batches": self._config.micro_batches}
         row |= contender.as_row(self._session)
-        spec, seq_len = spec_of(model), count * (1 if contender.name == "dp" else self._session.world_size)
+        spec, seq_len = spec_of(model), count * (1 if is_dp(contender.name) else self._session.world_size)
         flops = spec.flops_per_token(seq_len)
         all_flops = flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
         peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb + contender.held_gb
@@ -341,7 +342,7 @@ class _Measurement:
         for name, loss in losses.items():
             pair = torch.tensor(loss), guess
             check_results(name, self._session.rank, {"the first loss, to be log(vocabulary),": pair}, GUESS_TOLERANCE)
-        shared = {name: loss for name, loss in losses.items() if name != "dp"}
+        shared = {name: loss for name, loss in losses.items() if not is_dp(name)}
         for name, loss in shared.items():
             first = next(iter(shared))
             pair = torch.tensor(loss), torch.tensor(shared[first])

@@ -38,8 +38,9 @@ class ModelConfig(OfModelConfig):
     """Settings of case `model`.
 
     Attributes:
-        variants: dp, lasp1, lasp2, zeco train; `products` runs only the matrix products of their plain step, as an
-            upper bound, on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
+        variants: dp, lasp1, lasp2, zeco train; dp:no_optimizer runs dp's passes alone; `products` runs only the matrix
+            products of their plain step, as an upper bound, on the same GPU in the same turns; fla is the peer, with
+            :no_optimizer and :compile.
         budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with
             more tokens per rank are not started, and fewer steps are timed, if that would not be left.
         mixers: to measure one after the other, each with its file of the size of `model`; empty: the model's own.

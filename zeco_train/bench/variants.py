@@ -4,7 +4,7 @@ all_gather, all_reduce          of the states, by `torch.distributed`: the basel
 lasp1, lasp2, …                 the scans of these backends
 zeco[:ALGORITHM[:TRANSPORT[:BLOCKS]]]   All-Scan, with the settings of `sp.all_scan`; BLOCKS also `paper`, which cuts
                                 a state into pieces of 16,384 elements, as the ZeCO paper does
-dp                              each rank its own sequence, nothing crosses ranks
+dp[:no_optimizer]               each rank its own sequence, nothing crosses ranks; of a model: without norm and update
 copy                            the step of the scans, with the scan replaced by a copy of this rank's own state
 products                        only the matrix products of the model's step: the upper bound, on this GPU
 fla                             flash-linear-attention on one rank's tokens, the peer: its function, or its model
@@ -55,7 +55,8 @@ DECAYS = ("retention", "none")
 OPERATOR_VARIANTS = ("dp", "copy", *SHARING, "fla")
 PRODUCTS = "products"
 MODEL_VARIANTS = ("dp", PRODUCTS, *SHARING, "fla", "fla:no_optimizer")
-PEER_SETTINGS = ("no_optimizer", "compile")
+NO_OPTIMIZER = "no_optimizer"
+PEER_SETTINGS = (NO_OPTIMIZER, "compile")
 
 
 def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[str] = ()) -> None:
@@ -66,14 +67,22 @@ def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[st
         kind, *settings = name.split(":")
         allowed = f"must be one of {', '.join(kinds)}; zeco takes :ALGORITHM:TRANSPORT:BLOCKS"
         if peer_settings:
-            allowed += f", fla takes :{' and :'.join(peer_settings)}"
-        if kind not in kinds or (settings and kind not in ("zeco", "fla")):
+            allowed += f", fla takes :{' and :'.join(peer_settings)}, dp :{NO_OPTIMIZER}"
+        with_settings = ("zeco", "fla", *(("dp",) if peer_settings else ()))
+        if kind not in kinds or (settings and kind not in with_settings):
+            raise ConfigError("variants", name, allowed)
+        if kind == "dp" and settings not in ([], [NO_OPTIMIZER]):
             raise ConfigError("variants", name, allowed)
         if kind == "zeco":
             # Checks the settings only; the size of the state does not matter for that.
             _all_scan(name, 1)
         if kind == "fla" and (not set(settings) <= set(peer_settings) or len(set(settings)) < len(settings)):
             raise ConfigError("variants", name, allowed)
+
+
+def is_dp(name: str) -> bool:
+    """Whether each rank has its own sequence, with whatever settings."""
+    return name.partition(":")[0] == "dp"
 
 
 def sp_config(name: str, state_elements: int) -> SPConfig:

@@ -186,6 +186,10 @@ class TrainingStep:
             self._launcher.run("optimizer", self._optimize)
         return numbers
 
+    def skip_update(self) -> None:
+        """End a step without an update."""
+        self._launcher.keep_gradients()
+
     def zero_grad(self) -> None:
         """Begin a step without gradients."""
         if not self._launcher.begin_step():
