@@ -88,7 +88,7 @@ def _case(folder: str, *arguments: str) -> tuple[OperatorConfig, list[str]]:
 def _some_operators(rank: int, world_size: int, folder: str) -> list[str]:
     """Run the case with some operators, then with a wrong scan; returns the error messages."""
     for name, more in (("scalar_decay", ["groups=2"]), ("fixed_decay", ["decay=none"]), ("kda", [])):
-        variants = "variants=[dp,copy,zeco:chain,lasp2,fla]"
+        variants = "variants=[dp,copy,zeco:chain,lasp2,fla,fla_cp]"
         config, _ = _case(f"{folder}/{name}", f"operator={name}", *more, variants)
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
         command.run_case(config, session)
@@ -116,7 +116,8 @@ def test_other_operators_are_measured_on_two_ranks(tmp_path: Path) -> None:
         assert {row["operator"] for row in rows.values()} == {name}
         for backend in ("zeco:chain", "lasp2"):
             assert 0 < rows["forward_backward", backend]["relative_error"] < 1e-12
-        assert any(note.startswith("fla is not measured: variants=fla: ") for note in results["notes"])
+        for peer in ("fla", "fla_cp"):
+            assert any(note.startswith(f"{peer} is not measured: variants={peer}: ") for note in results["notes"])
         files = {f"operator_{figure}.png", f"operator_{figure}_tokens.png"}
         assert files <= {path.name for path in (tmp_path / name).iterdir()}
 
@@ -143,7 +144,9 @@ def _peer(operator: str, change: Callable[[Tensor], Tensor]) -> Any:
     return SimpleNamespace(chunk_simple_gla=function, chunk_linear_attn=function)
 
 
-def _run_with_peer(tmp_path: Path, operator: str, change: Callable[[Tensor], Tensor], *more: str) -> dict[str, Any]:
+def _run_with_peer(
+    tmp_path: Path, operator: str, change: Callable[[Tensor], Tensor], *more: str, expected_code: int = 0
+) -> dict[str, Any]:
     arguments = [f"operator={operator}", "variants=[dp,fla]", f"out={tmp_path}", *more]
     imported = mock.patch.object(Session, "import_fla", return_value=_peer(operator, change))
     # A command ends its process at an error.
@@ -153,7 +156,7 @@ def _run_with_peer(tmp_path: Path, operator: str, change: Callable[[Tensor], Ten
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-    assert code == 0
+    assert code == expected_code
     results: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
     return results
 
@@ -175,10 +178,12 @@ def test_refused_gradient_of_the_peer_is_noted_and_its_forward_pass_may_be_measu
     assert [row["variant"] for row in results["rows"]] == ["dp", "fla"]
 
 
-def test_wrong_peer_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        _run_with_peer(tmp_path, "scalar_decay", lambda o: 1.2 * o)
-    assert "fla is wrong, nothing is timed: o on rank 0" in capsys.readouterr().err
+def test_wrong_peer_is_a_failure_and_the_others_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = _run_with_peer(tmp_path, "scalar_decay", lambda o: 1.2 * o, expected_code=1)
+    assert (
+        "FAILED: fla is not measured, it is wrong: o on rank 0 has a relative error of 0.2" in capsys.readouterr().err
+    )
+    assert {row["variant"] for row in results["rows"]} == {"dp"}
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,17 @@ from zeco_train.system.numbers import relative_error
 
 
 class WrongResultError(ZecoError):
-    """A variant to be timed computes a wrong result: names variant, rank, result, error and tolerance."""
+    """A variant to be timed computes a wrong result: names variant, rank, result, error and tolerance.
+
+    Attributes:
+        reason: the same without the variant.
+    """
 
     exit_code = 8
 
     def __init__(self, variant: str, rank: int, result: str, error: float, tolerance: float) -> None:
-        super().__init__(
-            f"{variant} is wrong, nothing is timed: {result} on rank {rank} has a relative error of {error:.2g}, "
-            f"allowed are {tolerance:.0e}"
-        )
+        self.reason = f"{result} on rank {rank} has a relative error of {error:.2g}, allowed are {tolerance:.0e}"
+        super().__init__(f"{variant} is wrong, nothing is timed: {self.reason}")
 
 
 def check_results(

@@ -177,7 +177,7 @@ class OperatorConfig(RunsConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        known.check_variants(self.variants, *known.OPERATOR_VARIANTS)
+        known.check_variants(self.variants, *known.OPERATOR_VARIANTS, known.FLA_CP)
         self._check_lists(heads=1, tokens=1)
         self._check_operator()
         if not self.dims or any(len(pair) != 2 or min(pair) < 1 for pair in self.dims):

@@ -29,10 +29,12 @@ from zeco_train.errors import ConfigError
 Attention = Callable[..., Tensor]
 # fla's gates: logsigmoid / 16.
 _GATE_NORMALIZER = 16.0
+# What fla raises where it refuses. Lack of memory, and errors of the device, are other subclasses of RuntimeError.
+_REFUSALS = (RuntimeError, NotImplementedError, ValueError, AssertionError)
 # Operands that are neither cut by tokens nor differentiated.
 _CONSTANTS = ("log_decay",)
 # fla's module and function of each.
-_DELTA_RULES = {
+DELTA_RULES = {
     "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
     "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda"),
@@ -107,7 +109,7 @@ class Inputs:
             return cls.of({"q": q, "k": k, "v": v, "log_decay": decays.to(device, dtype.master)}, do)
         dims = (shape.heads, shape.key_dim) if shape.operator in ("gla", "kda") else (shape.heads,)
         g = logsigmoid(normal(dtype.master, *dims)) / _GATE_NORMALIZER
-        if shape.operator not in _DELTA_RULES:
+        if shape.operator not in DELTA_RULES:
             return cls.of({"q": q, "k": k, "v": v, "g": g}, do)
         k, beta = normalize(k, dim=-1), normal(dtype.master, shape.heads).sigmoid()
         gates = {"beta": beta} if shape.operator == "delta" else {"g": g, "beta": beta}
@@ -181,8 +183,8 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
         return _first(session.import_fla("fla.ops.gla").chunk_gla)
     if shape.operator == "scalar_decay":
         return _first(session.import_fla("fla.ops.simple_gla").chunk_simple_gla)
-    if shape.operator in _DELTA_RULES:
-        module, function = _DELTA_RULES[shape.operator]
+    if shape.operator in DELTA_RULES:
+        module, function = DELTA_RULES[shape.operator]
         return _first(getattr(session.import_fla(module), function))
     if shape.decay == "retention":
         chunk_retention = session.import_fla("fla.ops.retention").chunk_retention
@@ -192,21 +194,25 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
     return _first(lambda q, k, v, log_decay: chunk_linear_attn(q, k, v, normalize=False))
 
 
-def peer_results(inputs: Inputs, attention: Attention, backward: bool) -> dict[str, Tensor]:
-    """`Inputs.results` by fla's function.
+def peer_results(inputs: Inputs, attention: Attention, backward: bool, variant: str = "fla") -> dict[str, Tensor]:
+    """`Inputs.results` by fla's function, of a variant that errors name.
 
     Raises:
         ConfigError: fla refuses it, as it does some gradients for some GPUs and versions of Triton.
     """
     try:
         return inputs.results(attention, backward=backward)
-    except RuntimeError as error:
-        # Lack of memory, and errors of the device, are subclasses: those end the benchmark.
-        if type(error) is not RuntimeError:
+    except Exception as error:
+        if not _is_refusal(error):
             raise
         text = " ".join(str(error).split())
         forward = "; passes=[forward] may be measured" if backward else ""
-        raise ConfigError("variants", "fla", f"is refused by fla itself ({text}){forward}") from error
+        raise ConfigError("variants", variant, f"is refused by fla itself ({text}){forward}") from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether fla, or the compiler of its kernels, raised it."""
+    return type(error) in _REFUSALS or type(error).__module__.startswith("triton.")
 
 
 def _first(function: Callable[..., tuple[Any, ...]]) -> Attention:

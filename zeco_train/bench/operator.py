@@ -1,10 +1,10 @@
 """Case `operator`: one forward, and one forward + backward, of an operator (`zeco_train.bench.operands`) by backend.
 
-Every rank has `tokens` tokens. With a backend they are its shard of one sequence over all ranks; with `dp`, and with
-`fla`, its own sequence. A step is the public operator and autograd, such as `mix("gla", (q, k, v, g), shard)`, then
-`o.backward(do)` with a given `do` and no gradients to add to; `forward` is without autograd. Exposed communication is
-the step with a scan less the step in which the scan is a local copy (`variants.LocalCopyScan`), medians of the same
-run.
+Every rank has `tokens` tokens. With a backend, and with `fla_cp`, they are its shard of one sequence over all ranks;
+with `dp`, and with `fla`, its own sequence. A step is the public operator and autograd, such as
+`mix("gla", (q, k, v, g), shard)`, then `o.backward(do)` with a given `do` and no gradients to add to; `forward` is
+without autograd. Exposed communication is the step with a scan less the step in which the scan is a local copy
+(`variants.LocalCopyScan`), medians of the same run. `MB sent` is by the busiest rank (`zeco_train.bench.traffic`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from zeco_train.bench import trace
-from zeco_train.bench.check import check_results
+from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import OperatorConfig
+from zeco_train.bench.fla_cp import context_parallel
 from zeco_train.bench.operands import Attention, Inputs, Shape, peer_attention, peer_results
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import LocalCopyScan
+from zeco_train.bench.traffic import sent_mb
+from zeco_train.bench.variants import ALONE, FLA_CP, PEERS, LocalCopyScan
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
@@ -49,6 +51,7 @@ COLUMNS = {
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.4g"),
     "ratio": ("/ dp", ">7:.3f"),
     "exposed_us": ("exposed µs", ">10:.1f"),
+    "sent_mb": ("MB sent", ">7:.2f"),
     "peak_gb": ("peak GB", ">7:.2f"),
     "relative_error": ("error", ">8:.1e"),
     "choice": ("all-scan", "<"),
@@ -59,7 +62,7 @@ def run(config: OperatorConfig, session: Session) -> Report:
     """Measure all combinations; results are in the report's folder.
 
     Raises:
-        WrongResultError: before anything of the same heads and dims is timed.
+        WrongResultError: before anything of the same heads and dims is timed. A peer's is recorded instead.
     """
     report = Report("operator", config, session, COLUMNS)
     runner = Runner(config, session)
@@ -91,6 +94,8 @@ def sharded_operator(variant: str, shape: Shape, session: Session, purpose: str 
     """
     if variant == "fla":
         return peer_attention(shape, session)
+    if variant == FLA_CP:
+        return context_parallel(shape, session)
     if variant == "dp":
         scan: StateScan = LocalScan()
     elif variant == "copy":
@@ -111,10 +116,11 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
     """Fields of each variant's rows: its largest error, and the choice of `auto`.
 
     Errors are taken at the small length of `short`, relative to the whole sequence on one device in float64. Variants
-    that are not supported here, by fla itself too, are noted, and have no error. `copy` is wrong by design.
+    that are not supported here, by fla itself too, are noted, and have no error; a wrong peer is a failure of the
+    report. `copy` is wrong by design.
 
     Raises:
-        WrongResultError: on all ranks, if a variant is wrong on one of them.
+        WrongResultError: on all ranks, if another variant is wrong on one of them.
     """
     own = Inputs.random(short, config.dtype, config.seed + 1 + session.rank, session.device)
     whole = own.gathered(session)
@@ -126,23 +132,30 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
     for name in config.variants:
         if name == "copy":
             continue
-        # dp and fla do not communicate: each rank takes the whole sequence.
-        alone = name in ("dp", "fla")
+        # These do not communicate: each rank takes the whole sequence.
+        alone = name in ALONE
+        taken = whole if alone else own
         length = replace(short, tokens=whole.tokens) if alone else short
         line = len(session.log)
         try:
             attention = session.agree(partial(sharded_operator, name, length, session))
-            if name == "fla":
-                found = session.agree(partial(peer_results, whole, attention, config.passes != ["forward"]))
+            if name in PEERS:
+                found = session.agree(partial(peer_results, taken, attention, config.passes != ["forward"], name))
         except ConfigError as error:
             report.note(f"{name} is not measured: {error}")
             continue
-        if name != "fla":
-            found = (whole if alone else own).results(attention)
+        if name not in PEERS:
+            found = taken.results(attention)
         part = {n: x if alone else x[:, begin : begin + short.tokens] for n, x in expected.items()}
         pairs = {n: (found[n], part[n]) for n in found}
-        tolerance = PEER_TOLERANCE if name == "fla" else TOLERANCE[config.dtype]
-        own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
+        tolerance = PEER_TOLERANCE if name in PEERS else TOLERANCE[config.dtype]
+        try:
+            own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
+        except WrongResultError as error:
+            if name not in PEERS:
+                raise
+            report.fail(f"{name} is not measured, it is wrong: {error.reason}")
+            continue
         largest = max(max(of_rank.values()) for of_rank in session.gather(own_errors))
         checked[name] = {"relative_error": largest, "choice": session.choice_since(line)}
     return checked
@@ -154,15 +167,23 @@ def _measure_shape(
     inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
     names = [name for name in config.variants if name in checked or name == "copy"]
     attentions = {name: sharded_operator(name, shape, session) for name in names}
+    for name in [name for name in PEERS if name in attentions]:
+        # Refused at this length only: the other variants are still measured.
+        try:
+            session.agree(partial(peer_results, inputs, attentions[name], config.passes != ["forward"], name))
+        except ConfigError as error:
+            report.note(f"{name} is not measured, {shape}: {error}")
+            del attentions[name]
     rows: list[Row] = []
     for kind in config.passes:
-        peaks, subjects = {}, []
+        peaks, sent, subjects = {}, {}, []
         for name, attention in attentions.items():
             subjects.append(operator_step(name, kind, attention, inputs))
             peaks[name] = peak_gb(subjects[-1], session)
+            sent[name] = sent_mb(subjects[-1], session)
         failed: list[Row] = []
         if config.graph and session.on_cuda:
-            graphed = ((name, sharded_operator(name, shape, session, "graph")) for name in names)
+            graphed = ((name, sharded_operator(name, shape, session, "graph")) for name in attentions)
             steps = (operator_step(name, kind, attention, inputs) for name, attention in graphed)
             graphs, failed = capture_all(steps, 1, session, TOLERANCE[config.dtype])
             subjects += graphs
@@ -170,14 +191,15 @@ def _measure_shape(
         medians = {(row["variant"], row["mode"]): row["median_ms"] for row in found}
         for row in found:
             name = row["variant"]
-            row |= {**_compared(row, medians, shape), "peak_gb": peaks[name], **checked.get(name, {})}
+            row |= {**_compared(row, medians, shape), "peak_gb": peaks[name], "sent_mb": sent[name]}
+            row |= checked.get(name, {})
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
     report.add(rows)
     for name, attention in attentions.items() if config.trace and session.on_cuda else ():
         size = f"{shape.operator}_h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
         path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
         overlaps = trace.record(operator_step(name, "forward_backward", attention, inputs), path, session)
-        if name not in ("dp", "copy", "fla"):
+        if name not in (*ALONE, "copy"):
             report.note(f"trace of {name}, {shape}, rank 0: {overlaps[0]}")
 
 
@@ -200,7 +222,7 @@ def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> 
     """Columns derived from other variants' medians of the same run."""
     median = row["median_ms"]
     dp, copy = (medians.get((name, row["mode"])) for name in ("dp", "copy"))
-    if row["variant"] in ("dp", "copy", "fla"):
+    if row["variant"] in ("dp", "copy", *PEERS):
         copy = None
     return {
         "tokens_per_second_per_gpu": 1e3 * shape.tokens / median,

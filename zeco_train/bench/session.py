@@ -135,15 +135,15 @@ class Session:
         """Record the duration of a configuration."""
         self._longest = max(self._longest, seconds)
 
-    def import_fla(self, module: str) -> Any:
-        """A module of flash-linear-attention, the peer.
+    def import_fla(self, module: str, variant: str = "fla") -> Any:
+        """A module of flash-linear-attention, the peer; `variant` is named in errors.
 
         Raises:
             ConfigError: it is not installed, or there is no GPU.
         """
         if not self.on_cuda:
-            raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
+            raise ConfigError("variants", variant, "flash-linear-attention's kernels need CUDA")
         try:
             return import_module(module)
         except ImportError as error:
-            raise ConfigError("variants", "fla", f"flash-linear-attention is not installed ({error})") from error
+            raise ConfigError("variants", variant, f"flash-linear-attention is not installed ({error})") from error

@@ -8,6 +8,7 @@ dp[:no_optimizer]               each rank its own sequence, nothing crosses rank
 copy                            the step of the scans, with the scan replaced by a copy of this rank's own state
 products                        only the matrix products of the model's step: the upper bound, on this GPU
 fla                             flash-linear-attention on one rank's tokens, the peer: its function, or its model
+fla_cp                          its own context parallelism, over all ranks' tokens
 fla[:no_optimizer][:compile]    of its model: forward and backward alone, with bf16 weights; its blocks compiled
 """
 
@@ -53,6 +54,10 @@ SCAN_VARIANTS = (
 OPERATORS = ("gla", "scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
 DECAYS = ("retention", "none")
 OPERATOR_VARIANTS = ("dp", "copy", *SHARING, "fla")
+FLA_CP = "fla_cp"
+# Functions of flash-linear-attention; those of the second line know one rank's tokens only.
+PEERS = ("fla", FLA_CP)
+ALONE = ("dp", "fla")
 PRODUCTS = "products"
 MODEL_VARIANTS = ("dp", PRODUCTS, *SHARING, "fla", "fla:no_optimizer")
 NO_OPTIMIZER = "no_optimizer"

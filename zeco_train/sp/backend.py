@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from zeco_train.collectives import Courier
+from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.ops.seam import AttentionMethod, LaunchedScan, ScanRequest
+from zeco_train.ops.transition import is_matrix
 from zeco_train.sp.exposed import ExposedMeter
 
 
@@ -68,6 +70,22 @@ class ScanBackend(ABC):
         """The courier of the request's direction."""
         return self._couriers[request.reverse]
 
+    def load(self, request: ScanRequest) -> Load:
+        """The size of the request's scan, over the ranks of its courier."""
+        courier, state = self.courier(request), request.state
+        matrices, nodes = is_matrix(request.transition), courier.topology.nodes
+        return Load(courier.size, tuple(state.shape), state.element_size(), matrices, nodes)
+
+    def algorithm(self, request: ScanRequest) -> ScanSpec | None:
+        """The algorithm of a request that was started; None if nothing is communicated."""
+        del request
+        return None
+
+    def bytes_sent(self, request: ScanRequest) -> float:
+        """Bytes that the busiest rank sends for a request that was started, by its algorithm's descriptor."""
+        scan = self.algorithm(request) if self._crosses_ranks else None
+        return 0.0 if scan is None else scan.bytes_sent(self.load(request), request.want_carry)
+
     def prepare(self, device: torch.device) -> None:
         """Warm up with a tiny scan in each direction. Collective; returns when the scans have completed.
 
@@ -117,6 +135,11 @@ class SpecScan(ScanBackend):
     def start(self, request: ScanRequest) -> LaunchedScan:
         """Start the scan by the descriptor's algorithm."""
         return self._scan.start(request, self.courier(request))
+
+    def algorithm(self, request: ScanRequest) -> ScanSpec:
+        """See `ScanBackend.algorithm`."""
+        del request
+        return self._scan
 
 
 @dataclass(frozen=True, eq=False)

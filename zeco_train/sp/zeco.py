@@ -26,14 +26,13 @@ import torch
 import torch.distributed as dist
 
 from zeco_train.collectives import Courier, scan_alone
-from zeco_train.collectives.cost_model import MEASURED, Link, Load
+from zeco_train.collectives.cost_model import MEASURED, Link
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.spec import Choice, ScanSpec, choose, eligible
 from zeco_train.collectives.symmetric import SymmetricScans, request_problem, transport_problem
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
-from zeco_train.ops.transition import is_matrix
 from zeco_train.sp.backend import BackendSpec, ScanBackend
 
 logger = logging.getLogger(__name__)
@@ -189,8 +188,7 @@ class AllScan(ScanBackend):
         courier = self.courier(request)
         if self._ranks == 1:
             return scan_alone(request)
-        # With the candidates: `prepare` starts each algorithm by itself, all with states of one shape.
-        key = (courier, scans, request.state.shape, request.state.dtype, request.transition.ndim)
+        key = self._key(request, scans)
         if key not in self._choices:
             self._choices[key] = self._choose(courier, request, scans)
         choice = self._choices[key]
@@ -198,9 +196,17 @@ class AllScan(ScanBackend):
             return self._symmetric[courier].launch(request, choice.scan, choice.blocks)
         return choice.scan.start(request, courier, choice.blocks)
 
+    def algorithm(self, request: ScanRequest) -> ScanSpec:
+        """See `ScanBackend.algorithm`."""
+        return self._choices[self._key(request, self._scans)].scan
+
+    def _key(self, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> tuple[object, ...]:
+        # With the candidates: `prepare` starts each algorithm by itself, all with states of one shape.
+        return self.courier(request), scans, request.state.shape, request.state.dtype, request.transition.ndim
+
     def _choose(self, courier: Courier, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> Choice:
         """Algorithm and transport for scans of a shape: decided once, from data that all ranks share, and logged."""
-        state, link = request.state, self._find_link(request.state.device)
+        link = self._find_link(request.state.device)
         problem = request_problem(request) if link is Link.symmetric else None
         if problem is not None:
             self._fall_back(problem)
@@ -208,8 +214,7 @@ class AllScan(ScanBackend):
             link = Link.nccl
         if link is Link.symmetric and courier not in self._symmetric:
             self._symmetric[courier] = SymmetricScans(courier)
-        shape, size = tuple(state.shape), state.element_size()
-        load = Load(self._ranks, shape, size, is_matrix(request.transition), self._topology.nodes)
+        load = self.load(request)
         choice = choose(scans, MEASURED[link], load, self._blocks)
         if _is_main():
             logger.info(
