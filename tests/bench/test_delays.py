@@ -12,13 +12,17 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.collectives.test_all_scan import start_interpreter
+from tests.support.all_scan_emulation import allocate_shared
 from tests.support.bench_settings import TINY
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
+from zeco_train.bench.chains import TwoGpuChain
 from zeco_train.bench.delays import _Measurement, hidden_us
 from zeco_train.bench.delays_config import DelaysConfig
 from zeco_train.bench.delays_model import OVERLAPS, PATTERNS, Predicted, late_by
+from zeco_train.bench.hops import _Hops
 from zeco_train.bench.session import Session
 from zeco_train.bench.spins import Place, SpinningScan, Spins
 from zeco_train.bench.variants import LocalCopyScan
@@ -26,6 +30,7 @@ from zeco_train.collectives import PendingScan
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.plan import calibration as known
+from zeco_train.system.numbers import relative_error
 
 MODEL = [text.replace("model.num_layers=", "layers=") for text in TINY if not text.startswith("heads")]
 QUICK = [*MODEL, "model.num_heads=2", "device=cpu", "dtype=fp32", "warmup=1", "runs=3", "steps=3", "flush_mb=1"]
@@ -41,6 +46,7 @@ QUICK += ["hops=5", "heads=[2]", "tokens=[32]", "drift_tokens=32", "delays_us=[1
         (["strategies=[hsdp]"], "strategies=['hsdp']: must be a list of different ones of ddp, zero2, zero3"),
         (["delays_us=[5,2]"], "delays_us=[5.0, 2.0]: must be a list of rising numbers > 0 and ≤ 1e+06"),
         (["drift_us=[0]"], "drift_us=[0.0]: must be a list of rising numbers"),
+        (["chain_ranks=[2,5]"], "chain_ranks=[2, 5]: must be a list of rising even numbers ≥ 2"),
         (["layers=1"], "layers=1: must be ≥ 2"),
         (["model.num_layers=3"], "model.num_layers=3: write layers=… here"),
         (["model=kda_340m"], "model=kda_340m: must be a model whose layers are all of mixer gla"),
@@ -153,6 +159,28 @@ def test_hidden_delay_is_the_longest_without_exposure() -> None:
     rows = [{"delay_us": delay, "share": share} for delay, share in ((50.0, 0.02), (100.0, 0.2), (200.0, 0.05))]
     assert hidden_us(rows) == 50.0
     assert hidden_us(rows[1:]) == 0.0
+
+
+def _chains_are_right(rank: int, world_size: int) -> None:
+    """The kernels of both GPUs' ranks, one after the other, in Triton's interpreter."""
+    start_interpreter()
+    config = DelaysConfig.load([*QUICK, "heads=[2]", "key_dim=4", "value_dim=8"])
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    hops = _Hops(2, config, session)
+    for ranks in (2, 6):
+        with mock.patch("zeco_train.bench.chains.INTERPRETED", True):
+            chain = TwoGpuChain(ranks, hops.state, hops.log_decay, session, allocate_shared)
+        for _ in range(3):
+            # Each rank of the chain but the first writes what it receives.
+            for output in chain._outputs[1 - rank :]:
+                output.fill_(torch.nan)
+            assert relative_error(chain.run(), hops.expected(ranks - 1)) < 1e-6, ranks
+        chain.check()
+
+
+@pytest.mark.slow
+def test_chain_of_many_ranks_on_two_gpus_is_right() -> None:
+    run_distributed(_chains_are_right, 2, fresh=True)
 
 
 def _one_failure_spares_the_rest(rank: int, world_size: int, folder: str) -> tuple[list[str], set[str]]:

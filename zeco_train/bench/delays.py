@@ -1,6 +1,7 @@
 """Case `delays`: what a late rank or a late state costs, on two ranks, beside what the planner assumes.
 
-hops       a state sent to and fro between the ranks (`zeco_train.bench.hops`): µs a hop
+hops       a state sent to and fro between the ranks, and chains of many ranks on two GPUs (`zeco_train.bench.hops`):
+           µs a hop
 operator   forward + backward of GLA, its scan delayed in one direction: growth of the time, and the longest delay that
            stays hidden
 drift      steps of a model with one rank late in each layer, the ranks late in turn, or one rank late in one layer
@@ -37,7 +38,7 @@ from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.delays_config import DelaysConfig
 from zeco_train.bench.delays_model import OVERLAPS, PATTERNS, Predicted, gpu_of, late_by
-from zeco_train.bench.hops import measure_hops
+from zeco_train.bench.hops import measure_chains, measure_hops
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import TOLERANCE, operator_step
 from zeco_train.bench.report import Report, format_table, time_columns
@@ -59,6 +60,7 @@ K = TypeVar("K", bound=Hashable)
 HIDDEN = 0.1
 # A spin may take longer by its launch, and by a share of it.
 _SPIN_US, _SPIN_SHARE = 20.0, 0.05
+_ON_CPU = "no symmetric memory and no CUDA graphs on a CPU: hops go by gloo, chains are skipped, and spins are sleeps"
 _PASSES = {"forward": False, "backward": True}
 COLUMNS = {
     "part": ("part", "<8"),
@@ -111,7 +113,9 @@ class _DelayedBackends(Backends):
 
     def scan_of(self, name: str) -> ScanBackend:
         """See `Backends.scan_of`."""
-        return SpinningScan(self._session.scan(name, state_elements(self.run), self.purpose), self.spins)
+        with_halo = spec_of(self.run.model).needs_halo
+        scan = self._session.scan(name, state_elements(self.run), self.purpose, with_halo=with_halo)
+        return SpinningScan(scan, self.spins)
 
 
 class _Measurement:
@@ -127,13 +131,15 @@ class _Measurement:
         config, session = self._config, self._session
         self._report.note(f"the model's columns are the planner's, gpu={gpu_of(session).value}")
         if not session.on_cuda:
-            self._report.note("no symmetric memory and no CUDA graphs on a CPU: hops go by gloo, and spins are sleeps")
+            self._report.note(_ON_CPU)
         else:
             self._attempt("spin", "a spin", self._check_spin)
         if {"hops", "operator"} & {*config.parts}:
             runner = Runner(config, session)
         for heads in config.heads if "hops" in config.parts else ():
-            self._attempt("hops", f"hops of {heads} heads", partial(self._hops, heads, runner))
+            self._attempt("hops", f"hops of {heads} heads", partial(self._hops, heads, runner, measure_hops))
+            if session.on_cuda:
+                self._attempt("chains", f"chains of {heads} heads", partial(self._hops, heads, runner, measure_chains))
         for variant, tokens in itertools.product(config.variants, config.tokens) if "operator" in config.parts else ():
             what = f"operator, {variant}, {tokens:,} tokens"
             self._attempt("operator", what, partial(self._operator, variant, tokens, runner))
@@ -180,15 +186,16 @@ class _Measurement:
         if any(abs(each - wanted) > _SPIN_US + _SPIN_SHARE * wanted for each in found):
             raise RuntimeError(text)
 
-    def _hops(self, heads: int, runner: Runner) -> None:
-        rows = measure_hops(heads, self._config, self._session, runner)
+    def _hops(self, heads: int, runner: Runner, measure: Callable[..., list[Row]]) -> None:
+        rows = measure(heads, self._config, self._session, runner)
         self._report.add(rows)
         for row in rows:
+            what = f"{row['variant']}, {row['state_mb']:.2f} MB, {row['mode']}"
             if "each_us" in row:
-                size = f"{row['variant']}, {row['state_mb']:.2f} MB, {row['mode']}"
-                self._sum_up(f"µs a hop: {size}", row["each_us"], row["model_us"])
+                self._sum_up(f"µs a hop: {what}", row["each_us"], row["model_us"])
+            if "median_ms" in row:
                 self._sum_up(
-                    f"ms, {row['hops']} hops: {size} (model: a chain)", row["median_ms"], row["model_chain_ms"]
+                    f"ms, {row['hops']} hops: {what} (model: a chain)", row["median_ms"], row["model_chain_ms"]
                 )
 
     def _operator(self, variant: str, tokens: int, runner: Runner) -> None:

@@ -28,6 +28,7 @@ class DelaysConfig(RunsConfig, OfModelConfig):
         runs: timed runs of the hops and of the operator.
         graph: hops, drift and step also inside CUDA graphs; `step` only there, where there are GPUs.
         hops: of a state from rank to rank and back.
+        chain_ranks: ranks of the chains that two GPUs hold in turn, even numbers, rising.
         heads, key_dim, value_dim: of the states of `hops`, [1, H, K, V] in fp32, for each H.
         model: of mixer gla; its operator alone is measured, too.
         layers: of the model, instead of its own number.
@@ -47,16 +48,17 @@ class DelaysConfig(RunsConfig, OfModelConfig):
     budget_seconds: float = 100.0
     parts: list[str] = field(default_factory=lambda: list(PARTS))
     hops: int = 255
+    chain_ranks: list[int] = field(default_factory=lambda: [4, 16])
     heads: list[int] = field(default_factory=lambda: [16, 32])
     key_dim: int = 64
     value_dim: int = 128
-    layers: int = 6
+    layers: int = 4
     tokens: list[int] = field(default_factory=lambda: [4096, 16_384, 32_768])
     delays_us: list[float] = field(default_factory=lambda: [50.0, 100.0, 200.0, 400.0, 800.0])
     strategies: list[str] = field(default_factory=lambda: ["zero2", "ddp"])
     drift_tokens: int = 16_384
     drift_us: list[float] = field(default_factory=lambda: [400.0, 1600.0])
-    steps: int = 6
+    steps: int = 8
 
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
@@ -69,6 +71,9 @@ class DelaysConfig(RunsConfig, OfModelConfig):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values) or not {*values} <= {*allowed}:
                 raise ConfigError(name, values, f"must be a list of different ones of {', '.join(allowed)}")
+        lengths = self.chain_ranks
+        if not lengths or sorted(set(lengths)) != lengths or lengths[0] < 2 or any(each % 2 for each in lengths):
+            raise ConfigError("chain_ranks", lengths, "must be a list of rising even numbers ≥ 2")
         for name in ("delays_us", "drift_us"):
             values = getattr(self, name)
             if not values or sorted(set(values)) != values or not 0 < values[0] <= values[-1] <= _LONGEST_US:
