@@ -1,7 +1,8 @@
 """`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`.
 
 collectives, operator, attention, model and decode compare variants; operator_cpu, loader, documents and checkpoint
-measure the operator on a CPU, data loading, and how long a checkpoint blocks training.
+measure the operator on a CPU, data loading, and how long a checkpoint blocks training; delays, of two ranks, what late
+states and late ranks cost.
 `python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures;
 `python -m zeco_train.bench paper out=FOLDER` the papers' figures, with a model's values and ours. Neither needs a GPU.
 """
@@ -24,6 +25,7 @@ from zeco_train.bench import (
     checkpoint,
     collectives,
     decode,
+    delays,
     documents,
     figures,
     loader,
@@ -32,6 +34,7 @@ from zeco_train.bench import (
     operator_cpu,
 )
 from zeco_train.bench.config import BenchConfig, CaseConfig, describe
+from zeco_train.bench.delays_config import DelaysConfig
 from zeco_train.bench.paper.command import paper
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
@@ -54,6 +57,7 @@ _CASES: dict[str, tuple[type[CaseConfig], Callable[[Any, Session], Report]]] = {
     "loader": (loader.LoaderConfig, loader.run),
     "documents": (documents.DocumentsConfig, documents.run),
     "checkpoint": (checkpoint.CheckpointConfig, checkpoint.run),
+    "delays": (DelaysConfig, delays.run),
 }
 
 

@@ -180,10 +180,10 @@ class Backends:
             return LocalScan()
         return self._session.scan(name, state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
 
-    def contender(self, name: str, tokens: RandomTokens) -> Contender:
-        """A variant as a contender, with these tokens."""
+    def contender(self, name: str, tokens: RandomTokens, *, replayed: bool = True) -> Contender:
+        """A variant as a contender, with these tokens; `replayed`: as CUDA graphs, if the run's steps are."""
         alone, segments, updates = is_dp(name), self._run.train.segments, name != f"dp:{NO_OPTIMIZER}"
-        graphs = build_graphs(self._run, self.model, self._session.device)
+        graphs = build_graphs(self._run, self.model, self._session.device) if replayed else None
         scan, step = self.scan_of(name), self._training_step(alone, tokens, graphs)
 
         launching: list[float] = []

@@ -151,13 +151,13 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
     dist.barrier()
     if session.on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    started, marks = time.perf_counter(), [_mark(session)]
+    started, marks = time.perf_counter(), [mark(session)]
     for _ in range(count):
         contender.loss = contender.step(next(numbers))
-        marks.append(_mark(session))
+        marks.append(mark(session))
     session.settle()
     contender.seconds.append((time.perf_counter() - started) / count)
-    contender.samples += [_milliseconds(*pair) for pair in itertools.pairwise(marks)]
+    contender.samples += [milliseconds(*pair) for pair in itertools.pairwise(marks)]
     if contender.scan is not None and (exposed := contender.scan.exposed.take()) is not None:
         contender.exposed = (contender.exposed or 0.0) + exposed
     if session.on_cuda:
@@ -169,7 +169,8 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
         contender.peak_gb = max(contender.peak_gb or 0.0, peak / 1e9)
 
 
-def _mark(session: Session) -> Mark:
+def mark(session: Session) -> Mark:
+    """The present moment of the device: an event on the current stream; on CPUs the host's clock."""
     if not session.on_cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -177,6 +178,6 @@ def _mark(session: Session) -> Mark:
     return event
 
 
-def _milliseconds(start: Any, end: Any) -> float:
+def milliseconds(start: Any, end: Any) -> float:
     """Time between two marks of the same kind."""
     return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)

@@ -110,6 +110,7 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.5, 0.42
 # Shares of the operator's pass that overlap a scan (scores, forward; scores' gradients, backward), and of forward +
 # backward between LASP-1's receive and send, serialised over the ranks: measured 0.27 on 4 GPUs (exposed time relative
 # to the operator's, 16k and 32k, H 16 and 32).
+# `bench delays` delays the scans and prints the first two by what stays hidden (`zeco_train/bench/delays.py`).
 OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.2, 0.35
 LASP1_SERIAL = 0.27
 # Share of a block's time by which ranks may drift apart, since FSDP's collectives hold them together: a delay of up to
@@ -117,6 +118,7 @@ LASP1_SERIAL = 0.27
 # H200s, which take 5, 5 and 10 ms longer than those of `dp` (16k, 16k and 32k tokens a rank, the operator's first
 # kernels), and 0 and 18 ms (16k and 32k, later kernels): by this 8, 8, 15, 4 and 6; without drift 29, 29, 56, 23 and
 # 42. Assumed for the chain and for more ranks; the ZeCO paper's runs on 8 to 256 GPUs look as if there were none.
+# `bench delays` makes two ranks late in turn and prints it for each strategy, launched and in graphs.
 DRIFT = 0.12
 
 # Seconds per byte sent by NCCL that it takes from the overlapped compute, by using SMs and bandwidth: matrix products
