@@ -133,6 +133,7 @@ def _gathered_scan_is_right(rank: int, world_size: int) -> None:
     log_decay = -torch.rand(1, 2, 3, dtype=torch.float64, generator=generator)
     matrices = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator)
     carry_in = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    assert GatheredScan().ends == session.scan("lasp1", 24).ends == (rank == 0, rank == world_size - 1)
     # A view, as of an adjoint: its strides are not those of a new tensor.
     for reverse, transition in itertools.product((False, True), (log_decay, matrices, matrices.mT)):
         results = []
@@ -155,6 +156,11 @@ def test_switched_scan_delegates_to_current_scan() -> None:
     scan, state = SwitchedScan(), torch.randn(1, 2, 3, 4)
     log_decay, carry_in = torch.zeros(1, 2, 3), torch.randn(1, 2, 3, 4)
     assert torch.equal(scan.launch(ScanRequest(state, log_decay, carry_in=carry_in)).wait(), carry_in)
+    assert scan.ends == (True, True)
+    scan.current = GatheredScan()
+    ranks = mock.patch.multiple(torch.distributed, get_rank=lambda: 1, get_world_size=lambda: 3)
+    with ranks:
+        assert scan.ends == (False, False)
     scan.current = LocalCopyScan()
     assert torch.equal(scan.launch(ScanRequest(state, log_decay, want_carry=True)).carry_out(), state)
 

@@ -51,6 +51,11 @@ class SwitchedScan(ScanBackend):
         self.neighbour = _CurrentNeighbour(self)
         self.attention = _CurrentAttention(self, method or LocalAttention())
 
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """See `ScanBackend.ends`."""
+        return self.current.ends
+
     def start(self, request: ScanRequest) -> LaunchedScan:
         """See `ScanBackend.start`."""
         return self.current.launch(request)

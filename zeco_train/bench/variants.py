@@ -111,12 +111,22 @@ def _all_scan(name: str, state_elements: int) -> AllScanConfig:
     return config
 
 
+def _own_ends() -> tuple[bool, bool]:
+    """Whether this rank is the first, and the last, of one sequence over all ranks."""
+    return dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+
+
 class LocalCopyScan(ScanBackend):
     """A `StateScan` without communication: `wait` returns a copy of this rank's own state, for timing only.
 
     A step with it does everything but the communication, so the difference to a step with a scan is the exposed
     communication. Its results are wrong.
     """
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """See `ScanBackend.ends`: those of the scans that it is compared with, which do the same work."""
+        return _own_ends()
 
     def start(self, request: ScanRequest) -> PendingScan:
         """See `ScanBackend.start`."""
@@ -189,6 +199,11 @@ class GatheredScan(ScanBackend):
     def __init__(self, num_calls: int = 1) -> None:
         super().__init__()
         self.attention = GatheredAttention(num_calls)
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """See `ScanBackend.ends`."""
+        return _own_ends()
 
     def start(self, request: ScanRequest) -> PendingScan:
         """See `ScanBackend.start`."""
