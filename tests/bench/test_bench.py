@@ -94,6 +94,12 @@ def test_overlap_counts_only_kernels_launched_in_the_step() -> None:
     assert overlap.kernels == ("ncclDevKernel_SendRecv",)
     assert "8.0 µs (40%)" in str(overlap)
     assert str(overlap_of([])) == "no communication kernels"
+    assert (overlap.idle_us, overlap.num_kernels) == (0, 4)
+    apart = overlap_of(
+        [kernel("a", 0, 10, 7, 0), kernel("b", 5, 7, 8, 1), kernel("c", 15, 1, 7, 2), kernel("d", 17, 1, 7, 3)]
+    )
+    assert (apart.idle_us, apart.longest_idle_us) == (4, 3)
+    assert apart.idle == "4 kernels, none of which runs for 0.00 ms, for 3.0 µs at most at a time"
 
 
 def test_settings_are_yaml_values() -> None:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import spec_of
+from zeco_train.bench import trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.mixers import mixer_rows, write_mixers
@@ -42,6 +43,7 @@ from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
 from zeco_train.bench.products import product_flops, products_contender
 from zeco_train.bench.report import Report, time_columns
+from zeco_train.bench.runner import Subject
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
@@ -62,6 +64,8 @@ GUESS_TOLERANCE = 0.1
 # error of 1.4.
 PEER_TOLERANCE = 0.4
 PAPER_STEPS = 100
+# Beyond any timed step's: other tokens.
+_TRACED_STEP = 1 << 16
 COLUMNS = {
     "mixer": ("mixer", "<10"),
     "heads": ("H", ">3"),
@@ -93,6 +97,8 @@ def run(config: ModelConfig, session: Session) -> Report:
         ConfigError: this machine supports none of the variants.
     """
     report = Report("model", config, session, COLUMNS)
+    if config.trace and not session.on_cuda:
+        report.note(trace.NONE_ON_CPU)
     names = _available(config, session, report)
     if config.steps < PAPER_STEPS:
         report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
@@ -194,7 +200,18 @@ class _Measurement:
         tokens = self._tokens(count)
         contenders = [self._contender(ours, name, tokens) for name in names]
         self._check_losses({each.name: float(each.loss) for each in contenders if each.name != PRODUCTS})
-        return self._time(contenders, count, later, started)
+        rows = self._time(contenders, count, later, started)
+        for contender in contenders if self._config.trace and self._session.on_cuda else ():
+            if contender.name != PRODUCTS:
+                self._trace(contender, count)
+        return rows
+
+    def _trace(self, contender: Contender, count: int) -> None:
+        """Profile a step, and note what it shows."""
+        model = self._run.model
+        path = self._report.folder / f"trace_{contender.name.replace(':', '-')}_{model.name}_t{count}.json"
+        found = trace.record(Subject(contender.name, partial(contender.step, _TRACED_STEP)), path, self._session)[0]
+        self._report.note(f"trace of {contender.name}, {count:,} tokens, rank 0: {found}; {found.idle}")
 
     def _measure_peer(self, name: str, weights: Weights, peers: int) -> None:
         """Add the rows of a peer; `peers` is the number of peers after it."""

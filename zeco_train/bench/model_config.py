@@ -57,6 +57,8 @@ class ModelConfig(OfModelConfig):
         strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the
             rest.
         check_tokens: tokens per rank in the correctness check.
+        trace: also profile one step of each variant that trains, and note the overlap of communication and compute and
+            the time in which nothing runs.
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))
@@ -74,6 +76,7 @@ class ModelConfig(OfModelConfig):
     segments: int = 1
     strategy: Strategy = Strategy.zero2
     check_tokens: int = 256
+    trace: bool = False
 
     def validate(self) -> None:
         """See `CaseConfig.validate`."""

@@ -69,7 +69,7 @@ def run(config: OperatorConfig, session: Session) -> Report:
     if config.graph and not session.on_cuda:
         report.note("no CUDA graphs on a CPU: eager only")
     if config.trace and not session.on_cuda:
-        report.note("no trace on a CPU: it is of what runs under what on a GPU")
+        report.note(trace.NONE_ON_CPU)
     checked: dict[Shape, dict[str, Row]] = {}
     for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens):
         shape = Shape(heads, key_dim, value_dim, tokens, config.operator, config.groups, config.decay)

@@ -1,7 +1,8 @@
-"""Profile of one step, and the overlap of communication and compute in it."""
+"""Profile of one step: the overlap of communication and compute in it, and the time in which nothing runs."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from zeco_train.bench.runner import Subject
 from zeco_train.bench.session import Session
 from zeco_train.collectives.registry import ALL_SCANS
 
+NONE_ON_CPU = "no trace on a CPU: it is of what runs under what on a GPU"
 _STEP = "bench_step"
 # Kernel names of NCCL, and of `zeco_train/kernels/all_scan/`.
 _COMMUNICATION = ("nccl", *(scan.kernel.name for scan in ALL_SCANS if scan.kernel))
@@ -31,12 +33,24 @@ class Overlap:
         hidden_us: part of it during which kernels of the compute stream ran, too.
         compute_us: time during which kernels of the compute stream ran.
         kernels: names of the communication kernels.
+        idle_us: time between the first kernel and the last during which none ran.
+        longest_idle_us: the longest part of it.
+        num_kernels: of any kind.
     """
 
     communication_us: float
     hidden_us: float
     compute_us: float
     kernels: tuple[str, ...]
+    idle_us: float = 0.0
+    longest_idle_us: float = 0.0
+    num_kernels: int = 0
+
+    @property
+    def idle(self) -> str:
+        """For notes."""
+        text = f"{self.num_kernels} kernels, none of which runs for {self.idle_us / 1e3:.2f} ms"
+        return f"{text}, for {self.longest_idle_us:.1f} µs at most at a time"
 
     def __str__(self) -> str:
         if not self.communication_us:
@@ -71,7 +85,17 @@ def overlap_of(events: Iterable[dict[str, Any]]) -> Overlap:
     compute = max((union(spans) for spans in by_stream.values()), key=length, default=[])
     spans = union([(e["ts"], e["ts"] + e["dur"]) for e in communication])
     names = tuple(sorted({e["name"] for e in communication}))
-    return Overlap(length(spans), length(intersection(spans, compute)), length(compute), names)
+    running = union([(e["ts"], e["ts"] + e["dur"]) for e in kernels])
+    idle = [start - stop for (_, stop), (start, _) in itertools.pairwise(running)]
+    return Overlap(
+        length(spans),
+        length(intersection(spans, compute)),
+        length(compute),
+        names,
+        idle_us=sum(idle),
+        longest_idle_us=max(idle, default=0.0),
+        num_kernels=len(kernels),
+    )
 
 
 def _is_communication(kernel: dict[str, Any]) -> bool:
