@@ -29,8 +29,9 @@ def decay_sums_kernel(
     inside = (tokens < T - start)[:, None] & (heads < H)[None, :]
     offsets = (start + tokens).to(tl.int64)
     own = tl.load(g + (batch * T + offsets)[:, None] * H + heads[None, :], mask=inside, other=0.0)
-    total = tl.cumsum(tl.maximum(own, LEAST), axis=0)
-    tl.store(sums + (batch * H + heads)[None, :] * T + offsets[:, None], total, mask=inside)
+    # in fp64: sums by a tree of fp32 sums differ by ulps from one token to the next, and decays are such differences
+    total = tl.cumsum(tl.maximum(own, LEAST).to(tl.float64), axis=0)
+    tl.store(sums + (batch * H + heads)[None, :] * T + offsets[:, None], total.to(tl.float32), mask=inside)
 
 
 @triton.jit
