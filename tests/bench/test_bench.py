@@ -95,6 +95,10 @@ def test_overlap_counts_only_kernels_launched_in_the_step() -> None:
     assert "8.0 µs (40%)" in str(overlap)
     assert str(overlap_of([])) == "no communication kernels"
     assert (overlap.idle_us, overlap.num_kernels) == (0, 4)
+    replayed = overlap_of(events, replayed=True)
+    assert (replayed.communication_us, replayed.hidden_us, replayed.compute_us) == (20, 8, 18)
+    moved = overlap_of([*events, call(15, 5), kernel("moved", 120, 6, 22, 5)], replayed=True)
+    assert (moved.hidden_us, moved.compute_us) == (14, 24)
     apart = overlap_of(
         [kernel("a", 0, 10, 7, 0), kernel("b", 5, 7, 8, 1), kernel("c", 15, 1, 7, 2), kernel("d", 17, 1, 7, 3)]
     )

@@ -101,8 +101,11 @@ def test_tables_hold_the_delays_of_one_place_and_direction() -> None:
     assert slept[Place.scan, True, 1] >= 0.02
 
 
+_BLOCK = 25.0
+
+
 def _predicted(drift: float, hidden: float, layers: int) -> Predicted:
-    return Predicted(1.0, (1.0 + hidden, 1.0 + hidden), drift, True, layers, (1.0, 1.0))
+    return Predicted(1.0, (1.0 + hidden, 1.0 + hidden), drift, True, layers, (1.0, 1.0), _BLOCK)
 
 
 def test_late_ranks_share_their_delays_only_within_the_drift() -> None:
@@ -125,10 +128,10 @@ def test_constants_are_those_that_explain_what_was_measured() -> None:
     predicted, delay = _predicted(2.0, 100.0, 20), 5.0
     for reverse in (False, True):
         growth = predicted.late_growth("alternating", reverse, delay)
-        assert predicted.drift_of(reverse, delay, growth) == pytest.approx(known.DRIFT, abs=1e-3)
+        assert predicted.drift_of(reverse, delay, growth) == pytest.approx(2.0 / _BLOCK, abs=1e-3)
         # Ranks that wait in every layer; and those that never do, which may be apart by half of the delay at least.
         assert predicted.drift_of(reverse, delay, 20 * delay) == pytest.approx(0.0, abs=1e-6)
-        assert predicted.drift_of(reverse, delay, 0.0) >= known.DRIFT * delay / 2 / 2.0
+        assert predicted.drift_of(reverse, delay, 0.0) >= delay / 2 / _BLOCK
         assert predicted.overlap_of(reverse, 0.0) == OVERLAPS[reverse]
 
 

@@ -13,7 +13,6 @@ from zeco_train.bench import figures
 from zeco_train.bench.paper import machine, noise, ours
 from zeco_train.bench.paper.command import paper
 from zeco_train.errors import ConfigError
-from zeco_train.plan import calibration as known
 from zeco_train.plan.step_time import waited_seconds
 
 pytestmark = pytest.mark.numeric
@@ -87,7 +86,7 @@ def test_lane_keeps_the_throughput_of_dp_at_256_gpus() -> None:
     assert {row.scan for row in fastest} == {"lane"}
     assert min(row.efficiency for row in fastest) >= 0.97
     # The paper's own algorithm would not.
-    assert max(row.efficiency for row in rows if row.backend == "zeco:chain") < 0.8
+    assert max(row.efficiency for row in rows if row.backend == "zeco:chain") < 0.85
 
 
 def test_rings_explain_what_dp_of_the_paper_loses() -> None:
@@ -115,15 +114,15 @@ def test_dp_within_the_fastest_shards_keeps_its_throughput() -> None:
 
 def test_simulation_without_noise_is_the_plan() -> None:
     """And by hand: 2 layers on 2 ranks, whose scans take 3 and 2 s longer than their windows."""
-    step = noise.Step(ranks=2, blocks=2, forward=10.0, windows=(1.0, 2.0), optimizer=5.0)
+    step = noise.Step(ranks=2, blocks=2, forward=10.0, windows=(1.0, 2.0), optimizer=5.0, drift=0.12)
     assert step.seconds(None, 0.0, 0) == 2 * 10 + 2 * 20 + 5
     # The first rank waits for none, but is held within a share of a block, and by as much the other's second state
     # comes earlier. In the backward pass that share exceeds the delay, which is waited for once.
-    drift = known.DRIFT * 10
-    assert 0 < drift < 2 < known.DRIFT * 20
+    drift = step.drift * 10
+    assert 0 < drift < 2 < step.drift * 20
     assert step.seconds(4.0, 0.0, 0) == pytest.approx(13 + 13 - drift + 22 + 20 + 5)
     # That is the planner's rule.
-    waits = [2 * waited_seconds(late, known.DRIFT * block, 2) for late, block in ((3.0, 10.0), (2.0, 20.0))]
+    waits = [2 * waited_seconds(late, step.drift * block, 2) for late, block in ((3.0, 10.0), (2.0, 20.0))]
     assert waits == pytest.approx([3 + 3 - drift, 2])
     # Ranks that wait for each other stay together, so they wait each time.
     assert dataclasses.replace(step, together=2).seconds(4.0, 0.0, 0) == pytest.approx(2 * 13 + 2 * 22 + 5)

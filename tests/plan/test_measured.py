@@ -73,16 +73,14 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (["+experiment=gla_1b_8m"], 62.66, 36.24),
     # With all states kept, in CUDA graphs, and AdamW in one launch.
     (_h200(1, 16, "sp=dp"), 49.17, 0.2209),
+    # With gradients packed by a kernel of this project (4b7cfad).
+    (_h200(1, 16, "sp=dp"), 49.30, 0.2146),
+    (_h200(2, 16, "sp=dp"), 41.85, 0.2279),
+    (_h200(2, 16, "sp=zeco"), 41.86, 0.2286),
 ]
 
 # Tokens a step, its milliseconds by train.matmul: gla_1b on an H200, replayed (bench/results/model_1xh200_*.txt).
-# Those of fp8 are of torch's AdamW, which took this much longer than the present one (docs/benchmarks.md).
-TORCHS_ADAMW = 10.86 - 7.78
-STEPS = {
-    2048: (44.64, 46.68 - TORCHS_ADAMW),
-    4096: (68.93, 64.90 - TORCHS_ADAMW),
-    16384: (220.92, 184.29 - TORCHS_ADAMW),
-}
+STEPS = {2048: (42.22, 41.71), 4096: (66.15, 60.75), 16384: (214.55, 176.93)}
 
 
 @pytest.mark.few(10)

@@ -51,7 +51,6 @@ from zeco_train.bench.variants import GatheredScan
 from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.plan import calibration as known
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.training.graphs import WARM_UP
 
@@ -263,7 +262,7 @@ class _Measurement:
 
     def _drift(self, ours: _DelayedBackends, variant: str, mode: str) -> None:
         config, session, spins, layers = self._config, self._session, ours.spins, self._config.layers
-        predicted = Predicted.of(ours.run, variant, config.drift_tokens, session)
+        predicted = Predicted.of(ours.run, variant, config.drift_tokens, session, replayed=mode == "graph")
         tables = {("", "", 0.0): _no_delay(spins)}
         for name, delay, pattern in itertools.product(_PASSES, config.drift_us, PATTERNS):
             late = late_by(pattern, session.rank, layers, delay)
@@ -283,7 +282,7 @@ class _Measurement:
                 if pattern == "alternating" and predicted.one_way:
                     seconds = 1e-6 * layers * growth
                     row["drift"] = predicted.drift_of(_PASSES[name], 1e-6 * delay, seconds)
-                    self._sum_up(what.replace("(of delay)", "(DRIFT, or more)"), row["drift"], known.DRIFT)
+                    self._sum_up(what.replace("(of delay)", "(DRIFT, or more)"), row["drift"], predicted.share)
             rows.append(row)
         self._report.add(rows)
 

@@ -11,6 +11,7 @@ import torch
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import sp_config
+from zeco_train.config.execution import CudaGraphs
 from zeco_train.config.schema import Config
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
@@ -50,6 +51,7 @@ class Predicted:
         one_way: a rank that waits does not hold up those before it in the scan's direction.
         layers: of the model.
         alone: the windows of the operator alone, which runs at a higher clock than in a step.
+        block: a pass of a layer in a step, of which `drift` is a share.
     """
 
     scan: float
@@ -58,13 +60,16 @@ class Predicted:
     one_way: bool
     layers: int
     alone: tuple[float, float]
+    block: float
 
     @classmethod
-    def of(cls, run: Config, variant: str, tokens: int, session: Session) -> Predicted:
-        """For a model of one kind of layers, with this many tokens a rank."""
+    def of(cls, run: Config, variant: str, tokens: int, session: Session, *, replayed: bool = True) -> Predicted:
+        """For a model of one kind of layers, with this many tokens a rank; `replayed`: if the run's steps are."""
         ranks = session.world_size
+        graphs = run.train.cuda_graphs if replayed else CudaGraphs.off
         config = dataclasses.replace(
             run,
+            train=dataclasses.replace(run.train, cuda_graphs=graphs),
             sp=sp_config(variant, state_elements(run)),
             data=dataclasses.replace(run.data, seq_len=ranks * tokens, global_batch=1, micro_batch=1),
         )
@@ -76,8 +81,14 @@ class Predicted:
         windows = OVERLAPS[0] * forward, OVERLAPS[1] * backward
         faster = 1.0 if case.machine.is_cpu else known.IN_STEP
         alone = windows[0] * faster, windows[1] * faster
-        one_way = choice.scan.one_way
-        return cls(choice.seconds, windows, drift_seconds(case) if one_way else 0.0, one_way, block.count, alone)
+        one_way, drift = choice.scan.one_way, drift_seconds(case)
+        share = known.DRIFT[case.is_replayed]
+        return cls(choice.seconds, windows, drift if one_way else 0.0, one_way, block.count, alone, drift / share)
+
+    @property
+    def share(self) -> float:
+        """Of a pass of a layer, the time by which ranks may be apart: `DRIFT`."""
+        return self.drift / self.block
 
     def hidden(self, reverse: bool, *, alone: bool = False) -> float:
         """The longest delay of a scan that its window hides."""
@@ -130,4 +141,4 @@ class Predicted:
         for _ in range(50):
             middle = (low + high) / 2
             low, high = (low, middle) if growth_with(middle) <= wanted else (middle, high)
-        return high * known.DRIFT / self.drift
+        return high / self.block

@@ -237,6 +237,7 @@ def _model_tokens(rows: list[Row], model: str, heads: int, machine: str) -> Figu
             here = [row for row in rows if row["graphs"] == graphs and row["variant"] == variant]
             is_plain = graphs == "off" and variant not in ("products", "fla")
             named, style = (f"{variant}, no CUDA graphs", ":") if is_plain else (variant, "-")
+            style = "--" if variant.endswith(":no_optimizer") else style
             points = _points(here, variant, "tokens", "tokens_per_second_per_gpu")
             shares = [(tokens, rate / limits[tokens]) for tokens, rate in points if tokens in limits]
             for axes, drawn in ((left, points), (right, shares if variant != "products" else [])):

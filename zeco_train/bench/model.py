@@ -210,7 +210,8 @@ class _Measurement:
         """Profile a step, and note what it shows."""
         model = self._run.model
         path = self._report.folder / f"trace_{contender.name.replace(':', '-')}_{model.name}_t{count}.json"
-        found = trace.record(Subject(contender.name, partial(contender.step, _TRACED_STEP)), path, self._session)[0]
+        subject, replayed = Subject(contender.name, partial(contender.step, _TRACED_STEP)), contender.graphs is not None
+        found = trace.record(subject, path, self._session, replayed=replayed)[0]
         self._report.note(f"trace of {contender.name}, {count:,} tokens, rank 0: {found}; {found.idle}")
 
     def _measure_peer(self, name: str, weights: Weights, peers: int) -> None:

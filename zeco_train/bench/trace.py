@@ -30,8 +30,8 @@ class Overlap:
 
     Attributes:
         communication_us: time during which a communication kernel ran, waits for peers inside it included.
-        hidden_us: part of it during which kernels of the compute stream ran, too.
-        compute_us: time during which kernels of the compute stream ran.
+        hidden_us: part of it during which kernels of the compute stream, of a replayed step other kernels, ran, too.
+        compute_us: time during which those ran.
         kernels: names of the communication kernels.
         idle_us: time between the first kernel and the last during which none ran.
         longest_idle_us: the longest part of it.
@@ -62,11 +62,12 @@ class Overlap:
         )
 
 
-def overlap_of(events: Iterable[dict[str, Any]]) -> Overlap:
+def overlap_of(events: Iterable[dict[str, Any]], *, replayed: bool = False) -> Overlap:
     """The overlap in a Chrome trace's events, for kernels launched within the annotation of the step.
 
     The compute stream is the one with most non-communication kernel time; folds on a scan's own stream count as
-    neither. A trace without the annotation counts as a whole.
+    neither. Kernels of a CUDA graph run on streams of the graph's own choice: if the step is `replayed`, all that do
+    not communicate are compute. A trace without the annotation counts as a whole.
     """
     events = list(events)
     steps = [e for e in events if e.get("cat") == "user_annotation" and e.get("name") == _STEP]
@@ -81,7 +82,8 @@ def overlap_of(events: Iterable[dict[str, Any]]) -> Overlap:
     by_stream: dict[Any, list[Interval]] = defaultdict(list)
     for event in kernels:
         if not _is_communication(event):
-            by_stream[event["args"].get("stream")].append((event["ts"], event["ts"] + event["dur"]))
+            stream = None if replayed else event["args"].get("stream")
+            by_stream[stream].append((event["ts"], event["ts"] + event["dur"]))
     compute = max((union(spans) for spans in by_stream.values()), key=length, default=[])
     spans = union([(e["ts"], e["ts"] + e["dur"]) for e in communication])
     names = tuple(sorted({e["name"] for e in communication}))
@@ -124,7 +126,7 @@ def length(intervals: Sequence[Interval]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def record(subject: Subject, path: Path, session: Session) -> list[Overlap]:
+def record(subject: Subject, path: Path, session: Session, *, replayed: bool = False) -> list[Overlap]:
     """Profile one step of all ranks, each into a Chrome trace; returns the overlap of each rank.
 
     Collective; CUDA only. The device is kept busy while the hosts launch the step, as in the timed runs.
@@ -133,6 +135,7 @@ def record(subject: Subject, path: Path, session: Session) -> list[Overlap]:
         subject: the step.
         path: of rank 0's trace, which stays; those of the other ranks lie beside it for a moment.
         session: the ranks.
+        replayed: see `overlap_of`.
     """
     busy = torch.empty(256 << 20, dtype=torch.uint8, device=session.device)
     token = torch.zeros(1, device=session.device)
@@ -149,7 +152,7 @@ def record(subject: Subject, path: Path, session: Session) -> list[Overlap]:
         if last:
             own.parent.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(own))
-            overlap = overlap_of(json.loads(own.read_text(encoding="utf-8"))["traceEvents"])
+            overlap = overlap_of(json.loads(own.read_text(encoding="utf-8"))["traceEvents"], replayed=replayed)
             if own != path:
                 own.unlink()
     return session.gather(overlap)

@@ -30,8 +30,8 @@ LOGIT_TRAFFIC = {True: 14.0, False: 40.0}
 OPTIMIZER_TRAFFIC = 32.0
 OPTIMIZER_SHARE = 0.85
 # Bytes per parameter of the model for casts and copies around its all-gather (once) and its gradient's reduction
-# (once). FSDP's kernels reach a lower share: 7 ms.
-GATHER_TRAFFIC, REDUCE_TRAFFIC = 8.0, 8.0
+# (once): 3.2 and 1.8 ms. FSDP's kernels, around the gather, reach a lower share; gradients are packed by ours.
+GATHER_TRAFFIC, REDUCE_TRAFFIC = 8.0, 6.0
 MANY_TENSORS = 0.75
 
 # GPUs are limited by power: in a step they run at 1,500 to 1,700 MHz, a kernel alone at up to 1,980. Throughput of
@@ -110,16 +110,19 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.5, 0.42
 # Shares of the operator's pass that overlap a scan (scores, forward; scores' gradients, backward), and of forward +
 # backward between LASP-1's receive and send, serialised over the ranks: measured 0.27 on 4 GPUs (exposed time relative
 # to the operator's, 16k and 32k, H 16 and 32).
-# `bench delays` delays the scans and prints the first two by what stays hidden (`zeco_train/bench/delays.py`).
-OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.2, 0.35
+# The first two are what `bench delays` found hidden of delayed scans on 2 H200s, 0.195 and 0.176 forward and 0.376 and
+# 0.369 backward with 16k and 32k tokens, H 16; with 4k 0.30 and 0.45, since a part does not depend on the length
+# (bench/results/delays_2xh200.txt).
+OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.19, 0.37
 LASP1_SERIAL = 0.27
 # Share of a block's time by which ranks may drift apart, since FSDP's collectives hold them together: a delay of up to
 # that is waited for once a pass, and only what exceeds it in every layer. Fitted to measured steps of `lasp1` on 4
 # H200s, which take 5, 5 and 10 ms longer than those of `dp` (16k, 16k and 32k tokens a rank, the operator's first
 # kernels), and 0 and 18 ms (16k and 32k, later kernels): by this 8, 8, 15, 4 and 6; without drift 29, 29, 56, 23 and
-# 42. Assumed for the chain and for more ranks; the ZeCO paper's runs on 8 to 256 GPUs look as if there were none.
-# `bench delays` makes two ranks late in turn and prints it for each strategy, launched and in graphs.
-DRIFT = 0.12
+# 42. `bench delays` makes two H200s late in turn, by 1.6 ms a layer: 0.115 with zero2 and 0.17 with ddp if the host
+# launches the kernels. If steps are replayed as CUDA graphs, both drift as far as that asks for: 0.23 at least. Assumed
+# for more ranks; the ZeCO paper's runs on 8 to 256 GPUs look as if there were none. By whether steps are replayed:
+DRIFT = {False: 0.12, True: 0.23}
 
 # Seconds per byte sent by NCCL that it takes from the overlapped compute, by using SMs and bandwidth: matrix products
 # of gla_1b take 157 to 160 ms on 4 H200s and 148 on one, for 5.2 GB.

@@ -147,7 +147,7 @@ def waited_seconds(late: float, drift: float, layers: int) -> float:
 def drift_seconds(case: Case) -> float:
     """Seconds by which ranks may be apart (`calibration.DRIFT`), with forward and backward blocks on average."""
     seconds = _compute_seconds(case)
-    return known.DRIFT * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
+    return known.DRIFT[case.is_replayed] * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
 
 
 def _scanning_layers(case: Case) -> int:
@@ -167,9 +167,9 @@ def _compute_seconds(case: Case) -> dict[str, float]:
         traffic += block.count * _traffic_per_token(case, block)
     parameters = parameter_bytes(case, 1)
     copies = parameter_traffic(case)
-    around = known.GATHER_TRAFFIC * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
+    around = known.GATHER_TRAFFIC / known.MANY_TENSORS * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
     updates = parameters * known.OPTIMIZER_TRAFFIC / known.OPTIMIZER_SHARE
-    copied = parameters * case.shards * around / known.MANY_TENSORS
+    copied = parameters * case.shards * around
     saved, rounding = _fp8(case)
     traffic += rounding
     return {

@@ -72,6 +72,7 @@ class Step:
         windows: work of a block that overlaps a scan, forward and backward.
         optimizer: of the whole step.
         together: adjacent ranks that wait for each other's states, those of a node; 1: only for the ranks before.
+        drift: share of a block's time by which ranks may be apart.
     """
 
     ranks: int
@@ -80,6 +81,7 @@ class Step:
     windows: tuple[float, float]
     optimizer: float
     together: int = 1
+    drift: float = known.DRIFT[True]
 
     @classmethod
     def of(cls, case: Case) -> Step:
@@ -89,7 +91,8 @@ class Step:
         optimizer = whole.seconds["optimizer"]
         windows = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
         forward = (whole.total - optimizer) / 3 / block.count
-        return cls(case.sp_size, block.count, forward, windows, optimizer, case.topology.ranks_per_node)
+        together, drift = case.topology.ranks_per_node, known.DRIFT[case.is_replayed]
+        return cls(case.sp_size, block.count, forward, windows, optimizer, together, drift)
 
     def efficiency(self, scan_seconds: float, noise: float, seeds: int = 4) -> float:
         """Mean efficiency of simulated steps; scans take `scan_seconds` from the latest rank on."""
@@ -103,7 +106,7 @@ class Step:
         ends = (np.arange(self.ranks) // self.together + 1) * self.together - 1
         for seconds, window in zip((self.forward, 2 * self.forward), self.windows, strict=True):
             for _ in range(self.blocks):
-                now = np.maximum(now, now.max() - known.DRIFT * seconds)
+                now = np.maximum(now, now.max() - self.drift * seconds)
                 took = seconds * (1 + noise * np.abs(random.standard_normal(self.ranks)))
                 if scan_seconds is None:
                     now = now + took
