@@ -20,11 +20,12 @@ from tests.support.training import full, train
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.errors import ConfigError
 from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.names import FlaModel
-from zeco_train.hf.parity import HEADER, ParitySettings, compare, line
+from zeco_train.hf.parity import HEADER, ParitySettings, check_states_are_passed, compare, line
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.hf.writer import write_weights
 from zeco_train.training.build import init
@@ -109,6 +110,24 @@ def test_fla_loads_export_and_agrees(
     assert found.same == {"greedy": (24, 24), "drawn": (24, 24)}
     assert line(found).startswith("fp32 ")
     assert line(found).endswith("24 of 24     ok")
+
+
+def test_transformers_that_would_generate_without_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    class Old:
+        def forward(self, input_ids: Tensor, past_key_values: object = None) -> None: ...
+
+    class New:
+        def forward(self, input_ids: Tensor, cache: object = None) -> None: ...
+
+    def asked(self: object, input_ids: Tensor, cache: object = None) -> None: ...
+
+    check_states_are_passed(Old())
+    monkeypatch.setattr(transformers.GenerationMixin, "prepare_inputs_for_generation", asked)
+    check_states_are_passed(New())
+    with pytest.raises(ConfigError, match=r"as `cache`, which Old does not know: install transformers<5\.24"):
+        check_states_are_passed(Old())
 
 
 @pytest.mark.gpu

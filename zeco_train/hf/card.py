@@ -16,7 +16,10 @@ from zeco_train.config.schema import Config
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
-_IMPORT_FLA = "import fla  # pip install flash-linear-attention==0.6.0; it tells transformers what a {name} model is\n"
+_IMPORT_FLA = (
+    "# pip install flash-linear-attention==0.6.0 'transformers<5.24' (from 5.24 on it would generate without states)\n"
+    "import fla  # tells transformers what a {name} model is\n"
+)
 _USE = """```python
 {imports}from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,6 +14,7 @@ if __name__ == "__main__":
     run_command("zeco_train.hf.parity")
 
 import importlib.util
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,6 +90,16 @@ class Parity:
         return self.error <= ALLOWED[self.dtype]
 
 
+def check_states_are_passed(model: Any) -> None:
+    """Raise `ConfigError` if transformers' `generate` hands a model its states under a name that this does not know."""
+    import transformers
+
+    asked = inspect.signature(transformers.GenerationMixin.prepare_inputs_for_generation).parameters
+    if "cache" in asked and "cache" not in inspect.signature(model.forward).parameters:
+        needed = f"hands states over as `cache`, which {type(model).__name__} does not know: install transformers<5.24"
+        raise ConfigError("transformers", transformers.__version__, needed)
+
+
 def compare(
     trained: Trained, mesh: ProcessMesh, settings: ParitySettings, dtypes: Sequence[Dtype] = tuple(ALLOWED)
 ) -> Iterator[Parity]:
@@ -102,6 +113,9 @@ def compare(
 
     Yields:
         The comparison in each dtype.
+
+    Raises:
+        ConfigError: the model would generate without its states with this transformers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -117,6 +131,7 @@ def compare(
     for dtype in dtypes:
         theirs: Any = AutoModelForCausalLM.from_pretrained(trained.path, dtype=dtype.compute)
         theirs = theirs.to(mesh.device).eval()
+        check_states_are_passed(theirs)
         ours = load_trained(trained, mesh, dtype=dtype, strategy=None)
         with torch.no_grad():
             expected = theirs(sequence, use_cache=False).logits[0].double()
