@@ -301,6 +301,7 @@ def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow  # of the operator, and of softmax attention, the default run has the same
 def test_backend_with_wrong_gradients_is_not_timed(tmp_path: Path) -> None:
     for found in run_distributed(_wrong_scan_is_caught, 2, str(tmp_path)):
         assert len(found) == 3

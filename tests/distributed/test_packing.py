@@ -62,6 +62,19 @@ def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
     assert pack.call_count == 1, "FSDP2's operator is not the kernel"
 
 
+def _implementations(rank: int, world_size: int) -> list[str]:
+    packing.use_pack_kernel()
+    table = torch._C._dispatch_dump("fsdp::chunk_cat").splitlines()
+    return [line for line in table if line.startswith("CUDA")]
+
+
+def test_fsdp_takes_the_kernel_on_cuda_devices() -> None:
+    """The first of a key's implementations is the one that is called; a process of its own keeps torch's here."""
+    ((active, *_),) = run_distributed(_implementations, 1, fresh=True)
+    assert "packing.py" in active
+    assert "inactive" not in active
+
+
 def test_what_the_kernel_does_not_know_is_packed_by_torch() -> None:
     tensors = [torch.randn(6, 4).t(), torch.randn(4, 2)]
     found, expected = torch.empty(2, 16), torch.empty(2, 16)

@@ -8,32 +8,28 @@ the result is the same bit for bit.
 from __future__ import annotations
 
 import functools
-import inspect
-import logging
 import warnings
 
 import torch
-from torch import Tensor
 
-logger = logging.getLogger(__name__)
+# It defines the operator, and its own implementation, when it is imported: a later import would replace ours.
+import torch.distributed.fsdp
+from torch import Tensor
 
 
 @functools.cache
-def use_pack_kernel() -> None:
-    """Replace the operator's implementation for CUDA devices, once; a torch that forbids it keeps its own."""
+def use_pack_kernel() -> torch.library.Library:
+    """Replace the operator's implementation for CUDA devices, once.
+
+    Returns:
+        Its owner, which the cache keeps: torch takes the replacement back when the owner is freed.
+    """
     library = torch.library.Library("fsdp", "IMPL")
-    if "allow_override" not in inspect.signature(library.impl).parameters:
-        logger.info("FSDP2 packs gradients by torch's own kernel: this torch does not let it be replaced")
-        return
     with warnings.catch_warnings():
         # That an implementation is replaced.
         warnings.simplefilter("ignore", UserWarning)
         library.impl("chunk_cat", _chunk_cat, "CUDA", allow_override=True)
-    # With it the implementation would go.
-    _KEPT.append(library)
-
-
-_KEPT: list[torch.library.Library] = []
+    return library
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:

@@ -26,6 +26,7 @@ from zeco_train.ops.attend import attend_at
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
+from zeco_train.sp.attention.all_gather import ALL_GATHER
 from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.attention.registry import build_attention
 from zeco_train.verify.comparisons import Comparisons, Results, Run
@@ -37,6 +38,8 @@ from zeco_train.verify.sequences import RankedSequence, pieces
 
 # Elements of the scores that are computed at once: 256 MiB in fp64, of which autograd keeps several copies.
 _SCORES = 1 << 25
+# Runs on one device, by the queries of a piece.
+_IN_SHARDS, _IN_HALVES = "one device, in shards", "one device, in halves"
 
 
 @dataclass(frozen=True)
@@ -135,16 +138,16 @@ def run_method(
 
 
 def run_one_device(sequence: AttentionSequence, part: Mapping[str, Tensor], place: Place) -> dict[str, Results]:
-    """The whole sequence on this rank's device, at once, and with more than one rank also shard by shard and in halves.
+    """The whole sequence on this rank's device, at once, and with more than one rank also shard by shard, or in halves.
 
     Collective: the ranks' tokens are all-gathered. Results as of `exact`, by the name of the run.
     """
     whole = {name: gather_tokens(x, place) for name, x in part.items()}
     runs = {"one device": run_method(sequence, whole, LocalAttention(), 0)}
     if place.size > 1:
-        runs["one device, in shards"] = _in_pieces(sequence, whole, 1)
-        # Paired queries are halves of shards.
-        runs["one device, in halves"] = _in_pieces(sequence, whole, 2)
+        runs[_IN_SHARDS] = _in_pieces(sequence, whole, 1)
+        if sequence.window is None:
+            runs[_IN_HALVES] = _in_pieces(sequence, whole, 2)
     own = slice(place.rank * sequence.tokens, (place.rank + 1) * sequence.tokens)
     return {name: {of: x[:, own].clone() for of, x in run.items()} for name, run in runs.items()}
 
@@ -228,7 +231,9 @@ class AttentionCases:
         compare.enter(row, "one device")
         part = {name: x.to(compare.device) for name, x in sequence.part(place.rank).items()}
         runs = self._runs(mesh, sequence, part, place)
-        yield from compare.rows(row, expected, run_one_device(sequence, part, place), runs)
+        # Without a window paired queries are halves of shards.
+        beside = {ALL_GATHER.name: _IN_HALVES} if sequence.window is None else {}
+        yield from compare.rows(row, expected, run_one_device(sequence, part, place), runs, beside)
 
     def _runs(self, mesh: ProcessMesh, sequence: AttentionSequence, part: Results, place: Place) -> Iterator[Run]:
         # On one rank every method is that of one device.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -33,15 +34,25 @@ class Comparisons:
         """Begin a phase of a row's sequence."""
         self._enter(f"{row.dtype}, {row.sp_size} × {row.tokens} tokens: {phase}")
 
-    def rows(self, row: Row, expected: Results, one_device: dict[str, Results], runs: Iterable[Run]) -> Iterator[Row]:
+    def rows(
+        self,
+        row: Row,
+        expected: Results,
+        one_device: dict[str, Results],
+        runs: Iterable[Run],
+        beside: Mapping[str, str] = MappingProxyType({}),
+    ) -> Iterator[Row]:
         """The rows of a sequence.
 
         Args:
             row: of the sequence.
             expected: this rank's results in fp64, on its device.
-            one_device: the runs on one device, by name, the first at once; two or more where there are `runs`.
+            one_device: the runs on one device, by name, the first at once, the others chunked; two or more where there
+                are `runs`.
             runs: over the ranks.
+            beside: by their names, the chunking with as many pieces; the second run on one device if there is none.
         """
+        once, *chunked = one_device
         for name, run in one_device.items():
             yield replace(row, backend=name, deviations=self.gather(deviations(run, expected)))
         for name, action in runs:
@@ -50,7 +61,8 @@ class Comparisons:
             if reason:
                 yield replace(row, backend=name, reason=reason)
             else:
-                found = self.gather(deviations(results, expected, tuple(one_device.values())))
+                pair = one_device[once], one_device[beside.get(name, chunked[0])]
+                found = self.gather(deviations(results, expected, pair))
                 yield replace(row, backend=name, deviations=found)
 
     def gather(self, own: dict[str, Deviation]) -> tuple[dict[str, Deviation], ...]:

@@ -30,8 +30,8 @@ class Deviation:
     Attributes:
         error: from float64: norm of the difference over norm; the largest over heads, except dg, which is over all
             heads.
-        ratio: norm of the difference from one device, relative to that of another chunking on it, of the one that
-            differs most; None if one device has no such tensor.
+        ratio: norm of the difference from one device, relative to that of another chunking on it; None if one device
+            has no such tensor.
     """
 
     error: float
@@ -100,7 +100,7 @@ def deviations(
     expected: dict[str, Tensor],
     runs: tuple[dict[str, Tensor], ...] = (),
 ) -> dict[str, Deviation]:
-    """Compare a rank's results with float64, and, if given, with the runs on one device: at once, and chunked."""
+    """Compare a rank's results with float64, and, if given, with the two runs on one device."""
     found = {}
     for name in TENSORS:
         if name not in actual:
@@ -109,11 +109,11 @@ def deviations(
         error = relative_error(name, actual[name], expected[name])
         ratio = None
         if runs and name in runs[0]:
-            once, *chunked = (run[name] for run in runs)
+            once, twice = (run[name] for run in runs)
             norm = _norms(name, once).sum().sqrt()
-            difference, *others = ((_norms(name, x, once).sum().sqrt()) for x in (actual[name], *chunked))
+            difference, other = ((_norms(name, x, once).sum().sqrt()) for x in (actual[name], twice))
             least = FLOORS[actual[name].dtype] * norm * (_FLOOR_OF_DECAYS if name == "dg" else 1.0)
-            ratio = 0.0 if difference == 0 else float(difference / torch.stack([*others, least]).max())
+            ratio = 0.0 if difference == 0 else float(difference / torch.maximum(other, least))
         found[name] = Deviation(error, ratio)
     return found
 
