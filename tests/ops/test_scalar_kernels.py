@@ -149,6 +149,22 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict
     return {name: scalar_errors(SMALL[name], torch.float32, torch.device("cpu")) for name in names}
 
 
+def _ulps_of_sums(rank: int, world_size: int) -> float:
+    """The largest error of the sums of strong decays in chunks, in units of the last place."""
+    from zeco_train.kernels.scalar_decay.launch import decay_sums
+
+    g = -50.0 * torch.rand((1, 128, 2), generator=torch.Generator().manual_seed(0))
+    exact = g.double().view(1, 2, 64, 2).cumsum(2).view(1, 128, 2).mT
+    places = torch.finfo(torch.float32).eps * 2.0 ** exact.abs().log2().floor()
+    return float(((decay_sums(g, 64) - exact).abs() / places).max())
+
+
+def test_sums_of_decays_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decay is a difference of two of them."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_ulps_of_sums, 1, fresh=True)[0] <= 0.5
+
+
 @pytest.mark.parametrize(
     "names",
     [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.slow)],

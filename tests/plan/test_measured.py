@@ -73,7 +73,7 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (["+experiment=gla_1b_8m"], 62.66, 36.24),
     # With all states kept, in CUDA graphs, and AdamW in one launch.
     (_h200(1, 16, "sp=dp"), 49.17, 0.2209),
-    # With gradients packed by a kernel of this project (4b7cfad).
+    # With gradients packed by a kernel of this project (4b7cfad; on two GPUs 66bd5af).
     (_h200(1, 16, "sp=dp"), 49.30, 0.2146),
     (_h200(2, 16, "sp=dp"), 41.85, 0.2279),
     (_h200(2, 16, "sp=zeco"), 41.86, 0.2286),

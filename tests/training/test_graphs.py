@@ -224,7 +224,7 @@ def test_replays_are_said_once_after_first_one(caplog: pytest.LogCaptureFixture)
         graphs.run("reduce", lambda: (torch.ones(1),))
         lines.append(len(caplog.messages))
     assert lines == [0] * (WARM_UP + 1) + [1] * (STEPS - WARM_UP - 1)
-    assert caplog.messages == [f"{REPLAYS_BEGIN}, as 1 graphs"]
+    assert caplog.messages == [f"{REPLAYS_BEGIN}; CUDA graphs so far: 1"]
     assert graphs.runs == STEPS - WARM_UP
 
 

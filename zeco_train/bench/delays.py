@@ -12,10 +12,11 @@ the launch on the stream of compute (drift). Everything is launched with spins, 
 all delays take turns.
 
 *Growth* is the median time less that without delay, for each delayed scan or layer; *of delay* is growth over the
-delay. With `same` it is 1: the slowest rank has all the work. If the ranks hold each other in every layer it is 1 with
-`alternating` too, and 0.5 if they may drift apart by the delay: each is late in half of the layers. With `once` it is 1
-over the number of layers. The model's columns are those of the planner's rules (`zeco_train.bench.delays_model`); the
-summary at the end also has the constants of these rules by what was measured.
+delay. With `same` it is 1 where nothing hides the delay: the slowest rank has all the work. If the ranks hold each
+other in every layer it is 1 with `alternating` too. If they may drift apart by the delay each is late in half of the
+layers, and the rank that receives states waits for the other's first: (layers + 2) / (2 · layers) of a long delay,
+0.75 with 4 layers. With `once` it is 1 over the number of layers. The model's columns are those of the planner's rules
+(`zeco_train.bench.delays_model`); the summary at the end also has the constants of these rules by what was measured.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ OPTIMIZER_TRAFFIC = 32.0
 OPTIMIZER_SHARE = 0.85
 # Bytes per parameter of the model for casts and copies around its all-gather (once) and its gradient's reduction
 # (once): 3.2 and 1.8 ms. FSDP's kernels, around the gather, reach a lower share; gradients are packed by ours.
-GATHER_TRAFFIC, REDUCE_TRAFFIC = 8.0, 6.0
+GATHER_TRAFFIC, REDUCE_TRAFFIC = 8.0, 6.0  # the latter with bf16 gradients, which are reduced in fp32
 MANY_TENSORS = 0.75
 
 # GPUs are limited by power: in a step they run at 1,500 to 1,700 MHz, a kernel alone at up to 1,980. Throughput of
@@ -120,8 +120,9 @@ LASP1_SERIAL = 0.27
 # H200s, which take 5, 5 and 10 ms longer than those of `dp` (16k, 16k and 32k tokens a rank, the operator's first
 # kernels), and 0 and 18 ms (16k and 32k, later kernels): by this 8, 8, 15, 4 and 6; without drift 29, 29, 56, 23 and
 # 42. `bench delays` makes two H200s late in turn, by 1.6 ms a layer: 0.115 with zero2 and 0.17 with ddp if the host
-# launches the kernels. If steps are replayed as CUDA graphs, both drift as far as that asks for: 0.23 at least. Assumed
-# for more ranks; the ZeCO paper's runs on 8 to 256 GPUs look as if there were none. By whether steps are replayed:
+# launches the kernels. In steps that are replayed as CUDA graphs nothing holds the two: they drift as far as these
+# delays ask for, 0.23 of a block, and longer delays may find more. Assumed for more ranks; the ZeCO paper's runs on 8
+# to 256 GPUs look as if there were none. By whether steps are replayed:
 DRIFT = {False: 0.12, True: 0.23}
 
 # Seconds per byte sent by NCCL that it takes from the overlapped compute, by using SMs and bandwidth: matrix products

@@ -124,8 +124,10 @@ class StepGraphs(StepLauncher):
         self._step += 1
         self._passes.clear()
         if self._step == WARM_UP + 2:
-            # All parts were captured, and replayed, in the step before.
-            logger.info("train.cuda_graphs: steps are replayed from now on, as %d graphs", len(self._captured))
+            # The step before was captured, and replayed; batches of another form may add graphs.
+            logger.info(
+                "train.cuda_graphs: steps are replayed from now on; CUDA graphs so far: %d", len(self._captured)
+            )
         return bool(self._gradients)
 
     def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
