@@ -241,7 +241,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=0, help="of the run that loses one; 0: none")
     parser.add_argument("--estimate", type=int, default=256, help="ranks of the estimate")
     parser.add_argument("--folder", type=Path, default=Path("runs/many_ranks"), help="new folder for runs and output")
-    parser.add_argument("--timeout", type=float, default=60.0, help="parallel.timeout_seconds")
+    # 64 ranks on 2 cores take a minute to join.
+    parser.add_argument("--timeout", type=float, default=150.0, help="parallel.timeout_seconds")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for a start or a run")
     parser.add_argument("more", nargs="*", help="train.py's overrides, after --")
     options = parser.parse_args(arguments)
