@@ -15,7 +15,7 @@ import torch
 
 from tests.collectives.test_all_scan import start_interpreter
 from tests.support.all_scan_emulation import allocate_shared
-from tests.support.bench_settings import TINY
+from tests.support.bench_settings import TINY, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
@@ -57,19 +57,7 @@ QUICK += ["hops=5", "heads=[2]", "tokens=[32]", "drift_tokens=32", "delays_us=[1
 def test_invalid_arguments_print_one_error_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch("os._exit", side_effect=SystemExit):
-        try:
-            code = command.main(["delays", *arguments])
-        except SystemExit:
-            code = 1
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-    assert code != 0
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert says in err
+    assert says in error_line(["delays", *arguments], capsys)
 
 
 def test_spins_follow_the_layers_of_each_direction() -> None:

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.bench_settings import QUICK
+from tests.support.bench_settings import QUICK, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
@@ -71,19 +71,7 @@ pytestmark = pytest.mark.numeric
 def test_invalid_arguments_print_one_error_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch("os._exit", side_effect=SystemExit):
-        try:
-            code = command.main(["model", *arguments])
-        except SystemExit:
-            code = 1
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-    assert code != 0
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert says in err
+    assert says in error_line(["model", *arguments], capsys)
 
 
 def test_settings_convert_to_run_config() -> None:

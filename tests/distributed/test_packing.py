@@ -69,7 +69,7 @@ def _implementations(rank: int, world_size: int) -> list[str]:
 
 
 def test_fsdp_takes_the_kernel_on_cuda_devices() -> None:
-    """The first of a key's implementations is the one that is called; a process of its own keeps torch's here."""
+    """torch calls the first implementation that is listed. In a new process, since the replacement lasts."""
     ((active, *_),) = run_distributed(_implementations, 1, fresh=True)
     assert "packing.py" in active
     assert "inactive" not in active

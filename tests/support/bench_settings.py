@@ -1,6 +1,31 @@
-"""Fast settings of the benchmarks' case `model`."""
+"""Fast settings of the benchmarks' case `model`, and the error line of any case."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+
+from zeco_train.bench import __main__ as command
+
 TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=32", "heads=[2]"]
 QUICK = [*TINY, "device=cpu", "tokens=[32]", "steps=5", "warmup=1", "check_tokens=32", "timeout_seconds=60"]
+
+
+def error_line(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that the benchmarks' command prints for arguments that it refuses."""
+    with mock.patch("os._exit", side_effect=SystemExit):
+        try:
+            code = command.main([*arguments])
+        except SystemExit:
+            code = 1
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    assert code != 0
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err

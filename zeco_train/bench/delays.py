@@ -103,7 +103,7 @@ def run(config: DelaysConfig, session: Session) -> Report:
 class _DelayedBackends(Backends):
     """`Backends` whose scans are delayed by `spins`.
 
-    Scans of another `purpose` are others, since a failed capture leaves one that cannot be used again.
+    Each `purpose` has scans of its own: a scan whose capture failed cannot be used again.
     """
 
     def __init__(self, config: DelaysConfig, strategy: str, session: Session) -> None:
