@@ -60,6 +60,8 @@ pytestmark = pytest.mark.numeric
         (["segments=3"], "tokens=16384: must divide by segments=3"),
         (["segments=512"], "check_tokens=256: must divide by segments=512"),
         (["steps=0"], "steps=0: must be ≥ 1"),
+        (["seq_len=-1"], "seq_len=-1: must be ≥ 0"),
+        (["seq_len=12288"], "tokens=16384: must divide by seq_len=12288"),
         (["runs=5"], "runs=5: unknown key"),
         (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
         (["variants=[copy]"], f"variants=copy: must be one of dp, products, {', '.join(SHARING)}, fla"),
@@ -111,6 +113,27 @@ def test_all_variants_get_the_same_tokens() -> None:
                 assert torch.equal(batch.input_ids, stream[None, start : start + 4])
                 assert torch.equal(batch.labels, stream[None, start + 1 : start + 5])
                 assert batch.before == batch.offset
+
+
+def test_all_variants_get_sequences_of_one_length() -> None:
+    """With `seq_len` a backend's ranks have shards of the sequences that `dp`'s have whole."""
+    ranks, count, length = 2, 12, 6
+    whole, shards = [], []
+    for rank in range(ranks):
+        session = mock.Mock(spec=Session, rank=rank, world_size=ranks, device=torch.device("cpu"))
+        tokens = RandomTokens(50, count, 3, session, sequence=length)
+        (alone,) = tokens.batches(7, True, 1)
+        assert torch.equal(alone.input_ids, tokens.own(7))
+        assert (alone.input_ids.shape, alone.offset) == ((2, length), 0)
+        whole.append(torch.stack([alone.input_ids, alone.labels]))
+        parts = tokens.batches(7, False, 3)
+        assert [part.offset for part in parts] == [rank, 2 + rank, 4 + rank]
+        assert all(len(part.sequence_ids) == len(part.input_ids) == 4 for part in parts)
+        shards.append([torch.stack([part.input_ids, part.labels]) for part in parts])
+        assert (tokens.seq_len(True), tokens.seq_len(False)) == (length, length)
+    # Segment by segment, and within it rank by rank.
+    joined = torch.cat([shard for segment in zip(*shards, strict=True) for shard in segment], dim=2)
+    assert torch.equal(joined, torch.cat(whole, dim=1))
 
 
 def _gathered_scan_is_right(rank: int, world_size: int) -> None:
@@ -351,6 +374,23 @@ def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
     assert "5 steps of each variant; the papers' are 100" in table
     assert ("products: of the plain step, without recompute and segments" in table) == bool(more)
     assert (tmp_path / "gla_tiny_h2.png").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_hybrid_at_equal_work(tmp_path: Path) -> None:
+    """With one length of sequences `dp` must have the backends' first loss, or nothing is timed."""
+    arguments = [*QUICK, "dtype=fp64", "model.attn.every=2", "variants=[dp,lasp1,zeco]", "steps=2", f"out={tmp_path}"]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "zeco_train.bench", "model", *arguments]
+    with Command([*launcher, "tokens=[30]", "seq_len=15"], tmp_path) as running:
+        assert running.wait().errors == ["seq_len=15: must divide by 2 ranks"]
+    with Command([*launcher, "seq_len=16"], tmp_path) as running:
+        outcome = running.wait()
+    assert outcome.code == 0, outcome
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["variant"], row["tokens"], row["seq_len"]) for row in rows] == [
+        (name, 32, 16) for name in ("dp", "lasp1", "zeco")
+    ]
 
 
 @pytest.mark.processes

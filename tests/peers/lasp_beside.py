@@ -1,10 +1,13 @@
 """LASP's own code beside ours: lightning attention with one fixed decay a head, a sequence shared by two GPUs.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.peers.lasp_beside FOLDER
+    torchrun --standalone --nproc-per-node 2 -m tests.peers.lasp_beside FOLDER [VARIANT …]
 
-FOLDER: a checkout of github.com/OpenNLPLab/LASP (MIT), written for 13f320a; its files stay as they are. Every rank has
-16,384 tokens, bf16, H 16, K = V = 128, RetNet's decays. First errors of o, dq, dk, dv against fp64 of the whole
-sequence, then forward + backward of all in turns (`zeco_train.bench.runner`), 30 runs; of each the slowest rank counts.
+FOLDER: a checkout of github.com/OpenNLPLab/LASP (MIT), written for 13f320a; its files stay as they are. VARIANT: one of
+LASP's, all by default; lasp_cache's backward pass for 16,384 tokens is compiled for more than a minute.
+
+Every rank has 16,384 tokens, bf16, H 16, K = V = 128, RetNet's decays. First errors of o, dq, dk, dv against fp64 of
+the whole sequence, then forward + backward of all in turns (`zeco_train.bench.runner`), 30 runs; of each the slowest
+rank counts.
 
 Adapted, around LASP's files and not in them:
 - tensors in LASP's own layout [1, H, T, D], made before the clock starts; slopes are minus our log-decays;
@@ -25,7 +28,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +62,7 @@ TIMEOUT_SECONDS = 60
 HEADS, DIM = (2, 128) if ON_CPU else (16, 128)
 TOKENS, CHECK_TOKENS = (256, 512) if ON_CPU else (16_384, 2_048)
 OURS = ("dp", "zeco", "lasp1", "lasp2")
+LASPS = ("lasp_fuse_parallel, no barrier", "lasp_fuse_parallel", "lasp_fuse", "lasp_cache", "lasp_naive")
 RESULTS = ("o", "dq", "dk", "dv")
 _COLUMNS = {
     "variant": ("variant", "<32"),
@@ -78,15 +82,17 @@ class Lasp:
         package: `lasp`.
         fuse_parallel: its module lasp_fuse_parallel, whose name in the package is that of a function.
         utils: its module utils.
+        names: of the variants to run.
     """
 
     package: Any
     fuse_parallel: Any
     utils: Any
+    names: Sequence[str] = LASPS
 
     @classmethod
-    def load(cls, folder: Path) -> Lasp:
-        """Import it from a checkout.
+    def load(cls, folder: Path, names: Sequence[str] = LASPS) -> Lasp:
+        """Import it from a checkout, to run the variants `names`.
 
         Raises:
             ConfigError: there is no package `lasp`, or it cannot be imported.
@@ -96,7 +102,8 @@ class Lasp:
         # Only for these imports: a checkout has other packages, too.
         sys.path.insert(0, str(folder))
         try:
-            return cls(*(import_module(f"lasp{module}") for module in ("", ".lasp_fuse_parallel", ".utils")))
+            modules = (import_module(f"lasp{module}") for module in ("", ".lasp_fuse_parallel", ".utils"))
+            return cls(*modules, names=names)
         except ImportError as error:
             raise ConfigError("FOLDER", folder, f"its package lasp cannot be imported ({error})") from error
         finally:
@@ -117,7 +124,7 @@ class Lasp:
             self.fuse_parallel.dist = dist
 
     def steps(self, inputs: Inputs) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
-        """A forward + backward of each of its variants, which returns o [1, H, T, V], and the leaves of all."""
+        """A forward + backward of each of the variants `names`, which returns o [1, H, T, V], and the leaves of all."""
         leaves, slopes, do = _operands(inputs)
         q, k, v = leaves
         shape = 1, q.shape[1], q.shape[3], v.shape[3]
@@ -140,9 +147,9 @@ class Lasp:
             with self.without_barrier():
                 return step(forwards["lasp_fuse_parallel"])
 
-        steps: dict[str, Callable[[], Tensor]] = {"lasp_fuse_parallel, no barrier": step_without_barrier}
+        steps: dict[str, Callable[[], Tensor]] = {LASPS[0]: step_without_barrier}
         steps |= {name: partial(step, forward) for name, forward in forwards.items()}
-        return {name: (run, leaves) for name, run in steps.items()}
+        return {name: (steps[name], leaves) for name in self.names}
 
 
 def _operands(inputs: Inputs) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -253,8 +260,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str], job: Job) -> int:
-    if len(arguments) != 1:
-        raise ConfigError("arguments", " ".join(arguments), "must be FOLDER, a checkout of github.com/OpenNLPLab/LASP")
+    if not arguments:
+        raise ConfigError("FOLDER", "", "must be a checkout of github.com/OpenNLPLab/LASP")
+    folder, *names = arguments
+    for name in names:
+        if name not in LASPS:
+            raise ConfigError("VARIANT", name, f"must be one of {'; '.join(LASPS)}")
     if job.launch.world_size != RANKS:
         problem = f"must be {RANKS}; start with torchrun --standalone --nproc-per-node {RANKS}"
         raise ConfigError("ranks", job.launch.world_size, problem)
@@ -264,7 +275,7 @@ def _run(arguments: list[str], job: Job) -> int:
             stack.enter_context(mock.patch.dict(os.environ, TRITON_INTERPRET="1"))
             # LASP enters the GPU of its tensors.
             stack.enter_context(mock.patch.object(torch.cuda, "device", return_value=nullcontext()))
-        lasp = Lasp.load(Path(arguments[0]).resolve())
+        lasp = Lasp.load(Path(folder).resolve(), names or LASPS)
         if not ON_CPU and (gpus := torch.cuda.device_count()) < RANKS:
             raise ConfigError("GPUs", gpus, f"must be {RANKS}; LASP_DEVICE=cpu rehearses this script on CPUs")
         faulthandler.dump_traceback_later(float(os.environ.get("LIMIT_S", "150")), exit=True)

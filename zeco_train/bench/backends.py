@@ -105,6 +105,7 @@ class RandomTokens:
     Attributes:
         count: tokens per rank, of a micro-batch.
         micro_batches: of a step.
+        sequence: tokens of a sequence, a part of `count`; 0: all tokens of a rank that is alone, else of all ranks.
     """
 
     vocab_size: int
@@ -112,6 +113,7 @@ class RandomTokens:
     seed: int
     session: Session
     micro_batches: int = 1
+    sequence: int = 0
 
     @property
     def per_step(self) -> int:
@@ -131,24 +133,28 @@ class RandomTokens:
         return torch.randint(self.vocab_size, size, device=device, generator=generator)
 
     def own(self, number: int) -> Tensor:
-        """[1, count], this rank's tokens."""
-        return self.stream(number)[self.session.rank * self.count :][: self.count].unsqueeze(0)
+        """[sequences, tokens of one], this rank's tokens: `count` in all."""
+        own = self.stream(number)[self.session.rank * self.count :][: self.count]
+        return own.view(-1, self.seq_len(alone=True))
 
     def seq_len(self, alone: bool) -> int:
-        """Length of a sequence: the tokens of one rank if each is `alone`, else of all ranks."""
-        return self.count if alone else self.count * self.session.world_size
+        """Tokens of a sequence: `sequence`, or those of one rank if each is `alone`, else of all ranks."""
+        return self.sequence or (self.count if alone else self.count * self.session.world_size)
 
     def batches(self, number: int, alone: bool, segments: int) -> list[Batch]:
-        """This rank's part of its sequence, by segment."""
+        """This rank's part of its sequences, by segment."""
         stream, (rank, ranks) = self.stream(number), (self.session.rank, self.session.world_size)
         if alone:
             stream, rank, ranks = stream[rank * self.count :], 0, 1
-        split = DataSplit(self.seq_len(alone), sp_rank=rank, sp_size=ranks, segments=segments)
+        seq_len = self.seq_len(alone)
+        split = DataSplit(seq_len, sp_rank=rank, sp_size=ranks, segments=segments)
+        inputs, nexts = (stream[first:][: ranks * self.count].view(-1, seq_len) for first in (0, 1))
+        sequences = [number * len(inputs) + index for index in range(len(inputs))]
         batches = []
         for segment in range(segments):
             offset = split.offset(segment)
-            ids, labels = (stream[None, start : start + split.length] for start in (offset, offset + 1))
-            batches.append(Batch(ids, labels, None, offset, offset, [number], segment=segment))
+            ids, labels = (x[:, offset : offset + split.length] for x in (inputs, nexts))
+            batches.append(Batch(ids, labels, None, offset, offset, sequences, segment=segment))
         return batches
 
 

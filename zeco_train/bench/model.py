@@ -1,8 +1,10 @@
 """Case `model`: the whole training step of a model, by backend.
 
 A step is the trainer's (`zeco_train.training.step`): forward, backward, gradient reduction, clipping, AdamW over master
-weights. Every rank has `tokens` tokens a micro-batch, B 1: with a backend they are its shard of one sequence over all
-ranks, with `dp` its own sequence. Tokens are random, and different in each step.
+weights. Every rank has `tokens` tokens a micro-batch: with a backend they are its shard of one sequence over all ranks,
+with `dp` its own sequence. With `seq_len` all have sequences of that length instead, each rank `tokens / seq_len` of
+its own with `dp`, and its shards of `ranks · tokens / seq_len` with a backend. Tokens are random, and different in each
+step.
 
 All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each;
 only the scan changes, so nothing else differs between them. `products` takes turns with them: it runs only the matrix
@@ -14,12 +16,14 @@ alone: forward and backward with FSDP's copies, as replayed in the other steps.
 Checks before timing, on untrained weights:
 - the whole gradient of each backend on a short sequence, against that with a plain scan in float64, and softmax layers
   over gathered keys: of a hybrid no farther from it than twice what other rounding of those layers does;
-- the loss of the first step: close to log of the vocabulary size (a uniform guess), and equal for all backends;
+- the loss of the first step: close to log of the vocabulary size (a uniform guess), and equal for all backends, with
+  `seq_len` that of `dp`, too;
 - the peer's logits against ours, with the same weights.
 
 With `mixers`, or `every` for hybrids, several models are measured one after the other, each built after the last is
 freed; a table and a figure set them beside each other (`zeco_train.bench.mixers`). A hybrid's softmax layers do more
-work per token the longer the sequence is: with a backend it is that of all ranks, with `dp` that of one. MFU counts it.
+work per token the longer the sequence is: with a backend it is that of all ranks, with `dp` that of one, unless
+`seq_len` says otherwise. MFU counts it.
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ COLUMNS = {
     "mixer": ("mixer", "<10"),
     "heads": ("H", ">3"),
     "tokens": ("tokens", ">7"),
+    "seq_len": ("sequence", ">8"),
     "micro_batches": ("batches", ">7"),
     "variant": ("variant", "<18"),
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.0f"),
@@ -99,6 +104,9 @@ def run(config: ModelConfig, session: Session) -> Report:
     report = Report("model", config, session, COLUMNS)
     if config.trace and not session.on_cuda:
         report.note(trace.NONE_ON_CPU)
+    if config.seq_len % (session.world_size * config.segments):
+        parts = f"{session.world_size} ranks" + (f" of {config.segments} segments" if config.segments > 1 else "")
+        raise ConfigError("seq_len", config.seq_len, f"must divide by {parts}")
     names = _available(config, session, report)
     if config.steps < PAPER_STEPS:
         report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
@@ -245,9 +253,12 @@ class _Measurement:
         self._report.note(f"{what} is not measured, nor what comes after it of the same: budget_seconds={budget:g}")
         return False
 
-    def _tokens(self, count: int) -> RandomTokens:
+    def _tokens(self, count: int, *, seq_len: int | None = None) -> RandomTokens:
+        """Random tokens, `count` per rank; `seq_len` in place of the configured length of sequences."""
         config = self._config
-        return RandomTokens(self._run.model.vocab_size, count, config.seed, self._session, config.micro_batches)
+        length = config.seq_len if seq_len is None else seq_len
+        vocab_size = self._run.model.vocab_size
+        return RandomTokens(vocab_size, count, config.seed, self._session, config.micro_batches, length)
 
     def _contender(self, ours: Backends, name: str, tokens: RandomTokens) -> Contender:
         """A backend after one forward and backward pass, with its loss; or the products."""
@@ -290,13 +301,14 @@ class _Measurement:
         row: Row = {"model": model.name, "mixer": model.mixer, "heads": model.num_heads, "tokens": count}
         row |= {"micro_batches": self._config.micro_batches}
         row |= contender.as_row(self._session)
-        spec, seq_len = spec_of(model), count * (1 if is_dp(contender.name) else self._session.world_size)
+        spec, alone = spec_of(model), is_dp(contender.name) or is_peer(contender.name)
+        seq_len = row["seq_len"] = self._tokens(count).seq_len(alone)
         flops = spec.flops_per_token(seq_len)
         all_flops = flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
         peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb + contender.held_gb
         if contender.name == PRODUCTS:
             flops = all_flops = product_flops(model)
-            row |= {"loss": None}
+            row |= {"loss": None, "seq_len": None}
             peak_gb = row["peak_gb"] and contender.held_gb
         rate = 1e3 * count * self._config.micro_batches / row["wall_ms"]
         mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
@@ -320,7 +332,7 @@ class _Measurement:
             WrongResultError: on all ranks.
         """
         session, dtype = self._session, self._config.dtype
-        tokens = self._tokens(self._config.check_tokens)
+        tokens = self._tokens(self._config.check_tokens, seq_len=0)
         checked: dict[str, Row] = {name: {} for name in names}
         scans = [name for name in names if not _is_alone(name)]
         if not scans:
@@ -360,7 +372,7 @@ class _Measurement:
         for name, loss in losses.items():
             pair = torch.tensor(loss), guess
             check_results(name, self._session.rank, {"the first loss, to be log(vocabulary),": pair}, GUESS_TOLERANCE)
-        shared = {name: loss for name, loss in losses.items() if not is_dp(name)}
+        shared = {name: loss for name, loss in losses.items() if self._config.seq_len or not is_dp(name)}
         for name, loss in shared.items():
             first = next(iter(shared))
             pair = torch.tensor(loss), torch.tensor(shared[first])
@@ -368,7 +380,7 @@ class _Measurement:
             check_results(name, self._session.rank, {f"the first loss, to be that of {first},": pair}, tolerance)
 
     def _weights(self, ours: Backends) -> Weights:
-        ids = self._tokens(self._config.check_tokens).own(0)
+        ids = self._tokens(self._config.check_tokens, seq_len=0).own(0)
         with torch.compiler.set_stance("force_eager"):
             return Weights(ours.weights(), ids, ours.logits(ids).cpu())
 

@@ -49,6 +49,9 @@ class ModelConfig(OfModelConfig):
         attention: method of softmax layers over ranks, as `sp.attention`.
         heads, tokens: H (null: that of the model's file), and tokens per rank and micro-batch; all combinations are
             measured, tokens innermost.
+        seq_len: tokens of a sequence, with dp and with the backends; tokens are multiples of it. 0: a sequence is all
+            tokens of a rank with dp, and those of all ranks with a backend. Softmax layers do more work the longer a
+            sequence is, so that hybrids are compared at equal work only with one length.
         micro_batches: of `tokens` tokens per rank each, of a step.
         steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
             them would not end within budget_seconds.
@@ -67,6 +70,7 @@ class ModelConfig(OfModelConfig):
     attention: AttentionChoice = AttentionChoice["auto"]
     heads: list[int] | None = None
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
+    seq_len: int = 0
     micro_batches: int = 1
     steps: int = 100
     matmul: Matmul = Matmul.bf16
@@ -83,11 +87,14 @@ class ModelConfig(OfModelConfig):
         super().validate()
         known.check_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", peer_settings=known.PEER_SETTINGS)
         self._check_lists(tokens=1, **({} if self.heads is None else {"heads": 1}))
-        check_least(self, micro_batches=1, steps=1, segments=1, check_tokens=1)
+        check_least(self, seq_len=0, micro_batches=1, steps=1, segments=1, check_tokens=1)
         for tokens in (*self.tokens, self.check_tokens):
             if tokens % self.segments:
                 name = "check_tokens" if tokens == self.check_tokens else "tokens"
                 raise ConfigError(name, tokens, f"must divide by segments={self.segments}")
+        for tokens in self.tokens if self.seq_len else ():
+            if tokens % self.seq_len:
+                raise ConfigError("tokens", tokens, f"must divide by seq_len={self.seq_len}")
         if self.strategy is Strategy.hsdp:
             raise ConfigError("strategy", self.strategy.name, "must be ddp, zero2 or zero3")
         for name in ("mixers", "every"):

@@ -31,6 +31,7 @@ _COUNTS = (
     "key_dim",
     "value_dim",
     "tokens",
+    "seq_len",
     "context",
     "batch",
     "runs",
