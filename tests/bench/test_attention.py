@@ -17,9 +17,12 @@ from zeco_train.bench.attention import AttentionConfig, _flops
 from zeco_train.bench.attention_figure import draw_attention
 from zeco_train.bench.attention_variants import VARIANTS, build_variant
 from zeco_train.bench.check import WrongResultError
+from zeco_train.bench.operands import Inputs
 from zeco_train.bench.session import Session
+from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
+from zeco_train.sp.attention import local
 from zeco_train.sp.attention.registry import METHODS
 
 pytestmark = pytest.mark.numeric
@@ -77,6 +80,18 @@ def test_torch_is_refused_where_it_does_not_apply() -> None:
     assert positions == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
 
 
+@pytest.mark.parametrize("name", ["dp", "dp:deterministic"])
+def test_deterministic_variant_adds_up_in_one_order(name: str) -> None:
+    shape = AttentionConfig.load(SMALL).shape(name, 8)
+    session = mock.Mock(spec=Session, on_cuda=False, world_size=2, rank=1, device=torch.device("cpu"))
+    inputs = Inputs.random(shape, Dtype.fp64, 0, session.device)
+    expected = inputs.results(build_variant("dp", shape, None, session).attention)
+    with mock.patch.object(local, "attend_backward", wraps=local.attend_backward) as backward:
+        found = inputs.results(build_variant(name, shape, None, session).attention)
+    assert [call.args[-1] for call in backward.call_args_list] == [name != "dp"]
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_figure_shows_times_and_balance() -> None:
     row = {"heads": 4, "key_heads": 2, "head_dim": 8, "window": None, "pass": "forward_backward", "gpus": 2}
     rows = [
@@ -106,8 +121,7 @@ def _case(rank: int, world_size: int, folder: str) -> list[str]:
     # A method that forgets the keys of other ranks must not be timed.
     config = AttentionConfig.load([*SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    local = attention_variants.LocalScan().attention
-    with mock.patch.object(attention_variants, "_method", return_value=local):
+    with mock.patch.object(attention_variants, "_method", return_value=local.LocalAttention()):
         try:
             command.run_case(config, session)
         except WrongResultError as error:

@@ -23,10 +23,12 @@ from pathlib import Path
 
 from zeco_train.bench import trace
 from zeco_train.bench.attention_variants import (
+    SETTINGS,
     TORCH,
     VARIANTS,
     Variant,
     build_variant,
+    is_alone,
     is_linear,
     reference_of,
     whole_sequence,
@@ -91,9 +93,10 @@ class AttentionConfig(RunsConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        unknown = [name for name in self.variants if name not in VARIANTS]
+        known = (*VARIANTS, *SETTINGS)
+        unknown = [name for name in self.variants if name not in known]
         if not self.variants or unknown or len(set(self.variants)) < len(self.variants):
-            allowed = f"must be a list of different ones of {', '.join(VARIANTS)}"
+            allowed = f"must be a list of different ones of {', '.join(known)}"
             raise ConfigError("variants", self.variants, allowed)
         check_least(self, heads=1, head_dim=1)
         if self.check_tokens < 2 and self.check_tokens != -1:
@@ -158,7 +161,7 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
         shape, alone = config.shape(name, tokens), reference_of(name)
         try:
             # A rank alone takes the whole sequence.
-            length = whole_sequence(shape, session.world_size) if name == alone else shape
+            length = whole_sequence(shape, session.world_size) if is_alone(name) else shape
             variant = session.agree(partial(build_variant, name, length, config.window, session))
         except ConfigError as error:
             problem = error
@@ -222,7 +225,7 @@ def _flops(config: AttentionConfig, name: str, tokens: int, kind: str, ranks: in
     """
     if is_linear(name):
         return math.nan
-    ranks = 1 if name == reference_of(name) else ranks
+    ranks = 1 if is_alone(name) else ranks
     length = tokens * ranks
     window = min(length, config.window or length)
     # The first `window` queries read 1, 2, … keys, the others `window`.

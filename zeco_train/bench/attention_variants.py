@@ -10,6 +10,8 @@ megatron_sp             as Megatron-LM's sequence parallelism: the activations o
                         and values, since projections are not part of the operator; there it is the layer's input.
 torch                   PyTorch's own context parallelism (ring), a peer: causal, GPUs only. Its tokens lie in pairs of
                         pieces, one from the front and one from the back of the sequence.
+dp:deterministic, …     `dp`, and each method, with `train.deterministic`: FlashAttention's backward pass adds up in one
+                        order
 gla:dp, gla:zeco, …     linear attention (gla) of as many heads, by backend
 """
 
@@ -34,11 +36,12 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.seam import AttentionMethod, Boundary, SequenceShard
+from zeco_train.ops.seam import Boundary, SequenceShard
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.all_gather import AllGather
+from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.attention.method import ShardedAttention
 from zeco_train.sp.attention.pipelined import NUM_PARTS
 from zeco_train.sp.attention.registry import METHODS, build_attention
@@ -47,14 +50,16 @@ from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import SHARING
 
 CONTIGUOUS, MEGATRON, TORCH, LINEAR = "all_gather:contiguous", "megatron_sp", "torch", "gla"
+_DETERMINISTIC = ":deterministic"
 # Methods with other settings.
 _BUILT: dict[str, Callable[[Wire], ShardedAttention]] = {
     CONTIGUOUS: partial(AllGather, paired=False),
     "all_gather:parts": partial(AllGather, num_parts=NUM_PARTS),
     "ulysses:parts": partial(Ulysses, num_parts=NUM_PARTS),
 }
-ALONE = ("dp", f"{LINEAR}:dp")
+_ALONE = ("dp", f"{LINEAR}:dp")
 VARIANTS = ("dp", *METHODS, *_BUILT, MEGATRON, TORCH, *(f"{LINEAR}:{name}" for name in ("dp", *SHARING)))
+SETTINGS = tuple(f"{name}{_DETERMINISTIC}" for name in ("dp", *METHODS))
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,14 @@ def is_linear(name: str) -> bool:
     return name.startswith(f"{LINEAR}:")
 
 
+def is_alone(name: str) -> bool:
+    """Whether each rank has its own sequence."""
+    return name.removesuffix(_DETERMINISTIC) in _ALONE
+
+
 def reference_of(name: str) -> str:
     """The variant that does the same on one rank."""
-    return ALONE[is_linear(name)]
+    return _ALONE[is_linear(name)]
 
 
 def build_variant(name: str, shape: Shape, window: int | None, session: Session) -> Variant:
@@ -89,20 +99,21 @@ def build_variant(name: str, shape: Shape, window: int | None, session: Session)
         ConfigError: these ranks do not support it.
     """
     tokens, rank = shape.tokens, session.rank
-    offset = 0 if name in ALONE else rank * tokens
+    offset = 0 if is_alone(name) else rank * tokens
     own = torch.arange(offset, offset + tokens, device=session.device)
     if is_linear(name):
         return Variant(sharded_operator(name.partition(":")[2], shape, session), own)
     if name == TORCH:
         return _torch_variant(shape, window, session)
-    scale, seq_len = shape.key_dim**-0.5, tokens * (1 if name in ALONE else session.world_size)
+    scale, seq_len = shape.key_dim**-0.5, tokens * (1 if is_alone(name) else session.world_size)
     if name == MEGATRON:
         check_heads(name, shape, session.world_size)
         span = Span(0, seq_len, window=window)
         return Variant(lambda q, k, v: _MegatronSP.apply(q, k, v, span, scale), own)
     # Its name is bound to it only as long as it lives.
     scan = LocalScan()
-    scan.attention = scan.attention if name in ALONE else _method(name, shape, session)
+    scan.attention = method = LocalAttention() if is_alone(name) else _method(name, shape, session)
+    method.deterministic = name.endswith(_DETERMINISTIC)
     place = SequenceShard(scan, offset, seq_len).place(tokens, session.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, kept: LocalScan = scan) -> Tensor:
@@ -118,7 +129,7 @@ def check_heads(name: str, shape: Shape, ranks: int) -> None:
             raise ConfigError("variants", name, f"needs ranks that divide the {heads} heads, not {ranks}")
 
 
-def _method(name: str, shape: Shape, session: Session) -> AttentionMethod:
+def _method(name: str, shape: Shape, session: Session) -> ShardedAttention | LocalAttention:
     mesh, spec = session.mesh, METHODS[name.partition(":")[0]]
     if (problem := spec.heads_problem(shape.heads, shape.num_groups, session.world_size)) is not None:
         raise ConfigError("variants", name, problem)
