@@ -54,7 +54,7 @@ def test_kernel_has_the_bits_of_torch_under_interpreter(monkeypatch: pytest.Monk
 @pytest.mark.gpu
 def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
     assert _differences(torch.device("cuda")) == []
-    packing.use_pack_kernel()
+    packing.use_own_packing()
     tensors = _gradients([(64, 32)], torch.bfloat16, torch.device("cuda"))
     out = torch.empty(2, 1024, device="cuda")
     with mock.patch("zeco_train.kernels.pack.launch.pack") as pack:
@@ -63,7 +63,7 @@ def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
 
 
 def _implementations(rank: int, world_size: int) -> list[str]:
-    packing.use_pack_kernel()
+    packing.use_own_packing()
     table = torch._C._dispatch_dump("fsdp::chunk_cat").splitlines()
     return [line for line in table if line.startswith("CUDA")]
 

@@ -34,3 +34,21 @@ def skip_overflow_checks() -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def round_to_bf16() -> None:
+    """Round fp32 to bf16 to nearest, ties to even, as GPUs do; Triton's interpreter cuts the digits off."""
+    import numpy as np
+    import torch
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def rounded(builder: Any, source: Any, to: Any) -> Any:
+        if (source.dtype.scalar, to.scalar) != (float32, bfloat16):
+            return cast(builder, source, to)
+        numbers = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        return TensorHandle(numbers.view(torch.uint16).numpy(), bfloat16)
+
+    InterpreterBuilder.cast_impl = rounded
