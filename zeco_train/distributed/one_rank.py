@@ -12,6 +12,7 @@ Where one rank holds a unit's parameters whole, FSDP2 gathers and reduces by cop
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,19 +93,25 @@ def cast_in_place(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Non
         # An attribute of this very tensor: `to_local` would make another one.
         shard = parameter._local_tensor  # type: ignore[attr-defined]
         assert shard.is_contiguous()
-        shard.fsdp_pre_all_gather = unit.begin
+        shard.fsdp_pre_all_gather = unit
         shard.fsdp_post_all_gather = _Cast(unit, shard, dtype)
 
 
 class _Unit:
-    """The casts of a unit: FSDP2 begins all, then ends all, and the last one to end does the work of all."""
+    """The casts of a unit: FSDP2 begins all, then ends all, and the last one to end does the work of all.
+
+    It is the `fsdp_pre_all_gather` of each of the unit's parameters.
+    """
+
+    # FSDP2 looks the signature up at each call, which would take most of its time.
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)])
 
     def __init__(self, device: torch.device) -> None:
         self._waiting, self._nothing = 0, torch.empty(0, device=device)
         self._sources: list[Tensor] = []
         self._targets: list[Tensor] = []
 
-    def begin(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         """What a parameter sends: nothing."""
         self._waiting += 1
         return (self._nothing,), None
