@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.support.distributed import run_distributed
-from tests.support.interpreter import round_to_bf16
+from tests.support.interpreter import convert_bf16
 from zeco_train.distributed import packing
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh, world_mesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards, parallelize
@@ -152,7 +152,7 @@ def test_gradients_and_weights_have_the_bits_of_fsdp() -> None:
 def _bits_of_kernels(rank: int, world_size: int) -> None:
     from zeco_train.kernels.pack import launch
 
-    round_to_bf16()
+    convert_bf16()
     mesh = _mesh("cpu")
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(packing, "_on_gpu", return_value=True))
