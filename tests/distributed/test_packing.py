@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
+from tests.support.interpreter import convert_bf16
 from zeco_train.distributed import packing
 
 pytestmark = pytest.mark.numeric
@@ -41,8 +42,48 @@ def _differences(device: torch.device) -> list[str]:
     return wrong
 
 
+# Besides numbers of usual size: signed zeros, the smallest numbers, those half-way between two of bf16, infinity.
+EXTREMES = [0.0, -0.0, 1e-45, -1e-40, 1.00390625, 1.01171875, -3.3e38, 3.4e38, torch.inf]
+
+
+def _differences_of_sums_and_casts(device: torch.device) -> list[str]:
+    """The tensors that are not torch's after a sum in place, and after a cast."""
+    from zeco_train.kernels.pack.launch import cast, pack
+
+    wrong = []
+    extremes = torch.tensor(EXTREMES, device=device)
+    for shapes in (SHAPES, [(5, 8)] * 20, [(0, 4)]):
+        for dtype in (torch.bfloat16, torch.float32):
+            tensors = [*_gradients(shapes, dtype, device), extremes.to(dtype)]
+            sums = [*_gradients(shapes, torch.float32, device)[::-1], extremes.flip(0).clone()]
+            found = torch.cat([part.view(-1) for part in sums])[None]
+            parts = found.view(-1).split([tensor.numel() for tensor in tensors])
+            expected = [part.clone().add_(tensor.view(-1)) for part, tensor in zip(parts, tensors, strict=True)]
+            pack(tensors, 1, found, add=True)
+            wrong += [
+                f"the sum of {len(sum_)} with {dtype}"
+                for part, sum_ in zip(parts, expected, strict=True)
+                if not _same_bits(part, sum_)
+            ]
+            for target in (torch.bfloat16, torch.float32):
+                casts = [torch.empty_like(tensor, dtype=target) for tensor in tensors]
+                cast(tensors, casts)
+                wrong += [
+                    f"{list(tensor.shape)}: {dtype} as {target}"
+                    for tensor, found_cast in zip(tensors, casts, strict=True)
+                    if not _same_bits(found_cast, tensor.to(target))
+                ]
+    return wrong
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    # Signs of zeros are compared, too; ∞ − ∞ does not occur.
+    return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
+
+
 def _interpreted(rank: int, world_size: int) -> list[str]:
-    return _differences(torch.device("cpu"))
+    convert_bf16()
+    return _differences(torch.device("cpu")) + _differences_of_sums_and_casts(torch.device("cpu"))
 
 
 def test_kernel_has_the_bits_of_torch_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +94,8 @@ def test_kernel_has_the_bits_of_torch_under_interpreter(monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
-    assert _differences(torch.device("cuda")) == []
-    packing.use_pack_kernel()
+    assert _differences(torch.device("cuda")) + _differences_of_sums_and_casts(torch.device("cuda")) == []
+    packing.use_own_packing()
     tensors = _gradients([(64, 32)], torch.bfloat16, torch.device("cuda"))
     out = torch.empty(2, 1024, device="cuda")
     with mock.patch("zeco_train.kernels.pack.launch.pack") as pack:
@@ -63,16 +104,30 @@ def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
 
 
 def _implementations(rank: int, world_size: int) -> list[str]:
-    packing.use_pack_kernel()
+    packing.use_own_packing()
     table = torch._C._dispatch_dump("fsdp::chunk_cat").splitlines()
-    return [line for line in table if line.startswith("CUDA")]
+    return [line for line in table if line.startswith(("CUDA", "CPU"))]
 
 
-def test_fsdp_takes_the_kernel_on_cuda_devices() -> None:
+def test_fsdp_takes_our_copy() -> None:
     """torch calls the first implementation that is listed. In a new process, since the replacement lasts."""
-    ((active, *_),) = run_distributed(_implementations, 1, fresh=True)
-    assert "packing.py" in active
-    assert "inactive" not in active
+    (lines,) = run_distributed(_implementations, 1, fresh=True)
+    for device in ("CPU", "CUDA"):
+        active = next(line for line in lines if line.startswith(device))
+        assert "packing.py" in active
+        assert "inactive" not in active
+
+
+def test_what_the_kernel_does_not_know_is_summed_by_torch() -> None:
+    tensors = [torch.randn(6, 4, dtype=torch.float64).t(), torch.randn(4, 2).bfloat16()]
+    out = torch.randn(1, 32, dtype=torch.float64)
+    expected = out + torch.cat([tensor.reshape(1, -1) for tensor in tensors], 1)
+    packing.add_next(out)
+    packing._chunk_cat(tensors, 0, 1, out)
+    assert torch.equal(out, expected)
+    # That was for one copy only.
+    packing._chunk_cat(tensors[:1], 0, 1, out[:, :24])
+    assert torch.equal(out[0, :24], tensors[0].reshape(-1))
 
 
 def test_what_the_kernel_does_not_know_is_packed_by_torch() -> None:

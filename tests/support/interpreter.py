@@ -34,3 +34,27 @@ def skip_overflow_checks() -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def convert_bf16() -> None:
+    """Convert between fp32 and bf16 as GPUs do.
+
+    Triton's interpreter cuts digits off instead of rounding to nearest, and has other values for the extremes.
+    """
+    import numpy as np
+    import torch
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def exact(builder: Any, source: Any, to: Any) -> Any:
+        kinds = source.dtype.scalar, to.scalar
+        numbers = torch.from_numpy(np.ascontiguousarray(source.data))
+        if kinds == (float32, bfloat16):
+            return TensorHandle(numbers.bfloat16().view(torch.uint16).numpy(), bfloat16)
+        if kinds == (bfloat16, float32):
+            return TensorHandle(numbers.view(torch.bfloat16).float().numpy(), float32)
+        return cast(builder, source, to)
+
+    InterpreterBuilder.cast_impl = exact

@@ -189,7 +189,7 @@ def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
     [
         (SETTINGS[2:3], 2),
         (SETTINGS[10:11], 2),
-        # One rank reduces its gradients in the last micro-batch only.
+        # One rank sums its gradients in one buffer.
         (SETTINGS[:1], 1),
         pytest.param(
             [["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]],

@@ -3,12 +3,15 @@
 FSDP2 copies the gradients of a unit by an operator of its own, `fsdp::chunk_cat`, which torch implements at half of the
 memory's speed when the copy is also a cast. The operator's implementation for CUDA devices is replaced in this process;
 the result is the same bit for bit.
+
+The replacement can also add the gradients to a buffer's sums, see `add_next`.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -16,10 +19,13 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor
 
+# Addresses of the buffers to which the next copy adds.
+_sums: set[int] = set()
+
 
 @functools.cache
-def use_pack_kernel() -> torch.library.Library:
-    """Replace the operator's implementation for CUDA devices, once.
+def use_own_packing() -> torch.library.Library:
+    """Replace the operator's implementation for CUDA devices and for CPUs, which have torch's copy, once.
 
     Returns:
         Its owner, which the cache keeps: torch takes the replacement back when the owner is freed.
@@ -28,15 +34,55 @@ def use_pack_kernel() -> torch.library.Library:
     with warnings.catch_warnings():
         # That an implementation is replaced.
         warnings.simplefilter("ignore", UserWarning)
-        library.impl("chunk_cat", _chunk_cat, "CUDA", allow_override=True)
+        for device in ("CUDA", "CPU"):
+            library.impl("chunk_cat", _chunk_cat, device, allow_override=True)
     return library
 
 
-def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
-    from zeco_train.kernels.pack.launch import DTYPES, pack
+def add_next(out: Tensor) -> None:
+    """Have the next copy to `out` add to its elements, each sum rounded once as in torch's `add_`.
 
-    is_known = all(tensor.is_contiguous() and tensor.dtype in DTYPES and tensor.ndim for tensor in tensors)
-    if dim == 0 and is_known and out.is_contiguous() and out.dtype in DTYPES:
-        pack(tensors, num_chunks, out)
+    Call right before the copy, after `use_own_packing`; the copy is for one rank.
+    """
+    if out.numel():
+        _sums.add(out.data_ptr())
+
+
+def cast_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each source to its target, with as many elements, in the target's dtype: the bits of `Tensor.to`."""
+    if _has_kernel(sources) and _has_kernel(targets):
+        from zeco_train.kernels.pack.launch import cast
+
+        cast(sources, targets)
+    else:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+    is_sum = out.data_ptr() in _sums
+    _sums.discard(out.data_ptr())
+    assert not is_sum or (dim == 0 and num_chunks == 1), "a sum for several ranks"
+    is_known = dim == 0 and all(tensor.ndim for tensor in tensors) and _has_kernel([*tensors, out])
+    if is_known and not (is_sum and out.dtype is not torch.float32):
+        from zeco_train.kernels.pack.launch import pack
+
+        pack(tensors, num_chunks, out, add=is_sum)
+    elif is_sum:
+        parts = out.view(-1).split([tensor.numel() for tensor in tensors])
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.view(tensor.shape).add_(tensor)
     else:
         torch._chunk_cat(tensors, dim, num_chunks, out=out)
+
+
+def _has_kernel(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels can read and write them."""
+    if not all(_on_gpu(tensor) for tensor in tensors):
+        return False
+    from zeco_train.kernels.pack.launch import DTYPES
+
+    return all(tensor.is_contiguous() and tensor.dtype in DTYPES for tensor in tensors)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda

@@ -20,16 +20,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh, world_mesh
-from zeco_train.distributed.packing import use_pack_kernel
+from zeco_train.distributed.one_rank import OneRankReduction, cast_in_place
+from zeco_train.distributed.packing import use_own_packing
 from zeco_train.errors import ConfigError
 
 
@@ -109,9 +110,10 @@ def parallelize(
     policy = as_stored = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if mesh.device.type == "cuda":
-        use_pack_kernel()
-    shard_mesh = _shard_mesh(strategy, shard_size, mesh)
+    use_own_packing()
+    shards = count_shards(strategy, shard_size, mesh.world_size, mesh.sp_size)
+    shard_mesh = _shard_mesh(strategy, shards, mesh)
+    taken: set[nn.Parameter] = set()
     # The model last: an FSDP unit takes the parameters that no unit inside it has taken.
     for module in (*units, model):
         # Wide parameters are few: not worth a second gathering in the backward pass.
@@ -122,10 +124,18 @@ def parallelize(
             mp_policy=as_stored if is_wide else policy,
             reshard_after_forward=strategy is Strategy.zero3 and not is_wide,
         )
+        members = module if isinstance(module, list) else [module]
+        own = [p for member in members for p in member.parameters() if p not in taken]
+        taken.update(own)
+        if shards == 1 and compute_dtype == torch.bfloat16 and not is_wide:
+            cast_in_place(own, compute_dtype)
+        if mesh.world_size == 1:
+            # The modules of a list share one state.
+            assert isinstance(members[0], FSDPModule)
+            members[0].set_custom_reduce_scatter(OneRankReduction(own))  # type: ignore[arg-type]
     # By default FSDP2 starts a unit's all-gather at its own forward; prefetch the next one explicitly. The head, if a
     # unit of its own, is not prefetched: a states-only pass does not use it.
     head = getattr(model, "lm_head", None)
-    # The modules of a list share one state.
     firsts = [unit[0] if isinstance(unit, list) else unit for unit in units]
     for unit, after in itertools.pairwise(unit for unit in firsts if unit is not head):
         assert isinstance(unit, FSDPModule)
@@ -133,38 +143,16 @@ def parallelize(
         unit.set_modules_to_forward_prefetch([after])
     for module in model.modules():
         # The setting does not propagate to nested FSDP modules, which would divide by the world size.
-        if not isinstance(module, FSDPModule):
-            continue
-        if mesh.world_size == 1:
-            module.set_custom_reduce_scatter(_OneRank())  # type: ignore[arg-type]
-        else:
+        if isinstance(module, FSDPModule) and mesh.world_size > 1:
             module.set_gradient_divide_factor(1.0)
             # A custom divide factor makes FSDP use PREMUL_SUM, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
 
 
-class _OneRank:
-    """Reduce-scatter over one rank, in place: a no-op that avoids FSDP2's copy of all gradients."""
-
-    def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The input of a reduction; the next call returns the same tensor as its output."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            self._buffer = buffer = torch.empty(size, dtype=dtype, device=device)
-        assert buffer.shape == torch.Size(size), (buffer.shape, size)
-        return buffer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a reduction over one rank")
-
-
-def _shard_mesh(strategy: Strategy, shard_size: int, mesh: ProcessMesh) -> DeviceMesh:
+def _shard_mesh(strategy: Strategy, shards: int, mesh: ProcessMesh) -> DeviceMesh:
     device, world_size = mesh.device.type, mesh.world_size
-    shards = count_shards(strategy, shard_size, world_size, mesh.sp_size)
-    if strategy is Strategy.hsdp and shards == mesh.sp_size:
+    # One rank alone has nobody to be replicated on.
+    if strategy is Strategy.hsdp and shards == mesh.sp_size and world_size > 1:
         return mesh.devices
     if shards == world_size:
         return world_mesh(device, world_size, "shard", mesh.timeout)
@@ -175,9 +163,9 @@ def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: b
     """Set the communication of a micro-batch's backward pass.
 
     Replicated gradients (of `ddp`, and between ranks that hold the same shards) are all-reduced once a step. Sharded
-    gradients are reduce-scattered in every micro-batch. Where parameters are not sharded, each rank accumulates whole
-    gradients and reduces them in the last one. `ddp` and `zero2` keep their gathered parameters through the
-    micro-batches of a step.
+    gradients are reduce-scattered in every micro-batch. Where parameters are not sharded, each of several ranks
+    accumulates whole gradients and reduces them in the last one; a single rank adds them to its sums in every one.
+    `ddp` and `zero2` keep their gathered parameters through the micro-batches of a step.
 
     Args:
         model: parallelised.
@@ -186,11 +174,11 @@ def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: b
         last: the step's last micro-batch.
     """
     assert isinstance(model, FSDPModule)
-    if shards == 1:
-        model.set_requires_gradient_sync(last)
-    else:
+    if shards > 1:
         # Without effect where all ranks are one group.
         model.set_requires_all_reduce(last)
+    elif dist.get_world_size() > 1:
+        model.set_requires_gradient_sync(last)
     if strategy in (Strategy.ddp, Strategy.zero2):
         model.set_reshard_after_backward(last)
 

@@ -1,1 +1,1 @@
-"""The copy of gradients into the buffer of a reduction (`zeco_train.distributed.packing`). Triton only."""
+"""Copies of gradients and weights around FSDP2's communication (`zeco_train.distributed`). Triton only."""

@@ -1,4 +1,4 @@
-"""The launch of the kernel that packs gradients."""
+"""The launches of the kernel that copies many tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 16
 DTYPES = torch.bfloat16, torch.float32
 
 
-def pack(tensors: Sequence[Tensor], ranks: int, out: Tensor) -> None:
+def pack(tensors: Sequence[Tensor], ranks: int, out: Tensor, *, add: bool = False) -> None:
     """Write row r of `out` from the r-th of `ranks` equal parts of each tensor's rows, one tensor after the other.
 
     Args:
@@ -26,6 +26,7 @@ def pack(tensors: Sequence[Tensor], ranks: int, out: Tensor) -> None:
             of `ranks`.
         ranks: P.
         out: [P, …], contiguous, of one of `DTYPES`.
+        add: to what `out` holds, which is fp32 then; each sum is rounded once, as in torch's `add_`.
     """
     # fsdp's own rule: parts of ⌈rows / P⌉ rows.
     chunks = [-(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:]) for tensor in tensors]
@@ -33,13 +34,39 @@ def pack(tensors: Sequence[Tensor], ranks: int, out: Tensor) -> None:
     row = places.pop()
     assert out.is_contiguous()
     assert out.numel() == ranks * row, f"{list(out.shape)} for {ranks} rows of {row}"
-    for start in range(0, len(tensors), _MOST):
+    assert not add or out.dtype is torch.float32, out.dtype
+    _launch(tensors, [out] * len(tensors), chunks, places, ranks, row, add)
+
+
+def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each source to its target, in the target's dtype.
+
+    Args:
+        sources: contiguous, of dtypes in `DTYPES`.
+        targets: likewise, with as many elements each.
+    """
+    sizes = [tensor.numel() for tensor in sources]
+    assert sizes == [tensor.numel() for tensor in targets]
+    assert all(tensor.is_contiguous() for tensor in targets)
+    _launch(sources, targets, sizes, [0] * len(sizes), 1, 0, False)
+
+
+def _launch(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    chunks: Sequence[int],
+    places: Sequence[int],
+    ranks: int,
+    row: int,
+    add: bool,
+) -> None:
+    for start in range(0, len(sources), _MOST):
         part = slice(start, start + _MOST)
-        sources = tuple(tensors[part])
+        own = tuple(sources[part])
         firsts = [0, *itertools.accumulate(triton.cdiv(chunk, _BLOCK) for chunk in chunks[part])]
         programs = firsts.pop()
         if programs:
             pack_kernel[(programs, ranks)](
-                sources, tuple(tensor.numel() for tensor in sources), tuple(chunks[part]), tuple(places[part]),
-                tuple(firsts), out, row, N=len(sources), BLOCK=_BLOCK, num_warps=_WARPS,
+                own, tuple(targets[part]), tuple(tensor.numel() for tensor in own), tuple(chunks[part]),
+                tuple(places[part]), tuple(firsts), row, N=len(own), BLOCK=_BLOCK, ADD=add, num_warps=_WARPS,
             )  # fmt: skip
