@@ -228,10 +228,11 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
 
 
 def _model_tokens(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
-    """Throughput over tokens a GPU, and the part of what matrix products alone reach on that GPU."""
+    """Throughput over tokens a GPU, and, if measured, the part of what matrix products alone reach on that GPU."""
     rows = [row for row in rows if (row["model"], row["heads"]) == (model, heads)]
-    figure, ((left, right),) = _figure(f"Training step of {model}, H {heads} ({machine})", 1, 2, 4.6)
     limits = {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "products"}
+    names = ["tokens/s of a GPU", *(["of the products alone"] if limits else [])]
+    figure, (panels,) = _figure(f"Training step of {model}, H {heads} ({machine})", 1, len(names), 4.6)
     for graphs in sorted({row["graphs"] for row in rows}):
         for variant in _variants(rows):
             here = [row for row in rows if row["graphs"] == graphs and row["variant"] == variant]
@@ -240,11 +241,11 @@ def _model_tokens(rows: list[Row], model: str, heads: int, machine: str) -> Figu
             style = "--" if variant.endswith(":no_optimizer") else style
             points = _points(here, variant, "tokens", "tokens_per_second_per_gpu")
             shares = [(tokens, rate / limits[tokens]) for tokens, rate in points if tokens in limits]
-            for axes, drawn in ((left, points), (right, shares if variant != "products" else [])):
+            for axes, drawn in zip(panels, (points, shares if variant != "products" else []), strict=False):
                 if drawn:
                     axes.plot(*_xy(drawn), style, marker="o", markersize=4, color=_colour(variant), label=named)
-    label_axes(left, "", "tokens a GPU", "tokens/s of a GPU", log=False)
-    label_axes(right, "", "tokens a GPU", "of the products alone", log=False)
+    for axes, name in zip(panels, names, strict=True):
+        label_axes(axes, "", "tokens a GPU", name, log=False)
     return figure
 
 

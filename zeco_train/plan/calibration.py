@@ -33,6 +33,10 @@ OPTIMIZER_SHARE = 0.85
 # (once): 3.2 and 1.8 ms. FSDP's kernels, around the gather, reach a lower share; gradients are packed by ours.
 GATHER_TRAFFIC, REDUCE_TRAFFIC = 8.0, 6.0  # the latter with bf16 gradients, which are reduced in fp32
 MANY_TENSORS = 0.75
+# Where a rank holds all parameters, they are cast in place: 1.66 ms, gla_1b on one H200. Further passes of a step add
+# their gradients to its sums: 2.80 ms by the kernel of a single rank, 4.97 ms by torch's of several. All of one run.
+WHOLE_GATHER_TRAFFIC = 6.9
+SUM_TRAFFIC = {True: 11.6, False: 20.6}
 
 # GPUs are limited by power: in a step they run at 1,500 to 1,700 MHz, a kernel alone at up to 1,980. Throughput of
 # matrix products and the operator in a step relative to that alone: on an H200 0.92 in the first steps of a cool one

@@ -167,7 +167,13 @@ def _compute_seconds(case: Case) -> dict[str, float]:
         traffic += block.count * _traffic_per_token(case, block)
     parameters = parameter_bytes(case, 1)
     copies = parameter_traffic(case)
-    around = known.GATHER_TRAFFIC / known.MANY_TENSORS * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
+    around = known.REDUCE_TRAFFIC * copies.reductions
+    if case.shards > 1:
+        around += known.GATHER_TRAFFIC / known.MANY_TENSORS * copies.gathers
+    else:
+        around += known.WHOLE_GATHER_TRAFFIC * copies.gathers + known.SUM_TRAFFIC[case.world_size == 1] * (
+            case.passes - 1
+        )
     updates = parameters * known.OPTIMIZER_TRAFFIC / known.OPTIMIZER_SHARE
     copied = parameters * case.shards * around
     saved, rounding = _fp8(case)
