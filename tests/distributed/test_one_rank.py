@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 
 from tests.support.distributed import run_distributed
-from tests.support.interpreter import convert_bf16
+from tests.support.interpreter import patch_bf16_rounding
 from zeco_train.distributed import packing
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh, world_mesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards, parallelize
@@ -26,7 +28,7 @@ STEPS = 2
 
 
 class Block(nn.Module):
-    """Parameters of odd shapes, more than a launch takes, and some that only a `full` pass uses."""
+    """Parameters of odd shapes, more than the 16 of a launch, and some that only a `full` pass uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +154,7 @@ def test_gradients_and_weights_have_the_bits_of_fsdp() -> None:
 def _bits_of_kernels(rank: int, world_size: int) -> None:
     from zeco_train.kernels.pack import launch
 
-    convert_bf16()
+    patch_bf16_rounding()
     mesh = _mesh("cpu")
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(packing, "_on_gpu", return_value=True))
@@ -221,6 +223,104 @@ def _memory(rank: int, world_size: int) -> None:
 
 def test_resharded_weights_free_their_memory() -> None:
     run_distributed(_memory, 1)
+
+
+def _sharded(mesh: ProcessMesh, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> Model:
+    model = _model(mesh.device)
+    if weights is not None:
+        model.load_state_dict(weights)
+    parallelize(model, list(model.blocks), Strategy.zero2, dtype, mesh)
+    return model
+
+
+def _gradients(model: Model, micro_batches: int = 3) -> list[Tensor]:
+    """Of a step, which keeps none from before."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    for index in range(micro_batches):
+        begin_micro_batch(model, Strategy.zero2, 1, index == micro_batches - 1)
+        model(torch.arange(5)[index:]).backward()
+    return [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+
+def _agree(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+
+
+def _fails_at(number: int, real: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
+    """`real`, whose call of this number, counted from 1, fails before or `after` its work."""
+    calls = iter(range(1, 1 << 20))
+
+    def call(*args: Any) -> Any:
+        fails = next(calls) == number
+        found = None if fails and not after else real(*args)
+        if fails:
+            raise torch.OutOfMemoryError("no memory")
+        return found
+
+    return call
+
+
+def _failures(rank: int, world_size: int) -> None:
+    mesh = _mesh("cpu")
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = _gradients(_sharded(mesh, dtype))
+        cases = [
+            (fsdp_collectives, "foreach_reduce_scatter_copy_in", n, after) for n in (1, 3) for after in (False, True)
+        ]
+        if dtype is torch.bfloat16:
+            # Weights in fp32 are not gathered into memory of their own.
+            cases += [(fsdp_param, "alloc_storage", number, False) for number in (1, 3, 22)]
+        for module, name, number, after in cases:
+            model = _sharded(mesh, dtype)
+            _gradients(model)
+            failing = _fails_at(number, getattr(module, name), after=after)
+            with mock.patch.object(module, name, failing), pytest.raises(torch.OutOfMemoryError):
+                _gradients(model)
+            assert isinstance(model, FSDPModule)
+            model._get_fsdp_state()._reset_iter_state()
+            assert _agree(_gradients(model), expected), (dtype, name, number, after)
+
+
+def test_pass_after_one_that_failed_has_the_right_bits() -> None:
+    run_distributed(_failures, 1)
+
+
+def _replaced(rank: int, world_size: int) -> None:
+    mesh = _mesh("cpu")
+    for dtype in (torch.bfloat16, torch.float32):
+        model = _sharded(mesh, dtype)
+        _gradients(model)
+        with torch.no_grad():
+            weights = {name: 2 * local(value).detach() for name, value in model.state_dict().items()}
+            assigned = {name: 2 * value.detach() for name, value in model.state_dict().items()}
+        expected = _gradients(_sharded(mesh, dtype, weights))
+        for parameter in model.parameters():
+            parameter.grad = None
+        model.load_state_dict(assigned, assign=True)
+        assert _agree(_gradients(model), expected), dtype
+
+
+def test_weights_may_be_replaced_after_a_pass() -> None:
+    run_distributed(_replaced, 1)
+
+
+def _left_over(rank: int, world_size: int) -> None:
+    mesh, real = _mesh("cpu"), torch.empty
+    expected = _gradients(_sharded(mesh, torch.float32))
+
+    def reused(*args: Any, **kwargs: Any) -> Tensor:
+        found = real(*args, **kwargs).fill_(7)
+        # As after a copy that failed before it added.
+        packing.add_next(found)
+        return found
+
+    with mock.patch("zeco_train.distributed.one_rank.torch.empty", reused):
+        assert _agree(_gradients(_sharded(mesh, torch.float32)), expected)
+
+
+def test_new_memory_at_an_address_of_sums_is_not_added_to() -> None:
+    run_distributed(_left_over, 1)
 
 
 @pytest.mark.gpu

@@ -181,6 +181,16 @@ def test_benchmark_results_are_read(tmp_path: Path) -> None:
     assert sum("ZeCO paper" in image["alt"] for image in page.images) == 3
 
 
+def test_benchmarks_with_micro_batches_and_one_length_are_read() -> None:
+    found = {
+        name: read([RESULTS / f"{name}.json"]).measurements
+        for name in ("model_1xh200_four", "model_2xh200_hybrid_4_equal")
+    }
+    (four,) = (m for m in found["model_1xh200_four"] if m.layout.backend == "dp")
+    assert four.rate.p10 <= four.rate.median <= four.rate.p90
+    assert {m.layout.seq_len for m in found["model_2xh200_hybrid_4_equal"]} == {32_768}
+
+
 def test_benchmarks_of_same_file_name_are_distinguished(tmp_path: Path) -> None:
     """Each benchmark writes `results.json` in its own folder."""
     first, second = (json.loads((RESULTS / f"model_4xh200_16k{heads}.json").read_text()) for heads in ("", "_h32"))

@@ -36,10 +36,10 @@ def skip_overflow_checks() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def convert_bf16() -> None:
-    """Convert between fp32 and bf16 as GPUs do.
+def patch_bf16_rounding() -> None:
+    """Have the interpreter convert between fp32 and bf16 as GPUs do, in this process, from now on.
 
-    Triton's interpreter cuts digits off instead of rounding to nearest, and has other values for the extremes.
+    It cuts digits off instead of rounding to nearest, and has other values for the extremes.
     """
     import numpy as np
     import torch

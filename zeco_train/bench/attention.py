@@ -23,7 +23,7 @@ from pathlib import Path
 
 from zeco_train.bench import trace
 from zeco_train.bench.attention_variants import (
-    SETTINGS,
+    DETERMINISTIC,
     TORCH,
     VARIANTS,
     Variant,
@@ -53,7 +53,7 @@ COLUMNS = {
     "window": ("window", ">6"),
     "tokens": ("tokens", ">7"),
     "pass": ("pass", "<16"),
-    "variant": ("variant", "<22"),
+    "variant": ("variant", "<24"),
     **time_columns("ms", 4),
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.4g"),
     "tflops_per_gpu": ("TFLOP/s/GPU", ">11:.4g"),
@@ -93,7 +93,7 @@ class AttentionConfig(RunsConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        known = (*VARIANTS, *SETTINGS)
+        known = (*VARIANTS, *DETERMINISTIC)
         unknown = [name for name in self.variants if name not in known]
         if not self.variants or unknown or len(set(self.variants)) < len(self.variants):
             allowed = f"must be a list of different ones of {', '.join(known)}"

@@ -61,4 +61,6 @@ def _shape(row: Row) -> str:
 
 def _colour(variant: str) -> str:
     name = variant.rpartition(":")[2]
-    return BACKENDS[name].color if name in BACKENDS and ":" in variant else _ALONE if variant == "dp" else _SOFTMAX
+    if name in BACKENDS and ":" in variant:
+        return BACKENDS[name].color
+    return _ALONE if variant.partition(":")[0] == "dp" else _SOFTMAX

@@ -50,7 +50,7 @@ from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import SHARING
 
 CONTIGUOUS, MEGATRON, TORCH, LINEAR = "all_gather:contiguous", "megatron_sp", "torch", "gla"
-_DETERMINISTIC = ":deterministic"
+_ONE_ORDER = ":deterministic"
 # Methods with other settings.
 _BUILT: dict[str, Callable[[Wire], ShardedAttention]] = {
     CONTIGUOUS: partial(AllGather, paired=False),
@@ -59,7 +59,7 @@ _BUILT: dict[str, Callable[[Wire], ShardedAttention]] = {
 }
 _ALONE = ("dp", f"{LINEAR}:dp")
 VARIANTS = ("dp", *METHODS, *_BUILT, MEGATRON, TORCH, *(f"{LINEAR}:{name}" for name in ("dp", *SHARING)))
-SETTINGS = tuple(f"{name}{_DETERMINISTIC}" for name in ("dp", *METHODS))
+DETERMINISTIC = tuple(f"{name}{_ONE_ORDER}" for name in ("dp", *METHODS))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def is_linear(name: str) -> bool:
 
 def is_alone(name: str) -> bool:
     """Whether each rank has its own sequence."""
-    return name.removesuffix(_DETERMINISTIC) in _ALONE
+    return name.removesuffix(_ONE_ORDER) in _ALONE
 
 
 def reference_of(name: str) -> str:
@@ -113,7 +113,7 @@ def build_variant(name: str, shape: Shape, window: int | None, session: Session)
     # Its name is bound to it only as long as it lives.
     scan = LocalScan()
     scan.attention = method = LocalAttention() if is_alone(name) else _method(name, shape, session)
-    method.deterministic = name.endswith(_DETERMINISTIC)
+    method.deterministic = name.endswith(_ONE_ORDER)
     place = SequenceShard(scan, offset, seq_len).place(tokens, session.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, kept: LocalScan = scan) -> Tensor:

@@ -196,7 +196,9 @@ class _Measurement:
                 break
             # Avoid dynamic shapes: code compiled for any length may be slower.
             _forget()
-            rows = self._time_backends(ours, names, count, later)
+            # With `seq_len` variants differ in shape: the later ones would get code for any shape.
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                rows = self._time_backends(ours, names, count, later)
             self._rates |= {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "dp"}
             self._add([row | checked[row["variant"]] for row in rows])
             self._measured.append(count)

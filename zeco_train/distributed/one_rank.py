@@ -1,55 +1,67 @@
-"""FSDP2 over one rank without its copies, by the extensions that it offers.
+"""Parameters that a rank holds whole, in FSDP2: without its copies, by the extensions that it offers.
 
-Where one rank holds a unit's parameters whole, FSDP2 gathers and reduces by copying:
+FSDP2 gathers weights and reduces gradients by copying, also where a rank has them all. Bytes read and written for a
+parameter, in bf16 with fp32 shards:
 
-| | FSDP2's way, bytes a parameter | here |
+| | FSDP2's way | here |
 |---|---|---|
 | weights, fp32 → bf16 | cast to a temporary tensor and copied: 10 | cast in place: 6 |
 | gradients of a first micro-batch, bf16 → fp32 | cast, one launch a parameter: 6 | packed: 6 |
 | of each further one | added, one launch a parameter: 10 | added by the same kernel: 10 |
 | after the last one | packed and copied: 16 | – |
+
+`cast_in_place` serves each rank that holds a unit's parameters whole, as with `ddp`; `OneRankReduction` a job of one
+rank, where gradients are reduced over nobody.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from zeco_train.distributed.packing import add_next, cast_all
+from zeco_train.distributed.packing import add_next, cast_all, copy_next
 from zeco_train.distributed.whole import local
 
 
 class OneRankReduction:
     """Reduce-scatter over one rank (`FSDPModule.set_custom_reduce_scatter`): a unit's gradients are one buffer.
 
-    FSDP2 copies a backward pass's gradients into a buffer (`zeco_train.distributed.packing`), and the sharded gradients
-    are views of it. In the next backward pass this class hands FSDP2 the same buffer, and the copy adds to it. So the
-    gradients of a step's micro-batches are summed in place; their sums have the bits of FSDP2's.
+    For each reduction FSDP2 allocates the input, copies a backward pass's gradients into it
+    (`zeco_train.distributed.packing`), and allocates the output, of which the sharded gradients are views; over one
+    rank it does not call the reduction itself. Input and output are the same tensor here. In the next backward pass
+    FSDP2 gets that tensor again, and its copy adds to it. So the gradients of a step's micro-batches are summed in
+    place; their sums have the bits of FSDP2's.
 
     Where the gradients are no such views, or the backward pass has not reached all parameters, FSDP2 copies to a buffer
     of its own and adds it to them.
 
     Args:
-        parameters: the unit's, sharded over this rank alone.
+        module: the unit, or the first module of its list, sharded over this rank alone.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._buffer: Tensor | None = None
+    def __init__(self, module: FSDPModule) -> None:
+        self._unit = module._get_fsdp_state()._fsdp_param_group
+        # Weak: FSDP2 holds the input until it has the output. A backward pass that failed between them left nothing.
+        self._input: weakref.ref[Tensor] | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The input of a reduction, of `size`; the next call returns the same tensor as its output."""
-        buffer, self._buffer = self._buffer, None
+        buffer, self._input = None if self._input is None else self._input(), None
         if buffer is None:
             buffer = self._take_sums(torch.Size(size), dtype)
             if buffer is None:
                 buffer = torch.empty(size, dtype=dtype, device=device)
-            self._buffer = buffer
+                copy_next(buffer)
+                if any(parameter.grad is not None for parameter in self._parameters()):
+                    # FSDP2 adds the output to them in a stream of its own, and needs it to be allocated there.
+                    return buffer
+            self._input = weakref.ref(buffer)
         assert buffer.shape == torch.Size(size), (buffer.shape, size)
         return buffer
 
@@ -57,92 +69,126 @@ class OneRankReduction:
         """Never called: FSDP2 reduces nothing over one rank."""
         raise AssertionError("a reduction over one rank")
 
+    def _parameters(self) -> list[nn.Parameter]:
+        """The unit's, as they are now: `load_state_dict(assign=True)` replaces them, and they may be frozen."""
+        assert self._unit is not None
+        parameters = [parameter.sharded_param for parameter in self._unit.fsdp_params]
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
     def _take_sums(self, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """The buffer of all gradients, which lose it: FSDP2 sets them anew. None if they are not one."""
-        if sum(parameter.numel() for parameter in self._parameters) != size.numel():
+        """The buffer that all gradients are views of, taken from them; None if there is no such buffer."""
+        parameters = self._parameters()
+        if sum(parameter.numel() for parameter in parameters) != size.numel():
             return None
-        grads = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        if len(grads) < len(self._parameters) or not size.numel():
+        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if len(grads) < len(parameters) or not size.numel():
             return None
         storage = grads[0].untyped_storage()
         if storage.nbytes() != size.numel() * dtype.itemsize:
             return None
-        if any(g.dtype is not dtype or g.untyped_storage().data_ptr() != storage.data_ptr() for g in grads):
-            return None
-        for parameter in self._parameters:
+        place = 0
+        for grad in grads:
+            # In FSDP2's order, one after another.
+            if grad.dtype is not dtype or grad.untyped_storage().data_ptr() != storage.data_ptr():
+                return None
+            if grad.numel() and (grad.storage_offset() != place or not grad.is_contiguous()):
+                return None
+            place += grad.numel()
+        for parameter in parameters:
             parameter.grad = None
         sums = grads[0].as_strided(size, (1,), 0)
         add_next(sums)
         return sums
 
 
-def cast_in_place(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+def cast_in_place(module: FSDPModule, dtype: torch.dtype) -> None:
     """Have FSDP2 cast a unit's parameters straight into the memory of the gathered ones, on GPUs in a few launches.
 
     It is FSDP2's extension of the all-gather, as functions of the local tensors: nothing is sent, and what is gathered
     is computed from the shards afterwards. The bits are those of `Tensor.to`. Call after `fully_shard`.
 
     Args:
-        parameters: the unit's, fp32, sharded over one rank, so whole.
+        module: the unit, or the first module of its list; its parameters are fp32, and whole on this rank.
         dtype: that of the gathered parameters.
     """
-    if not parameters:
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
         return
-    unit = _Unit(parameters[0].device)
-    for parameter in parameters:
-        # An attribute of this very tensor: `to_local` would make another one.
-        shard = parameter._local_tensor  # type: ignore[attr-defined]
-        assert shard.is_contiguous()
-        shard.fsdp_pre_all_gather = unit
-        shard.fsdp_post_all_gather = _Cast(unit, shard, dtype)
+    casts = _UnitCasts(group.device)
+    for parameter in group.fsdp_params:
+        cast = _Cast(casts, parameter, dtype)
+        cast.extend()
+        # `load_state_dict(assign=True)` replaces the tensor.
+        parameter._module_info.module.register_load_state_dict_post_hook(cast.extend)
 
 
-class _Unit:
+class _UnitCasts:
     """The casts of a unit: FSDP2 begins all, then ends all, and the last one to end does the work of all.
 
-    It is the `fsdp_pre_all_gather` of each of the unit's parameters.
+    A gather that failed in between, for lack of memory, is forgotten when the next one begins.
     """
 
-    # FSDP2 looks the signature up at each call, which would take most of its time.
-    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)])
-
     def __init__(self, device: torch.device) -> None:
-        self._waiting, self._nothing = 0, torch.empty(0, device=device)
-        self._sources: list[Tensor] = []
-        self._targets: list[Tensor] = []
+        self.nothing = torch.empty(0, device=device)
+        self._waiting: set[_Cast] = set()
+        self._pairs: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        """What a parameter sends: nothing."""
-        self._waiting += 1
-        return (self._nothing,), None
+    def begin(self, cast: _Cast) -> None:
+        """Expect the end of `cast`."""
+        self._waiting.add(cast)
+        self._pairs.clear()
 
-    def end(self, source: Tensor, target: Tensor) -> None:
+    def end(self, cast: _Cast, source: Tensor, target: Tensor) -> None:
         """Copy `source` to `target`, at the latest with the last one's."""
-        self._waiting -= 1
-        self._sources.append(source)
-        self._targets.append(target)
+        self._waiting.remove(cast)
+        self._pairs.append((source, target))
         if self._waiting:
             return
-        sources, self._sources = self._sources, []
-        targets, self._targets = self._targets, []
-        cast_all(sources, targets)
+        pairs, self._pairs = self._pairs, []
+        cast_all([source for source, _ in pairs], [target for _, target in pairs])
 
 
 class _Cast:
-    """FSDP2's `fsdp_post_all_gather` of a parameter."""
+    """FSDP2's `fsdp_pre_all_gather` of a parameter, called with the mesh alone, and its `fsdp_post_all_gather`.
 
-    def __init__(self, unit: _Unit, shard: Tensor, dtype: torch.dtype) -> None:
-        self._unit, self._shard, self._dtype = unit, shard, dtype
+    Args:
+        casts: of the unit.
+        parameter: FSDP2's record of it.
+        dtype: to cast to.
+    """
 
-    def __call__(
-        self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Fill `out`, or a new tensor, whose memory FSDP2 frees and allocates from then on."""
-        assert dtype is self._dtype
+    # FSDP2 looks up the first one's signature at each call, which would take longer than the rest of the call.
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)])
+
+    def __init__(self, casts: _UnitCasts, parameter: Any, dtype: torch.dtype) -> None:
+        self._casts, self._parameter, self._dtype = casts, parameter, dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Cast:
+        """A copy of the shard is none of FSDP2's."""
+        return self
+
+    def extend(self, *loaded: Any) -> None:
+        """Make this the extension of the parameter's shard."""
+        shard = self._shard
+        assert shard.is_contiguous()
+        shard.fsdp_pre_all_gather = shard.fsdp_post_all_gather = self  # type: ignore[attr-defined]
+
+    @property
+    def _shard(self) -> Tensor:
+        # An attribute of this very tensor is wanted: `to_local` would make another one.
+        shard = self._parameter.sharded_param._local_tensor
+        assert isinstance(shard, Tensor)
+        return shard
+
+    def __call__(self, *args: Any, out: Tensor | None = None) -> Any:
+        """With the mesh alone: nothing is sent. Else fill `out`, or a new tensor, whose memory FSDP2 manages then."""
+        if len(args) == 1:
+            self._casts.begin(self)
+            return (self._casts.nothing,), None
         if out is not None:
-            # The pass has saved it for its gradients: `data` has a count of changes of its own.
-            self._unit.end(self._shard, out.data)
+            # `data`: autograd's version counter must not change, since the pass has saved this tensor.
+            self._casts.end(self, self._shard, out.data)
             return None
-        gathered = torch.empty_like(self._shard, dtype=dtype)
-        self._unit.end(self._shard, gathered)
+        gathered = torch.empty_like(self._shard, dtype=self._dtype)
+        self._casts.end(self, self._shard, gathered)
         return gathered, (gathered,)

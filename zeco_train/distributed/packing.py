@@ -1,8 +1,8 @@
 """FSDP2's copy of gradients into the buffer of a reduction, on GPUs by a kernel of this project.
 
 FSDP2 copies the gradients of a unit by an operator of its own, `fsdp::chunk_cat`, which torch implements at half of the
-memory's speed when the copy is also a cast. The operator's implementation for CUDA devices is replaced in this process;
-the result is the same bit for bit.
+memory's speed when the copy is also a cast. The operator's implementation is replaced in this process; the result is
+the same bit for bit. On CPUs torch's copy remains.
 
 The replacement can also add the gradients to a buffer's sums, see `add_next`.
 """
@@ -25,7 +25,7 @@ _sums: set[int] = set()
 
 @functools.cache
 def use_own_packing() -> torch.library.Library:
-    """Replace the operator's implementation for CUDA devices and for CPUs, which have torch's copy, once.
+    """Replace the operator's implementation, once.
 
     Returns:
         Its owner, which the cache keeps: torch takes the replacement back when the owner is freed.
@@ -46,6 +46,11 @@ def add_next(out: Tensor) -> None:
     """
     if out.numel():
         _sums.add(out.data_ptr())
+
+
+def copy_next(out: Tensor) -> None:
+    """Have the next copy to `out`, new memory, add nothing, even if sums whose copy failed lay at the same address."""
+    _sums.discard(out.data_ptr())
 
 
 def cast_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -113,7 +113,6 @@ def parallelize(
     use_own_packing()
     shards = count_shards(strategy, shard_size, mesh.world_size, mesh.sp_size)
     shard_mesh = _shard_mesh(strategy, shards, mesh)
-    taken: set[nn.Parameter] = set()
     # The model last: an FSDP unit takes the parameters that no unit inside it has taken.
     for module in (*units, model):
         # Wide parameters are few: not worth a second gathering in the backward pass.
@@ -124,15 +123,13 @@ def parallelize(
             mp_policy=as_stored if is_wide else policy,
             reshard_after_forward=strategy is Strategy.zero3 and not is_wide,
         )
-        members = module if isinstance(module, list) else [module]
-        own = [p for member in members for p in member.parameters() if p not in taken]
-        taken.update(own)
+        # The modules of a list share one state.
+        unit = module[0] if isinstance(module, list) else module
+        assert isinstance(unit, FSDPModule)
         if shards == 1 and compute_dtype == torch.bfloat16 and not is_wide:
-            cast_in_place(own, compute_dtype)
+            cast_in_place(unit, compute_dtype)
         if mesh.world_size == 1:
-            # The modules of a list share one state.
-            assert isinstance(members[0], FSDPModule)
-            members[0].set_custom_reduce_scatter(OneRankReduction(own))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(OneRankReduction(unit))  # type: ignore[arg-type]
     # By default FSDP2 starts a unit's all-gather at its own forward; prefetch the next one explicitly. The head, if a
     # unit of its own, is not prefetched: a states-only pass does not use it.
     head = getattr(model, "lm_head", None)

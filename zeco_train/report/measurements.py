@@ -255,7 +255,7 @@ def _of_benchmark_row(name: str, results: Mapping[str, Any], row: Row) -> Measur
     layout = Layout(
         backend=row["variant"],
         model=row["model"] if len(heads) == 1 else f"{row['model']}_h{row['heads']}",
-        seq_len=tokens * sp_size,
+        seq_len=row.get("seq_len") or tokens * sp_size,
         sp_size=sp_size,
         devices=devices,
         strategy=config["strategy"],
@@ -264,7 +264,9 @@ def _of_benchmark_row(name: str, results: Mapping[str, Any], row: Row) -> Measur
         device_name=str(results["environment"].get("device_name", "")),
     )
     # The slowest step has the lowest throughput.
-    rates = [1e3 * tokens / row[column] for column in ("median_ms", "p90_ms", "p10_ms")]
+    rates = [
+        1e3 * tokens * (row.get("micro_batches") or 1) / row[column] for column in ("median_ms", "p90_ms", "p10_ms")
+    ]
     exposed = row.get("exposed_ms")
     return Measurement(
         name=name,
