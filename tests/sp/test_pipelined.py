@@ -47,10 +47,7 @@ class Recorder:
         self.events: list[str] = []
         self._messages = 0
 
-    def exchange(self, *_: Any) -> list[Any]:
-        return [self.all_to_all()]
-
-    def all_to_all(self, *_: Any) -> Any:
+    def all_to_all(self, into: Tensor, parts: Tensor, *_: Any) -> Any:
         self._messages += 1
         self.events.append(f"send {self._messages}")
         return type("Transfer", (), {"wait": lambda _, number=self._messages: self.events.append(f"wait {number}")})()
@@ -75,7 +72,6 @@ def test_messages_of_a_part_travel_while_others_are_computed(module: Any, monkey
     q, k, v, do = (torch.zeros(1, TOKENS, 4, 2) for _ in range(4))
     span = Span(0, TOKENS)
     attended = Attended(do, torch.zeros(1, 4, TOKENS))
-    method.connect(q)
     for run in (
         lambda: method.forward(q, k, v, span, RANKS * TOKENS, 1.0),
         lambda: method.backward(do, q, k, v, attended, span, RANKS * TOKENS, 1.0),

@@ -28,13 +28,11 @@ class Message(NamedTuple):
         tensor: contiguous; to send, or to receive into.
         position: of the other rank.
         what: its contents, for errors.
-        tag: tells messages between two ranks that are under way at once apart.
     """
 
     tensor: Tensor
     position: int
     what: str
-    tag: int = 0
 
 
 class Transfer:
@@ -119,8 +117,7 @@ class Wire:
     def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Transfer]:
         """Start to send and receive messages in one group, so that NCCL waits for no order among them.
 
-        Of one tag at most one message goes each way between two ranks, and both have them in the same order. Before the
-        first, all ranks must have called a collective.
+        At most one message goes each way between two ranks. Before the first, all ranks must have called a collective.
         """
         messages = [*((dist.isend, message) for message in sent), *((dist.irecv, message) for message in received)]
         if not messages:
@@ -205,7 +202,7 @@ class Wire:
         self, messages: Sequence[tuple[Callable[..., Work | None], Message]], peers: list[int], names: list[str]
     ) -> list[Work]:
         operations = [
-            dist.P2POp(post, message.tensor, group=self._group, tag=message.tag, group_peer=peer)
+            dist.P2POp(post, message.tensor, group=self._group, group_peer=peer)
             for (post, message), peer in zip(messages, peers, strict=True)
         ]
         return self.guard(
@@ -244,7 +241,7 @@ class Exchange:
         self._wire, self._tag, self._received = wire, tag, received
         self._posted: list[Transfer] | None = None
         if not any(message.tensor.is_cuda for message in received):
-            self._posted = [wire.receive(message.tensor, message.position, tag, message.what) for message in received]
+            self._posted = [wire.receive(*message[:2], tag, message.what) for message in received]
 
     def start(self, sent: Sequence[Message]) -> tuple[list[Transfer], list[Transfer]]:
         """Start to send, once.
@@ -254,8 +251,7 @@ class Exchange:
         """
         if self._posted is None:
             return self._wire.exchange(sent, self._received), []
-        sends = [self._wire.send(message.tensor, message.position, self._tag, message.what) for message in sent]
-        return self._posted, sends
+        return self._posted, [self._wire.send(*message[:2], self._tag, message.what) for message in sent]
 
 
 # torch 2.13 renames this function and deprecates the old name, the only one in torch 2.11.
