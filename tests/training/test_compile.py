@@ -156,7 +156,9 @@ def test_cpu_compiles_only_with_setting_always(setting: Compile, calls: int, mes
     """On a CPU; `auto` compiles on GPUs only."""
     with mock.patch.object(LanguageModel, "compile_parts") as compile_parts:
         build_model(TINY, TrainConfig(compile=setting), Strategy.zero2, mesh, seed=0)
-    assert compile_parts.call_count == calls
+        build_model(TINY, TrainConfig(compile=setting, deterministic=True), Strategy.zero2, mesh, seed=0)
+    options = [call.kwargs for call in compile_parts.call_args_list]
+    assert options == [{}, {"options": {"deterministic": True}}][: 2 * calls]
 
 
 @pytest.mark.few

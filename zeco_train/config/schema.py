@@ -86,9 +86,10 @@ class TrainConfig:
         recompute: activations that the backward pass recomputes.
         compile: whether to compile the blocks.
         cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where possible; `off` never. The same bits.
-        deterministic: FlashAttention adds up the gradients of queries in one order, so that a hybrid's run repeats its
-            bits on GPUs, as models without softmax layers always do. It takes more time, and memory: in fp32 the
-            gradients of a layer's queries several times (132 over the rank's heads on an H100 or H200).
+        deterministic: runs repeat their bits on GPUs. The compiler of the blocks does not choose between kernels that
+            round differently by measuring them, and FlashAttention adds up the gradients of queries in one order. Its
+            backward pass takes more time, and memory: in fp32 the gradients of a layer's queries several times (132
+            over the rank's heads on an H100 or H200).
         nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips
             up to N such steps in a row; data, step and learning rate advance, weights do not change.
         profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.

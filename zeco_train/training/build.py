@@ -348,7 +348,9 @@ def build_model(
     model.set_recompute(config.recompute)
     set_matmul(model, config.matmul)
     if compiled:
-        model.compile_parts()
+        # Inductor measures some sums anew in each process, and takes whichever was faster: noise decides how they are
+        # rounded (pytorch issue 189121).
+        model.compile_parts(**({"options": {"deterministic": True}} if config.deterministic else {}))
     return model
 
 
