@@ -167,6 +167,7 @@ def _bits_of_kernels(rank: int, world_size: int) -> None:
         assert {call.kwargs["add"] for call in pack.call_args_list} == {False, True}
 
 
+@pytest.mark.slow  # tests/distributed/test_packing.py has the kernels alone
 def test_kernels_have_the_bits_of_fsdp_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")

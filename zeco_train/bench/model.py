@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import spec_of
-from zeco_train.bench import trace
+from zeco_train.bench import parts, trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.mixers import mixer_rows, write_mixers
@@ -222,7 +222,9 @@ class _Measurement:
         path = self._report.folder / f"trace_{contender.name.replace(':', '-')}_{model.name}_t{count}.json"
         subject, replayed = Subject(contender.name, partial(contender.step, _TRACED_STEP)), contender.graphs is not None
         found = trace.record(subject, path, self._session, replayed=replayed)[0]
-        self._report.note(f"trace of {contender.name}, {count:,} tokens, rank 0: {found}; {found.idle}")
+        what = f"{contender.name}, {count:,} tokens, rank 0"
+        self._report.note(f"trace of {what}: {found}; {found.idle}")
+        self._report.note(f"parts of {what}, ms of kernels: {parts.described(found.parts)}")
 
     def _measure_peer(self, name: str, weights: Weights, peers: int) -> None:
         """Add the rows of a peer; `peers` is the number of peers after it."""

@@ -60,8 +60,8 @@ class ModelConfig(OfModelConfig):
         strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the
             rest.
         check_tokens: tokens per rank in the correctness check.
-        trace: also profile one step of each variant that trains, and note the overlap of communication and compute and
-            the time in which nothing runs.
+        trace: also profile one step of each variant that trains, and note the overlap of communication and compute, the
+            time in which nothing runs, and what the parts of the step take (`zeco_train.bench.parts`).
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))

@@ -1,18 +1,19 @@
-"""Profile of one step: the overlap of communication and compute in it, and the time in which nothing runs."""
+"""Profile of one step: the overlap of communication and compute in it, its parts, and when nothing runs."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zeco_train.bench import parts
 from zeco_train.bench.runner import Subject
 from zeco_train.bench.session import Session
 from zeco_train.collectives.registry import ALL_SCANS
@@ -21,6 +22,8 @@ NONE_ON_CPU = "no trace on a CPU: it is of what runs under what on a GPU"
 _STEP = "bench_step"
 # Kernel names of NCCL, and of `zeco_train/kernels/all_scan/`.
 _COMMUNICATION = ("nccl", *(scan.kernel.name for scan in ALL_SCANS if scan.kernel))
+# Categories of events on the device.
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 Interval = tuple[float, float]
 
 
@@ -36,6 +39,7 @@ class Overlap:
         idle_us: time between the first kernel and the last during which none ran.
         longest_idle_us: the longest part of it.
         num_kernels: of any kind.
+        parts: ms of kernels and copies by part of the step, see `zeco_train.bench.parts`.
     """
 
     communication_us: float
@@ -45,6 +49,7 @@ class Overlap:
     idle_us: float = 0.0
     longest_idle_us: float = 0.0
     num_kernels: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def idle(self) -> str:
@@ -71,13 +76,14 @@ def overlap_of(events: Iterable[dict[str, Any]], *, replayed: bool = False) -> O
     """
     events = list(events)
     steps = [e for e in events if e.get("cat") == "user_annotation" and e.get("name") == _STEP]
-    kernels = [e for e in events if e.get("cat") == "kernel"]
+    work = [e for e in events if e.get("cat") in _WORK]
     if steps:
         start, stop = steps[0]["ts"], steps[0]["ts"] + steps[0]["dur"]
         # Kernels may run after the annotation has ended on the host: take those that were launched within it.
         calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
         launched = {e["args"].get("correlation") for e in calls if start <= e["ts"] <= stop}
-        kernels = [e for e in kernels if e["args"].get("correlation") in launched]
+        work = [e for e in work if e["args"].get("correlation") in launched]
+    kernels = [e for e in work if e["cat"] == "kernel"]
     communication = [e for e in kernels if _is_communication(e)]
     by_stream: dict[Any, list[Interval]] = defaultdict(list)
     for event in kernels:
@@ -97,6 +103,7 @@ def overlap_of(events: Iterable[dict[str, Any]], *, replayed: bool = False) -> O
         idle_us=sum(idle),
         longest_idle_us=max(idle, default=0.0),
         num_kernels=len(kernels),
+        parts=parts.milliseconds(work),
     )
 
 
