@@ -155,7 +155,12 @@ class StepGraphs(StepLauncher):
         place = frozenset(self._passes)
         self._passes.add(key)
         form = given.input_ids.shape, given.pieces is not None, tuple(len(of) for of in states)
-        results = self.run((key, place, form), lambda: work(given, *fixed))
+        part = key, place, form
+        # Captured now, a step's first passes would add to the last step's gradients, which are kept.
+        assert place or not self._gradients or part in self._captured, (
+            f"a step begins with passes of a new form: {form}"
+        )
+        results = self.run(part, lambda: work(given, *fixed))
         with self._on_stream():
             return tuple(result.clone() for result in results)
 
