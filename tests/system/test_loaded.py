@@ -130,10 +130,19 @@ def launched(folder: Path, lines: list[str], fresh: bool, *options: str) -> tupl
 
 @pytest.mark.slow
 def test_ranks_and_restarts_equal_those_of_fresh_launcher(tmp_path: Path) -> None:
-    """The first attempt fails by a signal on rank 1, the second one passes."""
-    fails = ["os.environ['RANK'] == '1' and name.startswith('report_0') and os.kill(os.getpid(), signal.SIGKILL)"]
-    wait = ["import time", "while os.environ['RANK'] == '0' and name.startswith('report_0'): time.sleep(0.1)"]
-    found = [launched(tmp_path / str(fresh), [*fails, *wait], fresh, "--max-restarts=1") for fresh in (False, True)]
+    """The first attempt fails by a signal on rank 1, once rank 0 has reported, too; the second one passes."""
+    lines = [
+        "import time",
+        "is_first = name.startswith('report_0')",
+        "if is_first and rank == '0':",
+        "    sys.stdout.flush()",
+        "    open('reported', 'w').close()",
+        "while is_first and not (rank == '1' and os.path.exists('reported')):",
+        "    time.sleep(0.02)",
+        "if is_first:",
+        "    os.kill(os.getpid(), signal.SIGKILL)",
+    ]
+    found = [launched(tmp_path / str(fresh), lines, fresh, "--max-restarts=1") for fresh in (False, True)]
     assert [outcome.code for outcome, _ in found] == [0, 0], found
     assert found[0][1] == found[1][1]
     assert found[0][1].keys() == {f"report_{attempt}_{rank}.json" for attempt in range(2) for rank in range(2)}
