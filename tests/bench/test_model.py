@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures, steps
-from zeco_train.bench.backends import RandomTokens, SwitchedScan
+from zeco_train.bench.backends import RandomTokens
 from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.model import _Measurement
 from zeco_train.bench.model_config import ModelConfig, ModelSettings
@@ -26,12 +25,10 @@ from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
-from zeco_train.bench.variants import GatheredScan, LocalCopyScan
+from zeco_train.bench.variants import LocalCopyScan
 from zeco_train.distributed.mesh import Launch
-from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import SHARING
-from zeco_train.system.numbers import relative_error
 
 pytestmark = pytest.mark.numeric
 
@@ -134,46 +131,6 @@ def test_all_variants_get_sequences_of_one_length() -> None:
     # Segment by segment, and within it rank by rank.
     joined = torch.cat([shard for segment in zip(*shards, strict=True) for shard in segment], dim=2)
     assert torch.equal(joined, torch.cat(whole, dim=1))
-
-
-def _gathered_scan_is_right(rank: int, world_size: int) -> None:
-    config = ModelConfig.load(QUICK)
-    session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    generator = torch.Generator().manual_seed(rank)
-    state = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=generator)
-    log_decay = -torch.rand(1, 2, 3, dtype=torch.float64, generator=generator)
-    matrices = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator)
-    carry_in = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    assert GatheredScan().ends == session.scan("lasp1", 24).ends == (rank == 0, rank == world_size - 1)
-    # A view, as of an adjoint: its strides are not those of a new tensor.
-    for reverse, transition in itertools.product((False, True), (log_decay, matrices, matrices.mT)):
-        results = []
-        for scan in (GatheredScan(), session.scan("lasp1", 24)):
-            pending = scan.launch(ScanRequest(state, transition, reverse, carry_in, want_carry=True))
-            received = pending.wait()
-            pending.finish()
-            results.append((received, pending.carry_out()))
-        for found, expected in zip(*results, strict=True):
-            assert relative_error(found, expected) < 1e-14
-    session.drain()
-
-
-@pytest.mark.slow
-def test_gathered_scan_equals_lasp1() -> None:
-    run_distributed(_gathered_scan_is_right, 3)
-
-
-def test_switched_scan_delegates_to_current_scan() -> None:
-    scan, state = SwitchedScan(), torch.randn(1, 2, 3, 4)
-    log_decay, carry_in = torch.zeros(1, 2, 3), torch.randn(1, 2, 3, 4)
-    assert torch.equal(scan.launch(ScanRequest(state, log_decay, carry_in=carry_in)).wait(), carry_in)
-    assert scan.ends == (True, True)
-    scan.current = GatheredScan()
-    ranks = mock.patch.multiple(torch.distributed, get_rank=lambda: 1, get_world_size=lambda: 3)
-    with ranks:
-        assert scan.ends == (False, False)
-    scan.current = LocalCopyScan()
-    assert torch.equal(scan.launch(ScanRequest(state, log_decay, want_carry=True)).carry_out(), state)
 
 
 def test_contenders_alternate_and_budget_stops_between_rounds() -> None:

@@ -16,8 +16,8 @@ Adapted, around LASP's files and not in them:
 - `no barrier`: the same code without the `dist.barrier()` at the start of lasp_fuse_parallel's forward, a wait of the
   host that the algorithm does not need;
 - lasp_cache gets its positions in fp32. Its test passes bf16, as lasp_naive makes them itself, where positions beyond
-  256 are rounded. Its kernel reads a state that was never written, and adds it, decayed, to the one that it sends on:
-  with slow decays its error is large, by LASP's own fault.
+  256 are rounded. Its kernel takes memory that nothing has written for a state, and adds it, with decay, to the state
+  that it sends on. With slow decays the error is large; it is LASP's own.
 
 Environment: OUT, a folder for the table; LIMIT_S, seconds after which a rank that hangs ends with its stacks (150);
 LASP_DEVICE=cpu rehearses the script on CPUs with Triton's interpreter, on smaller tensors in fp32.

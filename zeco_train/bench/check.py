@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.errors import ZecoError
@@ -38,3 +40,13 @@ def check_results(
         if not error <= tolerance:
             raise WrongResultError(variant, rank, name, error, tolerance)
     return errors
+
+
+def gradient_norms(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Two vectors with the same relative difference as gradients sharded over all ranks. Collective."""
+    squares = torch.zeros(2, dtype=torch.float64, device=found[0].device)
+    for one, other in zip(found, expected, strict=True):
+        squares += torch.stack([(one - other).double().square().sum(), other.double().square().sum()])
+    dist.all_reduce(squares)
+    difference, norm = squares.sqrt().cpu()
+    return torch.stack([norm, difference]), torch.stack([norm, torch.zeros_like(norm)])

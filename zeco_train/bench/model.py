@@ -35,13 +35,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import spec_of
 from zeco_train.bench import parts, trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
-from zeco_train.bench.check import check_results
+from zeco_train.bench.check import check_results, gradient_norms
 from zeco_train.bench.mixers import mixer_rows, write_mixers
 from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
@@ -348,7 +347,7 @@ class _Measurement:
             for name in scans:
                 line = len(session.log)
                 _, found = ours.gradient(ours.scan_of(name), tokens)
-                results = {"gradient": _norms(found, expected)}
+                results = {"gradient": gradient_norms(found, expected)}
                 errors = check_results(name, session.rank, results, allowed)
                 checked[name] = {"relative_error": errors["gradient"], "choice": session.choice_since(line)}
         return checked
@@ -362,7 +361,7 @@ class _Measurement:
         if not model.attn.chosen(model.num_layers):
             return 0.0
         _, cut = ours.gradient(GatheredScan(num_calls=2), tokens)
-        error = relative_error(*_norms(cut, expected))
+        error = relative_error(*gradient_norms(cut, expected))
         self._report.note(f"{model.name}: softmax layers that round differently move the gradient by {error:.1e}")
         return error
 
@@ -393,18 +392,8 @@ def _peer_step(peer: Peer, tokens: RandomTokens, step: int) -> Tensor:
     return peer.step([tokens.own(number) for number in tokens.numbers(step)])
 
 
-def _norms(found: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Two vectors with the same relative difference as gradients sharded over all ranks. Collective."""
-    squares = torch.zeros(2, dtype=torch.float64, device=found[0].device)
-    for one, other in zip(found, expected, strict=True):
-        squares += torch.stack([(one - other).double().square().sum(), other.double().square().sum()])
-    dist.all_reduce(squares)
-    difference, norm = squares.sqrt().cpu()
-    return torch.stack([norm, difference]), torch.stack([norm, torch.zeros_like(norm)])
-
-
 def _forget() -> None:
-    """Free unused memory, including compiled code, which may hold references."""
+    """Free unused memory, and compiled code, which may hold references."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

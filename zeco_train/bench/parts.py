@@ -60,7 +60,7 @@ def part_of(event: Mapping[str, Any]) -> str:
 
 
 def milliseconds(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Ms by part, of events with durations in µs; without parts that have none."""
+    """Milliseconds by part, of events with durations in µs; without parts that have none."""
     found = dict.fromkeys(PARTS, 0.0)
     for event in events:
         found[part_of(event)] += event["dur"] / 1e3

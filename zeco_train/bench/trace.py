@@ -16,12 +16,9 @@ import torch.distributed as dist
 from zeco_train.bench import parts
 from zeco_train.bench.runner import Subject
 from zeco_train.bench.session import Session
-from zeco_train.collectives.registry import ALL_SCANS
 
 NONE_ON_CPU = "no trace on a CPU: it is of what runs under what on a GPU"
 _STEP = "bench_step"
-# Kernel names of NCCL, and of `zeco_train/kernels/all_scan/`.
-_COMMUNICATION = ("nccl", *(scan.kernel.name for scan in ALL_SCANS if scan.kernel))
 # Categories of events on the device.
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 Interval = tuple[float, float]
@@ -108,7 +105,7 @@ def overlap_of(events: Iterable[dict[str, Any]], *, replayed: bool = False) -> O
 
 
 def _is_communication(kernel: dict[str, Any]) -> bool:
-    return any(part in kernel["name"].lower() for part in _COMMUNICATION)
+    return parts.part_of(kernel) == "communication"
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
