@@ -28,7 +28,7 @@ from models.modules import RMSNorm
 from models.parameters import MATRIX, ParameterRule, parameter_rules
 from models.states import StateOf, TokenCache
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
+from zeco_train.ops.loss import LossParts, TokenScores, linear_cross_entropy, linear_token_scores
 from zeco_train.ops.recompute import Recompute, recomputed
 from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
 from zeco_train.ops.segments import LayerStates
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
     def compile_compute(self, **options: Any) -> None:
         """Compile the block's compute; hooks and recomputation stay outside of the compiled region."""
-        self._compute = torch.compile(self._compute, fullgraph=True, **options)  # type: ignore[method-assign]
+        self._with_middle = torch.compile(self._with_middle, fullgraph=True, **options)  # type: ignore[method-assign]
 
     def forward(
         self, x: Tensor, place: Place, boundaries: Sequence[Boundary] = (), shared: Tensor | None = None
@@ -86,13 +86,29 @@ class Block(nn.Module):
         shared: Tensor | None,
         is_read: bool = True,
     ) -> tuple[Tensor, ...]:
+        return self._with_middle(x, place, boundaries, shared, is_read)[1:]
+
+    def _with_middle(
+        self,
+        x: Tensor,
+        place: Place,
+        boundaries: Sequence[Boundary],
+        shared: Tensor | None,
+        is_read: bool,
+    ) -> tuple[Tensor, ...]:
+        """The block, and before its results the residual stream in its middle, [0] if that is not kept.
+
+        Nobody reads it. But a compiler writes what is an output to memory, and keeps it for the backward pass; else it
+        would keep the mixer's output, of the same size, and add up the two again in each kernel that reads the sum.
+        """
         y, crossings = self.attn(self._before(self.attn_norm, x), place, boundaries, shared)
         x = x + self._after(self.attn_norm, y)
         states = [tensor for crossing in crossings for tensor in crossing]
+        middle = x.detach() if torch.is_grad_enabled() else x.new_empty(0)
         if self.has_mlp and self.recompute is Recompute.selective and torch.is_grad_enabled():
             # The output is read here: `is_read` is False only where a whole block is recomputed.
-            return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *states
-        return self._mlp(x, is_read), *states
+            return middle, checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *states
+        return middle, self._mlp(x, is_read), *states
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """Map x [B, 1, D] → y [B, 1, D]; see `Mixer.step`."""
@@ -214,11 +230,10 @@ class LMHead(nn.Linear):
     """The LM head and its loss. The loss is computed inside `forward` so that FSDP2 unshards the weight around it.
 
     Attributes:
-        token_losses: see `zeco_train.ops.loss`; compiled or eager.
+        loss_parts: see `zeco_train.ops.loss`; compiled or eager.
     """
 
-    # A plain function would become a method and get the module as its first argument.
-    token_losses: TokenLosses = staticmethod(token_losses)
+    loss_parts = LossParts()
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """See `models.parameters`."""
@@ -232,7 +247,7 @@ class LMHead(nn.Linear):
             return super().forward(hidden)
         if scores:
             return linear_token_scores(hidden, self.weight, labels)
-        return linear_cross_entropy(hidden, self.weight, labels, token_losses=self.token_losses)
+        return linear_cross_entropy(hidden, self.weight, labels, parts=self.loss_parts)
 
 
 class LanguageModel(nn.Module):
@@ -364,7 +379,7 @@ class LanguageModel(nn.Module):
         for layer in self.model.blocks():
             layer.compile_compute(**options)
         self.model.norm.compile(fullgraph=True, **options)
-        self.lm_head.token_losses = torch.compile(token_losses, fullgraph=True, **options)
+        self.lm_head.loss_parts = LossParts(*(torch.compile(part, fullgraph=True, **options) for part in LossParts()))
 
     def tie_weights(self) -> None:
         """Make the head share the embedding's parameter if the configuration ties them."""

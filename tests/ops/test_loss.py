@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeco_train.ops.loss import TokenLosses, linear_cross_entropy, token_losses
+from zeco_train.ops.loss import LossParts, linear_cross_entropy, scale_into, token_losses
 
 pytestmark = pytest.mark.numeric
 
@@ -84,23 +84,23 @@ def test_only_ignored_labels_give_zero_loss_and_gradients() -> None:
 
 
 @pytest.fixture
-def compiled() -> Iterator[TokenLosses]:
-    """`token_losses` compiled as one graph."""
+def compiled() -> Iterator[LossParts]:
+    """Each part compiled as one graph."""
     torch._dynamo.reset()
-    yield torch.compile(token_losses, fullgraph=True, backend="aot_eager")
+    yield LossParts(*(torch.compile(part, fullgraph=True, backend="aot_eager") for part in LossParts()))
     torch._dynamo.reset()
 
 
 @pytest.mark.few
 @pytest.mark.parametrize("want_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_compiled_token_losses_equal_eager(compiled: TokenLosses, dtype: torch.dtype, want_grad: bool) -> None:
+def test_compiled_token_losses_equal_eager(compiled: LossParts, dtype: torch.dtype, want_grad: bool) -> None:
     """The compiled form subtracts the target's 1 by comparison instead of a scatter, and not in place."""
     hidden, weight, labels = make_inputs()
     logits, targets = (hidden.detach() @ weight.detach().T).flatten(0, 1).to(dtype), labels.flatten()
     loss_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     before = logits.clone()
-    loss, dlogits = compiled(logits, targets, loss_dtype, want_grad)
+    loss, dlogits = compiled.token_losses(logits, targets, loss_dtype, want_grad)
     assert torch.equal(logits, before)
     expected, expected_dlogits = token_losses(logits.clone(), targets, loss_dtype, want_grad)
     assert (loss.dtype, dlogits.dtype, dlogits.shape) == (loss_dtype, dtype, expected_dlogits.shape)
@@ -113,13 +113,13 @@ def test_compiled_token_losses_equal_eager(compiled: TokenLosses, dtype: torch.d
         assert not dlogits[targets == -100].any()
 
 
-def test_loss_with_compiled_token_losses_equals_eager(compiled: TokenLosses) -> None:
+def test_loss_with_compiled_parts_equals_eager(compiled: LossParts) -> None:
     """With a shorter last chunk, a last chunk of one token, and only ignored labels."""
     hidden, weight, labels = make_inputs()
     for chunk_tokens, targets in ((16, labels), (99, labels), (16, torch.full_like(labels, -100))):
         results = []
-        for form in (token_losses, compiled):
-            loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens, form)
+        for parts in (LossParts(), compiled):
+            loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens, parts)
             results.append([loss, *torch.autograd.grad(loss * 0.37, (hidden, weight))])
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)
@@ -164,9 +164,25 @@ def test_only_required_gradients_are_computed(
     assert loss.requires_grad == grad_enabled
 
 
-def test_second_backward_is_refused() -> None:
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+def test_gradients_are_scaled_without_rounding_the_factor(form: str, compiled: LossParts) -> None:
+    """1/3 in bf16 is off by 2⁻⁹, which would scale all gradients but the head's."""
+    scale = compiled.scale_into if form == "compiled" else scale_into
+    factor, source = torch.tensor(1 / 3), torch.arange(1.0, 257).to(torch.bfloat16).view(16, 16)
+    expected = (source.double() / 3).to(torch.bfloat16)
+    other = torch.empty_like(source)
+    scale(source, factor, other)
+    assert torch.equal(other, expected)
+    scale(source.float(), factor, other)
+    assert torch.equal(other, expected)
+    scale(source, factor, source)
+    assert torch.equal(source, expected)
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+def test_second_backward_is_refused(form: str, compiled: LossParts) -> None:
     hidden, weight, labels = make_inputs()
-    loss = linear_cross_entropy(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels, parts=compiled if form == "compiled" else LossParts())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -22,8 +22,6 @@ from torch.autograd.function import once_differentiable
 from zeco_train.ops import accumulation_dtype
 from zeco_train.system.labels import IGNORE_INDEX
 
-TokenLosses = Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]
-
 # Tokens per chunk: large products fill a GPU, and each chunk's dW update is a pass over a tensor of the head's size.
 _CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
 
@@ -58,6 +56,25 @@ def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_
     return loss, dlogits.masked_fill_(ignored.unsqueeze(-1), 0).to(logits.dtype)
 
 
+def scale_into(source: Tensor, factor: Tensor, target: Tensor) -> None:
+    """Write source · factor, multiplied in the dtype of the factor and rounded once, to `target`.
+
+    Args:
+        source: [...], of no wider dtype than the factor.
+        factor: scalar.
+        target: [...]; may be `source`.
+    """
+    # GPUs would first round a factor without dimensions to the dtype of the source.
+    torch.mul(source, factor.reshape(1), out=target)
+
+
+class LossParts(NamedTuple):
+    """The passes over tensors of the loss, besides products: this module's, eager or compiled."""
+
+    token_losses: Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]] = token_losses
+    scale_into: Callable[[Tensor, Tensor, Tensor], None] = scale_into
+
+
 class TokenScores(NamedTuple):
     """Loss and prediction of each token.
 
@@ -75,7 +92,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     chunk_tokens: int | None = None,
-    token_losses: TokenLosses = token_losses,
+    parts: LossParts = LossParts(),  # noqa: B008
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of softmax(hidden weightᵀ).
 
@@ -86,7 +103,7 @@ def linear_cross_entropy(
         chunk_tokens: tokens whose logits exist at one time. Besides the two gradients (that of the weight in fp32, fp64
             for fp64), peak memory is about two tensors [chunk_tokens, vocab] in fp32 (fp64). None: 2,048, or 8,192 on
             CUDA.
-        token_losses: this module's `token_losses`, eager or compiled.
+        parts: eager or compiled.
 
     Returns:
         Scalar, fp32 (fp64 for fp64): the sum, not the mean, so that ranks and micro-batches add up; 0 if no token
@@ -97,7 +114,7 @@ def linear_cross_entropy(
     """
     chunk_tokens = _check(hidden, weight, labels, chunk_tokens)
     # Grad mode is always off inside a Function's forward, so `want_grad` is passed explicitly.
-    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), token_losses)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), parts)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
@@ -143,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk_tokens: int,
         grad_enabled: bool,
-        token_losses: TokenLosses,
+        parts: LossParts,
     ) -> Tensor:
         want_hidden, want_weight = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         loss_dtype = accumulation_dtype(hidden.dtype)
@@ -156,17 +173,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, rows.shape[0], chunk_tokens):
             piece = slice(start, start + chunk_tokens)
             logits = rows[piece] @ weight.T
-            loss, dlogits = token_losses(logits, targets[piece], loss_dtype, want_hidden or want_weight)
+            loss, dlogits = parts.token_losses(logits, targets[piece], loss_dtype, want_hidden or want_weight)
             # Otherwise they stay alive beside dlogits during both products.
             del logits
             losses.append(loss)
             if dhidden is not None:
                 torch.mm(dlogits, weight, out=dhidden[piece])
             if dweight is not None:
-                dweight += dlogits.T @ rows[piece]
+                _add_product(dweight, dlogits.T, rows[piece])
 
         ctx.save_for_backward(dhidden, dweight)
-        ctx.hidden_shape, ctx.weight_dtype = hidden.shape, weight.dtype
+        ctx.hidden_shape, ctx.weight_dtype, ctx.scale_into = hidden.shape, weight.dtype, parts.scale_into
         return torch.stack(losses).sum() if losses else rows.new_zeros((), dtype=loss_dtype)
 
     @staticmethod
@@ -176,7 +193,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # changed.
         dhidden, dweight = ctx.saved_tensors
         if dhidden is not None:
-            dhidden = dhidden.mul_(dloss).view(ctx.hidden_shape)
+            ctx.scale_into(dhidden, dloss, dhidden)
+            dhidden = dhidden.view(ctx.hidden_shape)
         if dweight is not None:
-            dweight = dweight.mul_(dloss).to(ctx.weight_dtype)
+            scaled = dweight if dweight.dtype is ctx.weight_dtype else torch.empty_like(dweight, dtype=ctx.weight_dtype)
+            ctx.scale_into(dweight, dloss, scaled)
+            dweight = scaled
         return dhidden, dweight, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to `total`, in fp32 or fp64; on GPUs, and if all have one dtype, without rounding a b before."""
+    if total.dtype is a.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
