@@ -379,7 +379,7 @@ class LanguageModel(nn.Module):
         for layer in self.model.blocks():
             layer.compile_compute(**options)
         self.model.norm.compile(fullgraph=True, **options)
-        self.lm_head.loss_parts = LossParts(*(torch.compile(part, fullgraph=True, **options) for part in LossParts()))
+        self.lm_head.loss_parts = LossParts.compiled(**options)
 
     def tie_weights(self) -> None:
         """Make the head share the embedding's parameter if the configuration ties them."""

@@ -3,7 +3,8 @@
 Their statistics and products are computed in fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, and rounded
 once, as in flash-linear-attention. Plain autograd would keep three to five intermediates of the size of the input for
 each module; these Functions keep only their inputs, which saves most of a layer's memory at long sequences. A compiler
-does the same, with more fusion, so under `torch.compile` the plain operations are used.
+does the same, with more fusion, so under `torch.compile` the plain operations are used, except for the gated norm: its
+passes are custom ops.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op, register_autograd
 
 from models.parameters import BIAS, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
@@ -90,10 +92,8 @@ class GatedRMSNorm(_Norm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map x, gate [..., size] → [..., size], in the dtype of x."""
-        if torch.compiler.is_compiling():
-            factor = _swish(gate) if self.gate_function is GateFunction.swish else _sigmoid(gate)
-            return (_normalise(x, self.eps)[0] * self.weight * factor).to(x.dtype)
-        return _GatedRMSNormFunction.apply(x, gate, self.weight, self.eps, self.gate_function)
+        y, _ = _gated_norm(x, gate, self.weight, self.eps, self.gate_function is GateFunction.swish)
+        return y
 
 
 class RMSNormOfGated(_Norm):
@@ -191,39 +191,77 @@ class _RMSNormFunction(torch.autograd.Function):
         return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None
 
 
-class _GatedRMSNormFunction(torch.autograd.Function):
-    """Gated RMS norm, x, g [..., V], w [V] → y [..., V].
+@custom_op("zeco::gated_norm", mutates_args=())
+def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> tuple[Tensor, Tensor]:
+    """Gated RMS norm, x, g [..., V], w [V] → y [..., V] and r [..., 1], the latter in the accumulation dtype.
 
     With x̂, r as in `_RMSNormFunction` and n = w ⊙ x̂:
 
     y  = n ⊙ f(g)
     dg = dy ⊙ n ⊙ f'(g)
     dn = dy ⊙ f(g), and on through the norm
+
+    A custom op, since each pass is one kernel: the two that a compiler makes of the backward pass read their inputs
+    twice.
     """
+    if _has_gated_norm_kernels(x):
+        from zeco_train.kernels.gated_norm.launch import launch_gated_norm  # late: imports Triton
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, function: GateFunction) -> Tensor:
-        normed, rstd = _normalise(x, eps)
-        ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.function = function
-        gate = gate.to(rstd.dtype)
-        normed.mul_(weight)
-        if function is GateFunction.swish:
-            normed.mul_(gate)
-        return normed.mul_(gate.sigmoid()).to(x.dtype)
+        return launch_gated_norm(x, gate, weight, eps, is_swish)
+    normed, rstd = _normalise(x, eps)
+    gate = gate.to(rstd.dtype)
+    normed.mul_(weight)
+    if is_swish:
+        normed.mul_(gate)
+    return normed.mul_(gate.sigmoid()).to(x.dtype).contiguous(), rstd
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x, gate, weight, rstd = ctx.saved_tensors
-        normed = x.to(rstd.dtype) * rstd
-        dy = dy.to(rstd.dtype)
-        with_slope = _swish_and_slope if ctx.function is GateFunction.swish else _sigmoid_and_slope
-        factor, slope = with_slope(gate.to(rstd.dtype))
-        # `slope` and `factor` are fresh, so the gradients overwrite them.
-        dgate = slope.mul_(dy).mul_(normed).mul_(weight).to(gate.dtype)
-        dx, dweight = _norm_grads(normed, factor.mul_(dy), weight, rstd)
-        return dx.to(x.dtype), dgate, dweight.to(weight.dtype), None, None
+
+@_gated_norm.register_fake
+def _gated_norm_shapes(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
+
+
+@custom_op("zeco::gated_norm_backward", mutates_args=())
+def _gated_norm_backward(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients dx [..., V], dg [..., V] and dw [V] of `_gated_norm`."""
+    if _has_gated_norm_kernels(x):
+        from zeco_train.kernels.gated_norm.launch import launch_gated_norm_grads  # late: imports Triton
+
+        dx, dgate, dweight = launch_gated_norm_grads(dy, x, gate, weight, rstd, is_swish)
+        return dx, dgate, dweight.to(weight.dtype)
+    normed = x.to(rstd.dtype) * rstd
+    dy = dy.to(rstd.dtype)
+    factor, slope = (_swish_and_slope if is_swish else _sigmoid_and_slope)(gate.to(rstd.dtype))
+    # `slope` and `factor` are fresh, so the gradients overwrite them.
+    dgate = slope.mul_(dy).mul_(normed).mul_(weight)
+    dx, dweight = _norm_grads(normed, factor.mul_(dy), weight, rstd)
+    return dx.to(x.dtype).contiguous(), dgate.to(gate.dtype).contiguous(), dweight.to(weight.dtype)
+
+
+@_gated_norm_backward.register_fake
+def _gated_norm_grad_shapes(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
+
+
+def _has_gated_norm_kernels(x: Tensor) -> bool:
+    return x.is_cuda and accumulation_dtype(x.dtype) is torch.float32
+
+
+def _setup_gated_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, gate, weight, _, ctx.is_swish = inputs
+    ctx.save_for_backward(x, gate, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward_gated_norm(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    return *_gated_norm_backward(dy, *ctx.saved_tensors, ctx.is_swish), None, None
+
+
+register_autograd("zeco::gated_norm", _backward_gated_norm, setup_context=_setup_gated_norm)
 
 
 class _RMSNormOfGatedFunction(torch.autograd.Function):
@@ -329,11 +367,6 @@ def _swish_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
     sigmoid = gate.sigmoid()
     swish = gate * sigmoid
     return swish, sigmoid + swish * (1 - sigmoid)
-
-
-def _sigmoid(gate: Tensor) -> Tensor:
-    """σ(g), in the accumulation dtype."""
-    return gate.to(accumulation_dtype(gate.dtype)).sigmoid()
 
 
 def _sigmoid_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:

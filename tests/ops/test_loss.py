@@ -87,7 +87,7 @@ def test_only_ignored_labels_give_zero_loss_and_gradients() -> None:
 def compiled() -> Iterator[LossParts]:
     """Each part compiled as one graph."""
     torch._dynamo.reset()
-    yield LossParts(*(torch.compile(part, fullgraph=True, backend="aot_eager") for part in LossParts()))
+    yield LossParts.compiled(backend="aot_eager")
     torch._dynamo.reset()
 
 

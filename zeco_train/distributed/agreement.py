@@ -28,6 +28,7 @@ _PATHS = ("run_dir", "path", "validation_path", "cache_dir", "load")
 # Variables that select a collective's algorithm, or the order in which a rank issues its work; those for a node's
 # hardware (network interfaces and the like) may differ.
 _VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_ALGO",
     "NCCL_LAUNCH_ORDER_IMPLICIT",

@@ -12,6 +12,7 @@ and one of four matrix products is saved. The upstream gradient is a scalar and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,6 +74,12 @@ class LossParts(NamedTuple):
 
     token_losses: Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]] = token_losses
     scale_into: Callable[[Tensor, Tensor, Tensor], None] = scale_into
+
+    @classmethod
+    def compiled(cls, **options: Any) -> LossParts:
+        """The same, compiled, with these options of `torch.compile`."""
+        compile_ = functools.partial(torch.compile, fullgraph=True, **options)
+        return cls(compile_(token_losses), compile_(scale_into))
 
 
 class TokenScores(NamedTuple):

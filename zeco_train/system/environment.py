@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     import torch
 
 _PACKAGES = ("zeco-train", "torch", "triton", "fla-core", "flash-linear-attention", "numpy")
-_VARIABLES = ("NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTIONS", "NVSHMEM_", "OMP_NUM_THREADS")
+_VARIABLES = (
+    "CUBLAS",
+    "NCCL_",
+    "TORCH_BLAS",
+    "TORCH_SYMM_MEM",
+    "TORCH_NCCL",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NVSHMEM_",
+    "OMP_NUM_THREADS",
+)
 
 
 def environment(device: torch.device, commit: str = "") -> dict[str, Any]:

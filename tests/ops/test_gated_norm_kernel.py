@@ -1,0 +1,123 @@
+"""The kernels of the gated norm against the equations in fp64: interpreted, and on a GPU."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.modules import GatedRMSNorm, GateFunction
+from tests.models.test_decay_mixers import reference_norm
+from tests.support.distributed import run_distributed
+from tests.support.kernel_cases import SHARED_MEMORY, compiling
+from zeco_train.kernels.gated_norm import launch
+
+pytestmark = pytest.mark.numeric
+
+EPS = 1e-3
+# One rounding of the results, which the interpreter cuts off instead, and sums of at most 2,100 terms in fp32.
+TOLERANCES = {torch.bfloat16: 2**-7, torch.float32: 2e-6}
+# Around a tile, and more rows than programs have tiles; short rows, and of a size that is no power of two.
+SHAPES = [(2, 5, 4, 128), (1, 3, 100), (7, 8), (1, 70, 3, 256), (0, 4, 16), (2, 17, 2100)]
+
+
+def arguments(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Inputs of the backward pass: a part of a wider projection as the gate, and a transposed gradient."""
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype).to(device)
+
+    *rows, width = shape
+    return {
+        "dy": normal(width, *rows).movedim(0, -1),
+        "x": normal(*shape),
+        "gate": 3 * normal(*rows, 3 * width)[..., width : 2 * width],
+        "weight": normal(width),
+    }
+
+
+def errors(shape: tuple[int, ...], dtype: torch.dtype, function: GateFunction, device: torch.device) -> list[float]:
+    """Largest error of the output and of each gradient over its largest number."""
+    inputs, is_swish = arguments(shape, dtype, device), function is GateFunction.swish
+    dy = inputs.pop("dy")
+    y, rstd = launch.launch_gated_norm(**inputs, eps=EPS, is_swish=is_swish)
+    found = y, *launch.launch_gated_norm_grads(dy, **inputs, rstd=rstd, is_swish=is_swish)
+    assert [x.dtype for x in found] == [dtype, dtype, dtype, torch.float32]
+    x, gate, weight = (tensor.double().detach().requires_grad_() for tensor in inputs.values())
+    opening = gate.sigmoid() * (gate if is_swish else 1)
+    exact = reference_norm(x, weight, EPS) * opening
+    expected = exact, *torch.autograd.grad(exact, (x, gate, weight), dy.double())
+    return [
+        float((ours.double() - theirs).abs().max() / theirs.abs().max()) if theirs.any() else float(ours.any())
+        for ours, theirs in zip(found, expected, strict=True)
+    ]
+
+
+def wrong(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Cases whose errors are above the tolerance."""
+    found = []
+    for shape in SHAPES:
+        for function in GateFunction:
+            largest = max(errors(shape, dtype, function, device))
+            if not largest <= TOLERANCES[dtype]:
+                found.append(f"{shape}, {function}, {dtype}: {largest:.1e}")
+    return found
+
+
+def _interpreted(rank: int, world_size: int) -> list[str]:
+    torch.set_num_threads(1)
+    with mock.patch.object(launch, "_PROGRAMS", 4):
+        return [case for dtype in TOLERANCES for case in wrong(dtype, torch.device("cpu"))]
+
+
+def test_kernels_equal_the_equations_in_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_interpreted, 1, fresh=True) == [[]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_kernels_equal_the_equations_in_fp64_on_gpu(dtype: torch.dtype) -> None:
+    assert wrong(dtype, torch.device("cuda")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_norms_on_gpu_launch_the_kernels(is_compiled: bool) -> None:
+    norm = GatedRMSNorm(128, EPS).cuda()
+    run = torch.compile(norm, fullgraph=True) if is_compiled else norm
+    x, gate = (torch.randn(3, 50, 4, 128, device="cuda", requires_grad=True) for _ in range(2))
+    with (
+        mock.patch.object(launch, "launch_gated_norm", wraps=launch.launch_gated_norm) as forward,
+        mock.patch.object(launch, "launch_gated_norm_grads", wraps=launch.launch_gated_norm_grads) as backward,
+    ):
+        grads = torch.autograd.grad(run(x, gate).square().sum(), (x, gate, norm.weight))
+    forward.assert_called_once()
+    backward.assert_called_once()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, gate, norm.weight)]
+    y = reference_norm(wide[0], wide[2], EPS) * wide[1].sigmoid() * wide[1]
+    for ours, theirs in zip(grads, torch.autograd.grad(y.square().sum(), wide), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def _shared_memory(rank: int, world_size: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for dtype in TOLERANCES:
+        for width in (128, 2048):
+            inputs = arguments((1, 64, 4, width), dtype, torch.device("cpu"))
+            dy = inputs.pop("dy")
+            with compiling(90) as shared:
+                _, rstd = launch.launch_gated_norm(**inputs, eps=EPS, is_swish=True)
+                launch.launch_gated_norm_grads(dy, **inputs, rstd=rstd, is_swish=True)
+            found |= shared
+    return found
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_gpus() -> None:
+    shared = run_distributed(_shared_memory, 1, fresh=True)[0]
+    assert shared.keys() == {"gated_norm_kernel", "gated_norm_grads_kernel"}
+    assert max(shared.values()) <= SHARED_MEMORY[90]

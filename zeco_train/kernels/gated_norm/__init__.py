@@ -1,0 +1,1 @@
+"""The kernels of the gated RMS norm (`models.modules`). Triton only."""
