@@ -1,4 +1,4 @@
-"""The 1B model on a GPU, at full size. The last results are in gpu_results.md."""
+"""The 1B model on a GPU, at full size, and compiled blocks. The last results are in gpu_results.md."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from data.loader import Batch
 from models.language_model import LanguageModel
 from models.parameters import parameter_rules
+from models.spec import spec_of
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import build_optimizer
@@ -90,3 +92,26 @@ def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
     )
     assert found_loss == pytest.approx(loss, rel=1e-3)
     assert total <= TOLERANCE[layers]
+
+
+@pytest.mark.parametrize("name", ["gla_tiny", "lightning_tiny", "kda_tiny"])
+def test_compiled_blocks_have_the_gradients_of_launched_ones(name: str) -> None:
+    """In fp32, where a compiler's versions differ most: torch 2.11 loses gradients of some autograd.Functions."""
+    config = load_config([f"model={name}", "name=block"]).model
+    torch.manual_seed(0)
+    model = spec_of(config).build().cuda()
+    model.init_weights(0)
+    block, shard = model.model.blocks()[0], SequenceShard(LocalScan(), 0, 300)
+    place = shard.place(300, next(block.parameters()).device, with_positions=block.attn.reads_positions)
+    x = torch.randn(1, 300, config.hidden_size, device="cuda", requires_grad=True)
+    dy = torch.randn_like(x)
+    found = []
+    for is_compiled in (False, True):
+        if is_compiled:
+            block.compile_compute()
+        y, *_ = block(x, place, (), None if block.attn.wide_parameters is None else block.attn.wide_parameters())
+        found.append([y, *torch.autograd.grad(y, [x, *block.parameters()], dy, allow_unused=True)])
+    for launched, compiled in zip(*found, strict=True):
+        assert (launched is None) == (compiled is None)
+        if launched is not None:
+            assert float((compiled - launched).norm()) <= 1e-4 * float(launched.norm())
