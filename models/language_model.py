@@ -122,7 +122,7 @@ class Block(nn.Module):
         reads, inner_reads = ("mixer's output", "mlp's output") if self.norm_after else ("x normed", "middle, normed")
         around_mixer = Activations(
             (TokenTensor("1 / rms of x", 1, wide=True), TokenTensor(reads, width)),
-            traffic=(Traffic("residual sum and norm before the mixer", width, 4, 5, wide=wide),),
+            traffic=(Traffic("residual sum and norm before the mixer", width, 5, 4, wide=wide),),
         )
         middle = Activations(
             (TokenTensor("x in the middle", width, wide=wide),),
@@ -130,7 +130,7 @@ class Block(nn.Module):
         )
         around_mlp = Activations(
             (TokenTensor("1 / rms in the middle", 1, wide=True), TokenTensor(inner_reads, width)),
-            traffic=(Traffic("residual sum and norm before the mlp", width, 4, 5, wide=wide),),
+            traffic=(Traffic("residual sum and norm before the mlp", width, 4, 4, wide=wide),),
         )
         output = Activations((), (TokenTensor("gradient of the block's output", width, wide=wide),))
         of_mixer = around_mixer + self.attn.activations()

@@ -319,6 +319,6 @@ class DeltaMixer(Mixer):
             Traffic("convolutions", heads.conv_width, 2, 5),
             Traffic("silu and norms of q, k and v", heads.conv_width, 2, 3),
             Traffic("log-decays", decays, 2, 3, wide=True),
-            Traffic("norm of o", values, 2 + (gate > 0), 4 + 2 * (gate > 0)),
+            Traffic("norm of o", values, 2 + (gate > 0), 4 + (gate > 0)),
         )
         return Activations(kept, gradients, traffic)

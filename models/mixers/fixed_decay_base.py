@@ -140,4 +140,4 @@ class FixedDecayAttention(Mixer):
             TokenTensor("scores", scores, gpu=in_pytorch),
             TokenTensor("scores and their gradients", scores, wide=True, gpu=in_pytorch),
         )
-        return Activations(kept, gradients, (Traffic("gated norm of o", values, 3, 6),))
+        return Activations(kept, gradients, (Traffic("gated norm of o", values, 3, 5),))

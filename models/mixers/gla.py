@@ -264,6 +264,6 @@ class GatedLinearAttention(Mixer):
         traffic = (
             Traffic("gate logits", decays, 1, 2),
             Traffic("log-decays", decays, 1, 1, wide=True),
-            Traffic("gated norm of o", values, 2 + gated, 4 + 2 * gated),
+            Traffic("gated norm of o", values, 2 + gated, 4 + gated),
         )
         return Activations(kept, gradients, traffic)

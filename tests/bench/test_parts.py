@@ -29,6 +29,7 @@ def _event(name: str, cat: str = "kernel", microseconds: float = 500.0) -> dict[
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "operator"),
         ("triton_red_fused__to_copy_add_mul_pow_rsqrt_4", "elementwise"),
         ("rows_kernel", "elementwise"),
+        ("gated_norm_grads_kernel", "elementwise"),
         ("adamw_kernel", "optimizer"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<LpNormFunctor<float>>", "optimizer"),
         ("pack_kernel", "copies"),

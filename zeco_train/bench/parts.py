@@ -4,7 +4,7 @@
 |---|---|
 | products | matrix products: cuBLAS's and CUTLASS's |
 | operator | of `zeco_train/kernels`, but for the packages below; attention |
-| elementwise | compiled by Inductor, the loss and norms among them; `kernels/rows` |
+| elementwise | compiled by Inductor, the loss and norms among them; `kernels/rows`, `kernels/gated_norm` |
 | optimizer | `kernels/adamw`; the norm of gradients, and other functions of lists |
 | copies | `kernels/pack`, FSDP2's and others; copies of memory |
 | communication | NCCL's, `kernels/all_scan` |
@@ -25,7 +25,13 @@ import zeco_train.kernels
 
 PARTS = ("products", "operator", "elementwise", "optimizer", "copies", "communication", "other")
 # Of packages of kernels; of any other it is the operator.
-_PACKAGES = {"adamw": "optimizer", "pack": "copies", "all_scan": "communication", "rows": "elementwise"}
+_PACKAGES = {
+    "adamw": "optimizer",
+    "pack": "copies",
+    "all_scan": "communication",
+    "rows": "elementwise",
+    "gated_norm": "elementwise",
+}
 # In order: the first that is found in a name decides.
 _OTHERS = (
     (r"nccl", "communication"),
