@@ -3,8 +3,8 @@
 Their statistics and products are computed in fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, and rounded
 once, as in flash-linear-attention. Plain autograd would keep three to five intermediates of the size of the input for
 each module; these Functions keep only their inputs, which saves most of a layer's memory at long sequences. A compiler
-does the same, with more fusion, so under `torch.compile` the plain operations are used, except for the gated norm: its
-passes are custom ops.
+does the same, with more fusion, so under `torch.compile` the plain operations are used, except for the gated norm, an
+operator.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op, register_autograd
 
 from models.parameters import BIAS, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.gated_norm import gated_norm, norm_grads, normalise, swish_and_slope
 
 
 class _Norm(nn.Module):
@@ -63,7 +63,7 @@ class RMSNorm(_Norm):
         """Map x [..., size] → [..., size], in `dtype`, or in that of x."""
         dtype = dtype or x.dtype
         if torch.compiler.is_compiling():
-            return _normalise(x, self.eps)[0].mul(_factor(self.weight, self.zero_centred)).to(dtype)
+            return normalise(x, self.eps)[0].mul(_factor(self.weight, self.zero_centred)).to(dtype)
         return _RMSNormFunction.apply(x, self.weight, self.eps, dtype, self.zero_centred)
 
 
@@ -92,8 +92,7 @@ class GatedRMSNorm(_Norm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map x, gate [..., size] → [..., size], in the dtype of x."""
-        y, _ = _gated_norm(x, gate, self.weight, self.eps, self.gate_function is GateFunction.swish)
-        return y
+        return gated_norm(x, gate, self.weight, self.eps, self.gate_function is GateFunction.swish)
 
 
 class RMSNormOfGated(_Norm):
@@ -116,7 +115,7 @@ class RMSNormOfGated(_Norm):
         x, gate = (tensor.unflatten(-1, (self.groups, -1)) for tensor in (x, gate))
         weight = self.weight.unflatten(0, (self.groups, -1))
         if torch.compiler.is_compiling():
-            y = (_normalise(x * _swish(gate), self.eps)[0] * weight).to(x.dtype)
+            y = (normalise(x * _swish(gate), self.eps)[0] * weight).to(x.dtype)
         else:
             y = _RMSNormOfGatedFunction.apply(x, gate, weight, self.eps)
         return y.flatten(-2)
@@ -177,7 +176,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, zero_centred: bool) -> Tensor:
-        normed, rstd = _normalise(x, eps)
+        normed, rstd = normalise(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centred = zero_centred
         return normed.mul_(_factor(weight, zero_centred)).to(dtype)
@@ -187,81 +186,8 @@ class _RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
-        dx, dweight = _norm_grads(normed, dy.to(rstd.dtype), _factor(weight, ctx.zero_centred), rstd)
+        dx, dweight = norm_grads(normed, dy.to(rstd.dtype), _factor(weight, ctx.zero_centred), rstd)
         return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None
-
-
-@custom_op("zeco::gated_norm", mutates_args=())
-def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> tuple[Tensor, Tensor]:
-    """Gated RMS norm, x, g [..., V], w [V] → y [..., V] and r [..., 1], the latter in the accumulation dtype.
-
-    With x̂, r as in `_RMSNormFunction` and n = w ⊙ x̂:
-
-    y  = n ⊙ f(g)
-    dg = dy ⊙ n ⊙ f'(g)
-    dn = dy ⊙ f(g), and on through the norm
-
-    A custom op, since each pass is one kernel: the two that a compiler makes of the backward pass read their inputs
-    twice.
-    """
-    if _has_gated_norm_kernels(x):
-        from zeco_train.kernels.gated_norm.launch import launch_gated_norm  # late: imports Triton
-
-        return launch_gated_norm(x, gate, weight, eps, is_swish)
-    normed, rstd = _normalise(x, eps)
-    gate = gate.to(rstd.dtype)
-    normed.mul_(weight)
-    if is_swish:
-        normed.mul_(gate)
-    return normed.mul_(gate.sigmoid()).to(x.dtype).contiguous(), rstd
-
-
-@_gated_norm.register_fake
-def _gated_norm_shapes(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
-
-
-@custom_op("zeco::gated_norm_backward", mutates_args=())
-def _gated_norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dx [..., V], dg [..., V] and dw [V] of `_gated_norm`."""
-    if _has_gated_norm_kernels(x):
-        from zeco_train.kernels.gated_norm.launch import launch_gated_norm_grads  # late: imports Triton
-
-        dx, dgate, dweight = launch_gated_norm_grads(dy, x, gate, weight, rstd, is_swish)
-        return dx, dgate, dweight.to(weight.dtype)
-    normed = x.to(rstd.dtype) * rstd
-    dy = dy.to(rstd.dtype)
-    factor, slope = (_swish_and_slope if is_swish else _sigmoid_and_slope)(gate.to(rstd.dtype))
-    # `slope` and `factor` are fresh, so the gradients overwrite them.
-    dgate = slope.mul_(dy).mul_(normed).mul_(weight)
-    dx, dweight = _norm_grads(normed, factor.mul_(dy), weight, rstd)
-    return dx.to(x.dtype).contiguous(), dgate.to(gate.dtype).contiguous(), dweight.to(weight.dtype)
-
-
-@_gated_norm_backward.register_fake
-def _gated_norm_grad_shapes(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
-
-
-def _has_gated_norm_kernels(x: Tensor) -> bool:
-    return x.is_cuda and accumulation_dtype(x.dtype) is torch.float32
-
-
-def _setup_gated_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, gate, weight, _, ctx.is_swish = inputs
-    ctx.save_for_backward(x, gate, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward_gated_norm(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    return *_gated_norm_backward(dy, *ctx.saved_tensors, ctx.is_swish), None, None
-
-
-register_autograd("zeco::gated_norm", _backward_gated_norm, setup_context=_setup_gated_norm)
 
 
 class _RMSNormOfGatedFunction(torch.autograd.Function):
@@ -277,7 +203,7 @@ class _RMSNormOfGatedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, rstd = _normalise(_swish(gate).mul_(x), eps)
+        normed, rstd = normalise(_swish(gate).mul_(x), eps)
         ctx.save_for_backward(x, gate, weight, rstd)
         return normed.mul_(weight).to(x.dtype)
 
@@ -285,8 +211,8 @@ class _RMSNormOfGatedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, gate, weight, rstd = ctx.saved_tensors
-        swish, slope = _swish_and_slope(gate.to(rstd.dtype))
-        du, dweight = _norm_grads(x * swish * rstd, dy.to(rstd.dtype), weight, rstd)
+        swish, slope = swish_and_slope(gate.to(rstd.dtype))
+        du, dweight = norm_grads(x * swish * rstd, dy.to(rstd.dtype), weight, rstd)
         # `slope` and `swish` are fresh, so the gradients overwrite them.
         dgate = slope.mul_(du).mul_(x).to(gate.dtype)
         return swish.mul_(du).to(x.dtype), dgate, dweight.to(weight.dtype), None
@@ -325,20 +251,13 @@ class _SwiGLUFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        swish, slope = _swish_and_slope(gate.to(accumulation_dtype(gate.dtype)))
+        swish, slope = swish_and_slope(gate.to(accumulation_dtype(gate.dtype)))
         return slope.mul_(up).mul_(dy).to(gate.dtype), swish.mul_(dy).to(up.dtype)
 
 
 def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
     """What a norm multiplies by; 1 + weight in the accumulation dtype, where bf16 would round it."""
     return weight.to(accumulation_dtype(weight.dtype)) + 1 if zero_centred else weight
-
-
-def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x̂ [..., D] and r [..., 1] of `_RMSNormFunction`, both in the accumulation dtype; x̂ is a fresh tensor."""
-    wide = x.to(accumulation_dtype(x.dtype))
-    rstd = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return wide * rstd, rstd
 
 
 def _l2_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -348,28 +267,7 @@ def _l2_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return wide * rnorm, rnorm
 
 
-def _norm_grads(normed: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients dx [..., D] and dw [D] of `_RMSNormFunction`, in the accumulation dtype; w may be [G, D] as well."""
-    dweight = (dy * normed).reshape(-1, *weight.shape).sum(dim=0)
-    dnormed = dy * weight
-    projection = (dnormed * normed).mean(dim=-1, keepdim=True)
-    return dnormed.sub_(normed * projection).mul_(rstd), dweight
-
-
 def _swish(gate: Tensor) -> Tensor:
     """Swish, g σ(g), in the accumulation dtype."""
     wide = gate.to(accumulation_dtype(gate.dtype))
     return wide * wide.sigmoid()
-
-
-def _swish_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
-    """swish(g) = g σ(g) and swish'(g) = σ(g) + swish(g) (1 − σ(g)), as fresh tensors."""
-    sigmoid = gate.sigmoid()
-    swish = gate * sigmoid
-    return swish, sigmoid + swish * (1 - sigmoid)
-
-
-def _sigmoid_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
-    """σ(g) and σ'(g) = σ(g) (1 − σ(g)), as fresh tensors."""
-    sigmoid = gate.sigmoid()
-    return sigmoid, sigmoid * (1 - sigmoid)

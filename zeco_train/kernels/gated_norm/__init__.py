@@ -1,1 +1,1 @@
-"""The kernels of the gated RMS norm (`models.modules`). Triton only."""
+"""The kernels of the gated RMS norm (`zeco_train.ops.gated_norm`). Triton only."""

@@ -1,6 +1,6 @@
 """The gated RMS norm and its gradients, each in one pass over its inputs; that of the weight as sums by program.
 
-The equations are those of `models.modules._gated_norm`. Bytes: x and gate are read, y is written; dy, x and gate are
+The equations are those of `zeco_train.ops.gated_norm`. Bytes: x and gate are read, y is written; dy, x and gate are
 read, dx and dgate written. Compiled code reads the latter three twice: torch's compiler does not fuse a sum over rows
 with what else it computes of them.
 """
