@@ -96,10 +96,10 @@ class Block(nn.Module):
         shared: Tensor | None,
         is_read: bool,
     ) -> tuple[Tensor, ...]:
-        """The block, and before its results the residual stream in its middle, [0] if that is not kept.
+        """The block's results, and before them the residual stream in its middle; without gradients an empty tensor.
 
-        Nobody reads it. But a compiler writes what is an output to memory, and keeps it for the backward pass; else it
-        would keep the mixer's output, of the same size, and add up the two again in each kernel that reads the sum.
+        Callers do not use it. As an output the compiler computes it once and saves it for the backward pass; otherwise
+        it would save the mixer's output and repeat the addition in every kernel that reads the sum.
         """
         y, crossings = self.attn(self._before(self.attn_norm, x), place, boundaries, shared)
         x = x + self._after(self.attn_norm, y)

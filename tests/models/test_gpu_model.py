@@ -96,7 +96,7 @@ def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
 
 @pytest.mark.parametrize("name", ["gla_tiny", "lightning_tiny", "kda_tiny"])
 def test_compiled_blocks_have_the_gradients_of_launched_ones(name: str) -> None:
-    """In fp32, where a compiler's versions differ most: torch 2.11 loses gradients of some autograd.Functions."""
+    """In fp32: there torch 2.11 lost all gradients of a gated norm that was an `autograd.Function`."""
     config = load_config([f"model={name}", "name=block"]).model
     torch.manual_seed(0)
     model = spec_of(config).build().cuda()

@@ -20,7 +20,7 @@ EPS = 1e-3
 # One rounding of the results, which the interpreter cuts off instead, and sums of at most 2,100 terms in fp32.
 TOLERANCES = {torch.bfloat16: 2**-7, torch.float32: 2e-6}
 # Around a tile, and more rows than programs have tiles; short rows, and of a size that is no power of two.
-SHAPES = [(2, 5, 4, 128), (1, 3, 100), (7, 8), (1, 70, 3, 256), (0, 4, 16), (2, 17, 2100)]
+SHAPES = [(2, 5, 4, 128), (1, 3, 100), (7, 8), (9,), (1, 70, 3, 256), (0, 4, 16), (3, 0), (2, 17, 2100)]
 
 
 def arguments(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -61,16 +61,17 @@ def wrong(dtype: torch.dtype, device: torch.device) -> list[str]:
     found = []
     for shape in SHAPES:
         for function in GateFunction:
-            largest = max(errors(shape, dtype, function, device))
-            if not largest <= TOLERANCES[dtype]:
-                found.append(f"{shape}, {function}, {dtype}: {largest:.1e}")
+            # Fewer programs than tiles: some have several. A comparison with NaN is false.
+            with mock.patch.object(launch, "_PROGRAMS", 4):
+                measured = errors(shape, dtype, function, device)
+            if not all(error <= TOLERANCES[dtype] for error in measured):
+                found.append(f"{shape}, {function}, {dtype}: {measured}")
     return found
 
 
 def _interpreted(rank: int, world_size: int) -> list[str]:
     torch.set_num_threads(1)
-    with mock.patch.object(launch, "_PROGRAMS", 4):
-        return [case for dtype in TOLERANCES for case in wrong(dtype, torch.device("cpu"))]
+    return [case for dtype in TOLERANCES for case in wrong(dtype, torch.device("cpu"))]
 
 
 def test_kernels_equal_the_equations_in_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +102,24 @@ def test_norms_on_gpu_launch_the_kernels(is_compiled: bool) -> None:
     y = reference_norm(wide[0], wide[2], EPS) * wide[1].sigmoid() * wide[1]
     for ours, theirs in zip(grads, torch.autograd.grad(y.square().sum(), wide), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (4,), (2, 1, 4)])
+def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    norm, x = GatedRMSNorm(4, EPS), torch.ones(2, 3, 4)
+    with pytest.raises(ValueError, match=r"x \(2, 3, 4\), gate .* do not fit"):
+        norm(x, torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 2048), (37, 128), (2, 37, 4, 128)])
+def test_kernels_are_not_compiled_for_each_length(shape: tuple[int, ...]) -> None:
+    """Numbers of rows are numbers to a kernel, but it is compiled for each H."""
+    views = [launch._matrices(torch.empty(shape)[..., :length, :]) for length in (shape[-2], 1)]
+    expected = [1, 1] if len(shape) < 4 else [shape[-2], 1]
+    assert [view.shape[1] for view in views] == expected
+    # A part of a wider projection is not copied.
+    wide = torch.empty(*shape[:-1], 3 * shape[-1])
+    assert launch._matrices(wide[..., shape[-1] : 2 * shape[-1]]).untyped_storage().data_ptr() == wide.data_ptr()
 
 
 def _shared_memory(rank: int, world_size: int) -> dict[str, int]:

@@ -164,19 +164,36 @@ def test_only_required_gradients_are_computed(
     assert loss.requires_grad == grad_enabled
 
 
+# Only GPUs round a factor without dimensions.
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", ["eager", "compiled"])
-def test_gradients_are_scaled_without_rounding_the_factor(form: str, compiled: LossParts) -> None:
+def test_gradients_are_scaled_without_rounding_the_factor(form: str, device: str, compiled: LossParts) -> None:
     """1/3 in bf16 is off by 2⁻⁹, which would scale all gradients but the head's."""
     scale = compiled.scale_into if form == "compiled" else scale_into
-    factor, source = torch.tensor(1 / 3), torch.arange(1.0, 257).to(torch.bfloat16).view(16, 16)
-    expected = (source.double() / 3).to(torch.bfloat16)
-    other = torch.empty_like(source)
-    scale(source, factor, other)
+    source = torch.arange(1.0, 257, device=device).to(torch.bfloat16).view(16, 16)
+    factor, expected = torch.tensor(1 / 3, device=device), (source.double() / 3).to(torch.bfloat16)
+    other, another = torch.empty_like(source), torch.empty_like(source)
+    scale([source, source.float()], factor, [other, another])
     assert torch.equal(other, expected)
-    scale(source.float(), factor, other)
-    assert torch.equal(other, expected)
-    scale(source, factor, source)
+    assert torch.equal(another, expected)
+    scale([source], factor, [source])
     assert torch.equal(source, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+def test_inputs_need_not_be_contiguous(form: str, dtype: torch.dtype, compiled: LossParts) -> None:
+    parts = compiled if form == "compiled" else LossParts()
+    hidden, weight, labels = make_inputs(1, 30, dtype)
+    results = []
+    for make in (lambda x: x, lambda x: x.mT.contiguous().mT):
+        inputs = [make(x.detach()).requires_grad_() for x in (hidden, weight)]
+        loss = linear_cross_entropy(*inputs, labels, 16, parts)
+        results.append([loss, *torch.autograd.grad(loss * 0.37, inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=torch.finfo(dtype).eps * 4, atol=1e-3 if dtype is torch.bfloat16 else 1e-13
+        )
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled"])

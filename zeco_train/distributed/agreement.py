@@ -25,8 +25,8 @@ from zeco_train.system.environment import version
 # Not compared, only their contents: a node may have its own copy of the data, or mount the run's folder elsewhere.
 _PATHS = ("run_dir", "path", "validation_path", "cache_dir", "load")
 
-# Variables that select a collective's algorithm, or the order in which a rank issues its work; those for a node's
-# hardware (network interfaces and the like) may differ.
+# Variables that select the algorithm of a collective or of products, or the order in which a rank issues its work;
+# those for a node's hardware (network interfaces and the like) may differ.
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",

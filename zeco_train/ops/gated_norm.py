@@ -35,7 +35,15 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bo
 
     Returns:
         [..., V] in the dtype of x, computed in fp32 (fp64 for fp64) and rounded once.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    if gate.shape != x.shape or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"x {tuple(x.shape)}, gate {tuple(gate.shape)} and weight {tuple(weight.shape)} do not fit: [..., V], "
+            "[..., V], [V]"
+        )
     y, _ = _gated_norm(x, gate, weight, eps, is_swish)
     return y
 
@@ -46,7 +54,9 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: b
     if _has_kernels(x):
         from zeco_train.kernels.gated_norm.launch import launch_gated_norm  # late: imports Triton
 
-        return launch_gated_norm(x, gate, weight, eps, is_swish)
+        # Triton launches on the current device.
+        with torch.cuda.device_of(x):
+            return launch_gated_norm(x, gate, weight, eps, is_swish)
     normed, rstd = normalise(x, eps)
     gate = gate.to(rstd.dtype)
     normed.mul_(weight)
@@ -68,7 +78,8 @@ def _gated_norm_backward(
     if _has_kernels(x):
         from zeco_train.kernels.gated_norm.launch import launch_gated_norm_grads  # late: imports Triton
 
-        dx, dgate, dweight = launch_gated_norm_grads(dy, x, gate, weight, rstd, is_swish)
+        with torch.cuda.device_of(x):
+            dx, dgate, dweight = launch_gated_norm_grads(dy, x, gate, weight, rstd, is_swish)
         return dx, dgate, dweight.to(weight.dtype)
     normed = x.to(rstd.dtype) * rstd
     dy = dy.to(rstd.dtype)
@@ -100,6 +111,7 @@ def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, Non
     return *_gated_norm_backward(dy, *ctx.saved_tensors, ctx.is_swish), None, None
 
 
+# Rename the ops when this changes: caches of compiled code know them by name only.
 register_autograd("zeco::gated_norm", _backward, setup_context=_setup_context)
 
 

@@ -13,7 +13,7 @@ and one of four matrix products is saved. The upstream gradient is a scalar and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,23 +57,25 @@ def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_
     return loss, dlogits.masked_fill_(ignored.unsqueeze(-1), 0).to(logits.dtype)
 
 
-def scale_into(source: Tensor, factor: Tensor, target: Tensor) -> None:
-    """Write source · factor, multiplied in the dtype of the factor and rounded once, to `target`.
+def scale_into(sources: Sequence[Tensor], factor: Tensor, targets: Sequence[Tensor]) -> None:
+    """Write sources · factor to `targets`, multiplied in the dtype of the factor and rounded once.
 
     Args:
-        source: [...], of no wider dtype than the factor.
+        sources: [...] each, of no wider dtype than the factor.
         factor: scalar.
-        target: [...]; may be `source`.
+        targets: of the shapes of the sources, contiguous; each may be its source.
     """
-    # GPUs would first round a factor without dimensions to the dtype of the source.
-    torch.mul(source, factor.reshape(1), out=target)
+    for source, target in zip(sources, targets, strict=True):
+        # GPUs would first round a factor without dimensions to the dtype of the source. CPUs do not, and one with a
+        # dimension makes them copy the source.
+        torch.mul(source, factor.reshape(1) if source.is_cuda else factor, out=target)
 
 
 class LossParts(NamedTuple):
     """The passes over tensors of the loss, besides products: this module's, eager or compiled."""
 
     token_losses: Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]] = token_losses
-    scale_into: Callable[[Tensor, Tensor, Tensor], None] = scale_into
+    scale_into: Callable[[Sequence[Tensor], Tensor, Sequence[Tensor]], None] = scale_into
 
     @classmethod
     def compiled(cls, **options: Any) -> LossParts:
@@ -172,9 +174,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         want_hidden, want_weight = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         loss_dtype = accumulation_dtype(hidden.dtype)
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        dhidden = torch.empty_like(rows) if want_hidden else None
+        dhidden = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if want_hidden else None
         # Not bf16: a sum over many chunks would lose the small contributions.
-        dweight = torch.zeros_like(weight, dtype=loss_dtype) if want_weight else None
+        dweight = torch.zeros(weight.shape, dtype=loss_dtype, device=weight.device) if want_weight else None
 
         losses = []
         for start in range(0, rows.shape[0], chunk_tokens):
@@ -199,13 +201,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place: another [tokens, D] is expensive. Autograd refuses a second backward because a saved tensor has
         # changed.
         dhidden, dweight = ctx.saved_tensors
+        sources = [grad for grad in (dhidden, dweight) if grad is not None]
+        dtypes = [ctx.weight_dtype if grad is dweight else grad.dtype for grad in sources]
+        targets = [
+            grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
+            for grad, dtype in zip(sources, dtypes, strict=True)
+        ]
+        ctx.scale_into(sources, dloss, targets)
         if dhidden is not None:
-            ctx.scale_into(dhidden, dloss, dhidden)
             dhidden = dhidden.view(ctx.hidden_shape)
         if dweight is not None:
-            scaled = dweight if dweight.dtype is ctx.weight_dtype else torch.empty_like(dweight, dtype=ctx.weight_dtype)
-            ctx.scale_into(dweight, dloss, scaled)
-            dweight = scaled
+            dweight = targets[-1]
         return dhidden, dweight, None, None, None, None
 
 

@@ -19,7 +19,7 @@ def launch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sw
     """The gated norm y [..., V], and 1 / sqrt(mean(x²) + eps), [..., 1] fp32.
 
     Args:
-        x: [..., V], bf16 or fp32.
+        x: [..., V], of a dtype that is computed in fp32, as are the next two.
         gate: [..., V].
         weight: [V].
         eps: added to the mean square.
@@ -29,8 +29,8 @@ def launch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sw
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     x, gate = _matrices(x), _matrices(gate)
     H, V = x.shape[1:]
-    rows, (tile, width, warps) = x.shape[0] * H, _tile(V)
-    if rows:
+    rows, (tile, width, warps) = x.shape[0] * H, _tile_sizes(V)
+    if x.numel():
         gated_norm_kernel[(triton.cdiv(rows, tile),)](
             x, gate, weight.contiguous(), y, rstd, *_strides(x, gate), rows, eps,
             H=H, V=V, IS_SWISH=is_swish, BR=tile, BV=width, num_warps=warps,
@@ -54,9 +54,9 @@ def launch_gated_norm_grads(
     dx, dgate = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, gate))
     dy, x, gate = (_matrices(tensor) for tensor in (dy, x, gate))
     H, V = x.shape[1:]
-    rows, (tile, width, warps) = x.shape[0] * H, _tile(V)
+    rows, (tile, width, warps) = x.shape[0] * H, _tile_sizes(V)
     run = triton.cdiv(triton.cdiv(rows, _PROGRAMS), tile) * tile
-    programs = triton.cdiv(rows, run) if rows else 0
+    programs = triton.cdiv(rows, run) if x.numel() else 0
     dweights = torch.empty(programs, V, dtype=torch.float32, device=x.device)
     if programs:
         gated_norm_grads_kernel[(programs,)](
@@ -66,16 +66,21 @@ def launch_gated_norm_grads(
     return dx, dgate, dweights.sum(dim=0)
 
 
-def _tile(columns: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and its warps: on H200s the fastest of 2, 4 and 8 for 128, 256 and 2,048 columns."""
-    width = triton.next_power_of_2(columns)
+def _tile_sizes(columns: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and its warps: on H200s the fastest of 2, 4 and 8 for 128 and 2,048 columns."""
+    width = triton.next_power_of_2(max(columns, 1))
     return max(1, _TILE // width), width, 8 if width <= 128 else max(4, min(width // 512, 16))
 
 
 def _matrices(x: Tensor) -> Tensor:
-    """[..., V] as [N, H, V], a view if elements of a row are side by side and the dimensions before H are regular."""
+    """[..., V] as [N, H, V]: a view, if elements of a row are side by side and the dimensions before H are regular.
+
+    H is that of [B, T, H, V], else 1: kernels are compiled for each.
+    """
+    if x.ndim < 4:
+        x = x.unsqueeze(-2)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.flatten(0, -3) if x.ndim > 2 else x.view(1, -1, x.shape[-1])
+    return x.flatten(0, -3) if x.ndim > 2 else x.unsqueeze(0)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
