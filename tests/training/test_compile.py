@@ -91,8 +91,8 @@ def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh,
         assert result.launches == expected.launches
         graphs.append(counter.frame_count)
     # The number of graphs does not depend on layers or steps: block, norm and loss, each with and without gradients,
-    # the scaling of the loss's gradients, of whole sequences and of segments, and the block once more for each of
-    # replay, carried states and recompute.
+    # the block once more for each of replay, carried states and recompute (9 in all), and the scaling of the loss's
+    # gradients, for which Dynamo calls the backend twice in fp64, in the first backward pass only.
     assert graphs[0] == graphs[1] <= 11
     assert not counters["graph_break"]
 
