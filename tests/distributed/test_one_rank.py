@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collec
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 
 from tests.support.distributed import run_distributed
-from tests.support.interpreter import patch_bf16_rounding
+from tests.support.interpreter import patch_bf16
 from zeco_train.distributed import packing
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh, world_mesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards, parallelize
@@ -154,7 +154,7 @@ def test_gradients_and_weights_have_the_bits_of_fsdp() -> None:
 def _bits_of_kernels(rank: int, world_size: int) -> None:
     from zeco_train.kernels.pack import launch
 
-    patch_bf16_rounding()
+    patch_bf16()
     mesh = _mesh("cpu")
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(packing, "_on_gpu", return_value=True))

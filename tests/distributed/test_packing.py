@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.interpreter import patch_bf16_rounding
+from tests.support.interpreter import patch_bf16
 from zeco_train.distributed import packing
 
 pytestmark = pytest.mark.numeric
@@ -82,7 +82,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _interpreted(rank: int, world_size: int) -> list[str]:
-    patch_bf16_rounding()
+    patch_bf16()
     return _differences(torch.device("cpu")) + _differences_of_sums_and_casts(torch.device("cpu"))
 
 

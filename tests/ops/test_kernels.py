@@ -112,6 +112,8 @@ COMPILED = {
     "sm_90, wide keys": (90, torch.bfloat16, KernelCase((1, 192, 2, 128, 128))),
     "sm_90, the widest heads": (90, torch.bfloat16, KernelCase((1, 192, 2, 256, 512), documents=(0, 70, 192))),
     "sm_90, fp32": (90, torch.float32, KernelCase((1, 192, 2, 64, 128), documents=(0, 70, 192))),
+    "sm_90, few values": (90, torch.bfloat16, KernelCase((1, 63, 2, 64, 8))),
+    "sm_90, few values, documents": (90, torch.bfloat16, KernelCase((1, 192, 2, 40, 24), documents=(0, 70, 192))),
     "sm_80": (80, torch.bfloat16, KernelCase((1, 192, 2, 64, 128), documents=(0, 70, 192))),
 }
 

@@ -36,25 +36,35 @@ def skip_overflow_checks() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def patch_bf16_rounding() -> None:
-    """Have the interpreter convert between fp32 and bf16 as GPUs do, in this process, from now on.
+def patch_bf16() -> None:
+    """Have the interpreter treat bf16 as GPUs do, in this process, from now on: conversions and products.
 
-    It cuts digits off instead of rounding to nearest, and has other values for the extremes.
+    It cuts digits off instead of rounding to nearest, has other values for the extremes, and multiplies matrices of
+    bf16 as the integers that it stores them in.
     """
     import numpy as np
     import torch
     from triton.language import bfloat16, float32
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    cast = InterpreterBuilder.cast_impl
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def widened(source: Any) -> Any:
+        return torch.from_numpy(np.ascontiguousarray(source.data)).view(torch.bfloat16).float().numpy()
 
     def exact(builder: Any, source: Any, to: Any) -> Any:
         kinds = source.dtype.scalar, to.scalar
-        numbers = torch.from_numpy(np.ascontiguousarray(source.data))
-        if kinds == (float32, bfloat16):
-            return TensorHandle(numbers.bfloat16().view(torch.uint16).numpy(), bfloat16)
         if kinds == (bfloat16, float32):
-            return TensorHandle(numbers.view(torch.bfloat16).float().numpy(), float32)
+            return TensorHandle(widened(source), float32)
+        if kinds[1] == bfloat16 != kinds[0]:
+            numbers = torch.from_numpy(np.ascontiguousarray(source.data))
+            return TensorHandle(numbers.bfloat16().view(torch.uint16).numpy(), bfloat16)
         return cast(builder, source, to)
 
+    def of_bf16(builder: Any, left: Any, right: Any, total: Any, *rest: Any) -> Any:
+        if left.dtype.scalar == right.dtype.scalar == bfloat16:
+            left, right = (TensorHandle(widened(x), float32) for x in (left, right))
+        return dot(builder, left, right, total, *rest)
+
     InterpreterBuilder.cast_impl = exact
+    InterpreterBuilder.create_dot = of_bf16

@@ -95,15 +95,22 @@ def compiling(capability: int) -> Iterator[dict[str, int]]:
     """Compile the kernels launched inside for such GPUs, which this machine need not have, instead of running them.
 
     Yields the shared memory of each kernel, in bytes per program, by its name.
+
+    Raises:
+        AssertionError: the machine code of a kernel has wrong descriptors.
     """
     from triton.backends.compiler import GPUTarget  # late: the mode is fixed at import
     from triton.runtime import JITFunction, driver
+
+    from tests.support.descriptors import wrong_descriptors
 
     shared: dict[str, int] = {}
 
     def compiled(kernel: Any, grid: Any) -> Any:
         def launch(*arguments: Any, **constants: Any) -> None:
             made = kernel.warmup(*arguments, grid=grid, **constants)
+            wrong = wrong_descriptors(made.asm["cubin"]) if capability == 90 else []
+            assert not wrong, f"{kernel.fn.__name__}: {wrong}"
             shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
 
         return launch

@@ -58,14 +58,22 @@ def _join(queries, keys):
     return upper | keys.to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
-@triton.jit
-def _take(joined, is_query):
-    """fp32 queries or keys of `_join`, by row: two bytes of it, above two of 0."""
-    which = tl.where(is_query, 0x3244, 0x1044)[:, None].to(tl.uint32)
-    joined, which = tl.broadcast(joined, which)
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, $2;", "=f,r,r", [joined, which], dtype=tl.float32, is_pure=True, pack=1
-    )
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def _take(joined, is_query):
+        """fp32 queries or keys of `_join`, by row."""
+        return tl.where(is_query[:, None], joined & 0xFFFF0000, joined << 16).to(tl.float32, bitcast=True)
+else:
+
+    @triton.jit
+    def _take(joined, is_query):
+        """fp32 queries or keys of `_join`, by row: two bytes of it, above two of 0."""
+        which = tl.where(is_query, 0x3244, 0x1044)[:, None].to(tl.uint32)
+        joined, which = tl.broadcast(joined, which)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=f,r,r", [joined, which], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit

@@ -31,6 +31,11 @@ if triton.knobs.runtime.interpret:
     def decay_between(x):
         """exp(−|x|), fp32."""
         return tl.exp(-tl.abs(x))
+
+    @triton.jit
+    def round_to_bf16(x):
+        """fp32 to bf16."""
+        return x.to(tl.bfloat16)
 else:
 
     @triton.jit
@@ -45,6 +50,13 @@ else:
         """exp(−|x|), fp32, as `decay`; the sign is in the constant: `decay(-tl.abs(x))` would add a subtraction."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x) * -LOG2_E], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def round_to_bf16(x):
+        """fp32 to bf16, two per instruction; Triton takes one instruction each if they are then used separately."""
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         )
 
 
@@ -144,14 +156,6 @@ def laid_out_like(x, product):
     """
     never = tl.program_id(0) < 0
     return tl.where(never, product.to(x.dtype), x)
-
-
-@triton.jit
-def round_to_bf16(x):
-    """fp32 to bf16, two per instruction; Triton takes one instruction each if they are then used separately."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
 
 
 @triton.jit

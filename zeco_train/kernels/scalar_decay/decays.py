@@ -11,6 +11,21 @@ import triton.language as tl
 # exp is 0 in fp32 from here on, and a reset written as −1e9 would leave the sums after it no digits.
 LEAST: tl.constexpr = tl.constexpr(-104.0)
 
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def _product(x, y):
+        """Compute x · y in fp32."""
+        return x * y
+else:
+
+    @triton.jit
+    def _product(x, y):
+        """Compute x · y, rounded to fp32: fused with a later subtraction, equal sums would differ by their rounding."""
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
 
 @triton.jit
 def decay_sums_kernel(
@@ -51,7 +66,7 @@ def load_sums(decays, rate, batch_head, start, T, C: tl.constexpr, FIXED: tl.con
     last = tl.minimum(C, T - start) - 1
     rows = tl.minimum(tl.arange(0, C), last)
     if FIXED:
-        return rate * (rows + 1).to(tl.float32), rate * (last + 1).to(tl.float32)
+        return _product(rate, (rows + 1).to(tl.float32)), _product(rate, (last + 1).to(tl.float32))
     first = decays + batch_head.to(tl.int64) * T + start
     return tl.load(first + rows), tl.load(first + last)
 

@@ -26,6 +26,7 @@ from zeco_train.kernels.delta.launch import Launcher, Systems, decay_sums_of
 from zeco_train.kernels.delta.tuning import options_for
 from zeco_train.ops.checks import check_state
 from zeco_train.ops.delta.checks import check_inputs
+from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.transition import adjoint, fold
 
@@ -36,9 +37,9 @@ class CudaForward:
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, gated: bool) -> None:
         q, k, v, *g, beta = operands
         check_inputs(pieces, **dict(zip(_names(gated), operands, strict=True)))
-        q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
+        q, k, v, beta = (dense(x) for x in (q, k, v, beta))
         tuning, self._gated = options_for(k), gated
-        self._sums = decay_sums_of(g[0].contiguous(), tuning) if gated else _no_decay(beta)
+        self._sums = decay_sums_of(dense(g[0]), tuning) if gated else _no_decay(beta)
         self._launcher = Launcher(k, v, self._sums, beta, pieces, scale, tuning, gated=gated)
         self._systems = self._launcher.systems(q)
         self._operands = self._launcher.operands(q, self._systems.inverses)
@@ -94,10 +95,10 @@ class CudaBackward:
         # With `gated` the fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         check_inputs(pieces, **dict(zip(_names(gated), operands, strict=True)), do=do)
-        self._q, k, v, beta, self._do = (x.contiguous() for x in (q, k, v, beta, do))
+        self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, do))
         scores, inverses, self._starts, self._transitions = saved
         self._systems = Systems(scores, inverses)
-        of_decays = _like_g(sums[0]).contiguous() if gated else _no_decay(beta)
+        of_decays = dense(_like_g(sums[0])) if gated else _no_decay(beta)
         self._launcher = Launcher(k, v, of_decays, beta, pieces, scale, options_for(k), gated=gated)
         self._operands = self._launcher.operands(self._q, inverses)
         self._local = self._launcher.local_grads(self._operands, scores, self._do)
@@ -153,13 +154,14 @@ def _saved_like(operands: Sequence[Tensor], *, gated: bool) -> tuple[Tensor, ...
 
 
 def _passes(gated: bool) -> Passes:
-    return Passes(
+    passes = Passes(
         partial(CudaForward, gated=gated),
         partial(CudaBackward, gated=gated),
         partial(_saved_like, gated=gated),
         replaced=(3,) if gated else (),
         needs_incoming=False,
     )
+    return with_padded_heads(passes)
 
 
 CUDA_DELTA = _passes(gated=False)

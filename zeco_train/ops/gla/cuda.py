@@ -24,6 +24,7 @@ from zeco_train.kernels.gla.launch import Launcher
 from zeco_train.kernels.gla.tuning import options_for
 from zeco_train.ops.checks import check_state
 from zeco_train.ops.gla.checks import check_inputs
+from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes
 
 
@@ -37,10 +38,10 @@ class CudaForward:
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
         q, k, v, g = operands
         check_inputs(pieces, q=q, k=k, v=v, g=g)
-        self._q, self._k, self._v = (x.contiguous() for x in (q, k, v))
+        self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         self._launcher = _launcher(k, v, pieces, scale)
         self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
-        self._local = self._launcher.local_states(self._k, self._v, g.contiguous(), b=self._b, reverse=False)
+        self._local = self._launcher.local_states(self._k, self._v, dense(g), b=self._b, reverse=False)
         self.state, self.transition = self._local.state, self._local.log_decay
 
     def overlap(self) -> None:
@@ -75,7 +76,7 @@ class CudaBackward:
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
         check_inputs(pieces, q=q, k=k, v=v, do=do)
-        self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
+        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
         self._states, self._scores = saved
         self._launcher = _launcher(k, v, pieces, scale)
         self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
@@ -108,4 +109,4 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
-CUDA = Passes(CudaForward, CudaBackward, _saved_like, replaced=(3,), needs_incoming=False)
+CUDA = with_padded_heads(Passes(CudaForward, CudaBackward, _saved_like, replaced=(3,), needs_incoming=False))

@@ -22,6 +22,7 @@ from torch import Tensor
 from zeco_train.kernels.scalar_decay.launch import Launcher, decay_sums
 from zeco_train.kernels.scalar_decay.tuning import Tuning, options_for
 from zeco_train.ops.checks import check_state
+from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes
 
 
@@ -37,9 +38,9 @@ class CudaForward:
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, fixed: bool) -> None:
         q, k, v, decays = operands
         _check(pieces, fixed, q=q, k=k, v=v, decays=decays)
-        self._q, self._k, self._v = (x.contiguous() for x in (q, k, v))
+        self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         tuning, self._fixed = options_for(k, v), fixed
-        self._decays = decays.contiguous() if fixed else decay_sums(decays.contiguous(), tuning.chunk)
+        self._decays = dense(decays) if fixed else decay_sums(dense(decays), tuning.chunk)
         self._launcher = _launcher(k, v, self._decays, pieces, scale, tuning, fixed)
         self._summaries = self._launcher.summaries(self._k, self._v, reverse=False)
         self.state, self.transition = self._summaries.state, self._summaries.log_decay
@@ -76,10 +77,10 @@ class CudaBackward:
         # Without `fixed` the fourth operand, g, has been replaced by its sums (`CUDA_SCALAR.replaced`).
         q, k, v, self._log_decays = operands
         _check(pieces, fixed, q=q, k=k, v=v, decays=self._log_decays, do=do)
-        self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
+        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
         (self._starts,) = saved
         decays = self._log_decays if fixed else self._log_decays.transpose(1, 2)
-        self._launcher = _launcher(k, v, decays.contiguous(), pieces, scale, options_for(k, v), fixed)
+        self._launcher = _launcher(k, v, dense(decays), pieces, scale, options_for(k, v), fixed)
         self._summaries = self._launcher.summaries(self._q, self._do, reverse=True)
         self.state_grad = self._summaries.state
 
@@ -129,13 +130,14 @@ def _check(pieces: Tensor | None, fixed: bool, **tensors: Tensor) -> None:
 
 
 def _passes(fixed: bool) -> Passes:
-    return Passes(
+    passes = Passes(
         partial(CudaForward, fixed=fixed),
         partial(CudaBackward, fixed=fixed),
         partial(_saved_like, fixed=fixed),
         replaced=() if fixed else (3,),
         needs_incoming=False,
     )
+    return with_padded_heads(passes)
 
 
 CUDA_SCALAR = _passes(fixed=False)

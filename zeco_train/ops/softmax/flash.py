@@ -19,6 +19,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
+from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.span import Span
 
@@ -139,8 +140,8 @@ def _call(span: Span, key_start: int, key_stop: int) -> _Call | None:
 
 
 def _packed(x: Tensor, part: slice) -> Tensor:
-    """[B, tokens, H, D] → [B · tokens of the part, H, D]."""
-    return x[:, part].contiguous().flatten(0, 1)
+    """[B, tokens, H, D] → [B · tokens of the part, H, D], at multiples of 16 bytes, as the kernel takes for granted."""
+    return dense(x[:, part]).flatten(0, 1)
 
 
 def _placed(found: Tensor, part: slice, like: Tensor) -> Tensor:

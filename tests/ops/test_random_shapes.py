@@ -1,0 +1,83 @@
+"""The kernels at random head dims, lengths, decays and strides under Triton's interpreter, in bf16 and fp32.
+
+Cases, guard bands and limits are those of the campaign that runs on GPUs (`tests.campaigns.operator_shapes`). All have
+at least three chunks. The interpreter runs the kernels that a GPU runs, with their tiles and masks, and rounds as they
+do; what it cannot see is the code that ptxas makes of them (`tests.support.descriptors`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.campaigns.operator_shapes import DELTA, Case, draw, errors_of
+from tests.support import interpreter
+from tests.support.distributed import run_distributed
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.registry import OPERATORS
+
+pytestmark = pytest.mark.numeric
+
+WITH_KERNELS = ("gla", "scalar_decay", "fixed_decay", *DELTA)
+# Narrower than a tile, just beside one, and of more tiles than one; the last two take longer.
+PAIRS = [(64, 8), (40, 8), (1, 1), (5, 72), (33, 20), (16, 4), (72, 5), (24, 40), (130, 17), (65, 140)]
+LENGTHS = (129, 130, 150, 192, 193)
+
+
+def _selecting_kernels() -> dict[str, Any]:
+    from zeco_train.ops.delta.cuda import CUDA_DELTA, CUDA_GATED  # late: Triton's mode is fixed at its import
+    from zeco_train.ops.gla.cuda import CUDA
+    from zeco_train.ops.scalar_decay.cuda import CUDA_FIXED, CUDA_SCALAR
+
+    def select(kernels: Passes, otherwise: Callable[..., Passes]) -> Callable[[Sequence[Tensor]], Passes]:
+        return lambda operands: otherwise(operands) if operands[0].dtype == torch.float64 else kernels
+
+    kernels = {"gla": CUDA, "scalar_decay": CUDA_SCALAR, "fixed_decay": CUDA_FIXED, "delta": CUDA_DELTA}
+    return {
+        name: dataclasses.replace(OPERATORS[name], select=select(kernels.get(name, CUDA_GATED), OPERATORS[name].select))
+        for name in WITH_KERNELS
+    }
+
+
+def _failures(rank: int, world_size: int, cases: list[Case]) -> list[str]:
+    torch.set_num_threads(1)
+    interpreter.patch_bf16()
+    interpreter.skip_overflow_checks()
+    wrong = []
+    with mock.patch.dict(OPERATORS, _selecting_kernels()):
+        for case in cases:
+            off = {name: error for name, error in errors_of(case).items() if not error <= case.limit(name)}
+            if off:
+                wrong.append(f"{case}: {off}")
+    return wrong
+
+
+# By operator, so that workers share them. Fewer of the slower ones.
+CASES = {name: draw(7, 20, [name], PAIRS, LENGTHS, ()) for name in WITH_KERNELS}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param([case for cases in CASES.values() for case in cases[:1]], id="first of each")]
+    + [pytest.param(cases, id=name, marks=pytest.mark.slow) for name, cases in CASES.items()],
+)
+def test_kernels_match_fp64_at_random_shapes(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_failures, 1, cases, fresh=True) == [[]]
+
+
+def test_cases_are_of_every_kind() -> None:
+    cases = [case for cases in CASES.values() for case in cases]
+    assert len(cases) == 120
+    assert {case.dtype for case in cases} == {"bf16", "fp32"}
+    assert min(case.T for case in cases) > 128
+    assert any(case.documents for case in cases)
+    assert {case.beta for case in cases if case.operator in DELTA} == {0.0, 0.5, 1.0, 2.0}
+    assert {"strong", "vanishing", "resets", "erased", "none"} <= {case.decays for case in cases}

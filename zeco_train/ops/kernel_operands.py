@@ -1,0 +1,143 @@
+"""What the operators' kernels are given: contiguous tensors that start at 16 bytes, and head dims in multiples of 16.
+
+Triton compiles a kernel once for tensors and dims of that kind, and once more for all others, whose tiles are loaded a
+number at a time. The second form is slower, and ptxas 12.8 miscompiles one of them: in the kernel of GLA's states in
+bf16, with K from 33 to 64 and tiles of at most 32 values, two words of a wgmma descriptor hold a shared-memory address
+that was not shifted (tests/support/descriptors.py). So kernels have no second form: other tensors are copied, and
+other head dims are padded with zeros, which change no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
+
+# Head dims are multiples of it, in elements; tensors start at multiples of it, in bytes. Triton's own threshold.
+_ALIGNMENT = 16
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return x itself if it is contiguous and starts at a multiple of 16 bytes, else a copy."""
+    x = x.contiguous()
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+
+
+def with_padded_heads(passes: Passes) -> Passes:
+    """The same passes for head dims of any size: K and V are padded with zeros to multiples of 16 where necessary.
+
+    Args:
+        passes: of an operator with q, k, v first. Operands of four dimensions but v are [..., K]; tensors that replace
+            operands are shaped like them. `needs_incoming` must be False.
+    """
+    assert not passes.needs_incoming
+
+    def forward(operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> ForwardPass:
+        if not _is_odd(operands):
+            return passes.forward(operands, scale, pieces)
+        return _PaddedForward(passes, operands, scale, pieces)
+
+    def backward(
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+    ) -> BackwardPass:
+        if not _is_odd(operands) or do.shape != operands[2].shape:
+            return passes.backward(operands, do, saved, incoming_state, scale, pieces)
+        return _PaddedBackward(passes, operands, do, saved, scale, pieces)
+
+    def saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if not _is_odd(operands):
+            return passes.saved_like(operands)
+        return _cut_replaced(passes, operands, passes.saved_like(_padded(operands)))
+
+    return passes._replace(forward=forward, backward=backward, saved_like=saved_like)
+
+
+class _PaddedForward:
+    """See `zeco_train.ops.passes.ForwardPass`."""
+
+    def __init__(self, passes: Passes, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+        self._passes, self._operands = passes, operands
+        self._inner = passes.forward(_padded(operands), scale, pieces)
+        self._K, self._V = operands[0].shape[-1], operands[2].shape[-1]
+        self.state = self._inner.state[..., : self._K, : self._V].contiguous()
+
+    @property
+    def transition(self) -> Tensor:
+        whole = self._inner.transition
+        return (whole[..., : self._K] if whole.dim() == 3 else whole[..., : self._K, : self._K]).contiguous()
+
+    def overlap(self) -> None:
+        self._inner.overlap()
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        return self._inner.outputs(_pad(incoming_state, 2))[..., : self._V]
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        return _cut_replaced(self._passes, self._operands, self._inner.saved)
+
+
+class _PaddedBackward:
+    """See `zeco_train.ops.passes.BackwardPass`."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        scale: float,
+        pieces: Tensor | None,
+    ) -> None:
+        self._operands = operands
+        self._inner = passes.backward(_padded(operands), _pad(do, 1), saved, None, scale, pieces)
+        K, V = operands[0].shape[-1], operands[2].shape[-1]
+        self.state_grad = self._inner.state_grad[..., :K, :V].contiguous()
+
+    def overlap(self) -> None:
+        self._inner.overlap()
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        grads = self._inner.operand_grads(_pad(incoming_grad, 2))
+        return tuple(
+            grad if grad.shape == x.shape else grad[..., : x.shape[-1]]
+            for grad, x in zip(grads, self._operands, strict=True)
+        )
+
+
+def _is_odd(operands: Sequence[Tensor]) -> bool:
+    """Whether head dims need padding; not if they do not fit each other, which the passes then refuse."""
+    of_heads = [x for x in operands if x.dim() == 4]
+    if len(of_heads) < 3 or any(x is not operands[2] and x.shape[-1] != operands[0].shape[-1] for x in of_heads):
+        return False
+    return any(x.shape[-1] % _ALIGNMENT for x in of_heads) and 0 not in (operands[0].shape[-1], operands[2].shape[-1])
+
+
+def _pad(x: Tensor, dims: int) -> Tensor:
+    """Zeros after the last `dims` dimensions."""
+    return F.pad(x, [size for dim in range(1, dims + 1) for size in (0, -x.shape[-dim] % _ALIGNMENT)])
+
+
+def _padded(operands: Sequence[Tensor]) -> list[Tensor]:
+    return [_pad(x, 1) if x.dim() == 4 else x for x in operands]
+
+
+def _cut_replaced(passes: Passes, operands: Sequence[Tensor], saved: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The saved tensors, those first that take the place of operands in the shapes of these."""
+    count = len(passes.replaced)
+    cut = (
+        x if x.shape == operands[position].shape else x[..., : operands[position].shape[-1]].contiguous()
+        for position, x in zip(passes.replaced, saved[:count], strict=True)
+    )
+    return *cut, *saved[count:]
