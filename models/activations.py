@@ -32,7 +32,7 @@ class TokenTensor:
         width: elements per token.
         wide: fp32 (fp64 for fp64) even if the compute dtype is bf16.
         eager, compiled: whether it exists without and with `torch.compile`.
-        cpu, gpu: whether it exists on that device.
+        cpu, gpu: whether it exists on that device; on a GPU whose kernels do not serve the operator, as on a CPU.
     """
 
     name: str

@@ -25,11 +25,14 @@ from models.mixers.base import OperatorFLOPs
 from models.parameters import ParameterRule, parameter_rules
 from models.projections import set_matmul
 from models.registry import LAYERS
+from zeco_train.ops import gated_norm
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Place
+from zeco_train.ops.selection import Call
+from zeco_train.ops.softmax import attention, cache
 
 Shape = tuple[int, ...]
 
@@ -98,6 +101,7 @@ class BlockSpec:
         state_shapes: H, K, V of each of the mixer's states.
         operators: name of the operator of each state.
         attention: softmax attention in place of operators with states, or None.
+        gated_norm: width of the gated norm of the output; 0 without one.
         operator_flops: see `Mixer`.
         activations: by part.
         norm_after: see `Mixer`; the backward pass then reads the output of the MLP's last linear layer.
@@ -111,6 +115,7 @@ class BlockSpec:
     state_shapes: tuple[tuple[int, int, int], ...]
     operators: Sequence[str]
     attention: AttentionSpec | None
+    gated_norm: int
     operator_flops: Callable[[int], OperatorFLOPs]
     activations: Mapping[Part, Activations]
     norm_after: bool = False
@@ -130,6 +135,22 @@ class BlockSpec:
         """H, K, V of the states that cross one border only."""
         pairs = zip(self.operators, self.state_shapes, strict=True)
         return [shape for operator, shape in pairs if OPERATORS[operator].neighbours]
+
+    def calls(self, dtype: torch.dtype, *, steps: bool = False) -> list[Call]:
+        """What kernels on GPUs may serve, or PyTorch: of a pass over many tokens, or in `steps` of one token each."""
+        norm = [Call("gated_norm", gated_norm.KERNELS, dtype, 0, self.gated_norm)] * (self.gated_norm > 0)
+        if self.attention is not None:
+            rule, dim = cache.STEP_KERNELS if steps else attention.KERNELS, self.attention.head_dim
+            return [Call("softmax step" if steps else "softmax", rule, dtype, dim, dim), *norm]
+        found = []
+        for name, (_, key_dim, value_dim) in zip(self.operators, self.state_shapes, strict=True):
+            operator = OPERATORS[name]
+            dims = (0 if operator.neighbours else key_dim), value_dim
+            if steps:
+                found.append(Call(f"{name} step", operator.step_kernels, dtype, *dims))
+            elif operator.kernels is not None:
+                found.append(Call(name, operator.kernels, dtype, *dims))
+        return [*found, *norm]
 
     @property
     def products(self) -> Sequence[Sequence[Product]]:
@@ -163,6 +184,17 @@ class ModelSpec:
         counts, backbone = self.config.mixer_counts(), self._skeleton.model
         blocks = zip(counts.items(), backbone.blocks(), backbone.shared_parts(), strict=True)
         return {name: _walk(count, block, part) for (name, count), block, part in blocks}
+
+    def calls(self, dtype: torch.dtype, *, steps: bool = False) -> list[tuple[str, Call]]:
+        """`BlockSpec.calls` of all layers, with the layers in words."""
+        layers: dict[str, list[int]] = {}
+        for layer in range(self.config.num_layers):
+            layers.setdefault(self.config.mixer_of(layer), []).append(layer)
+        return [
+            (f"{_described(layers[name])} ({name})", call)
+            for name, block in self.blocks.items()
+            for call in block.calls(dtype, steps=steps)
+        ]
 
     @property
     def needs_halo(self) -> bool:
@@ -306,12 +338,21 @@ def spec_of(config: LanguageModelConfig) -> ModelSpec:
     return _SPECS.setdefault(repr(config), ModelSpec(copy.deepcopy(config)))
 
 
+def _described(layers: Sequence[int]) -> str:
+    """`layer 3`, `layers 0 to 23`, or `layers 3, 7, 11, …`."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if len(layers) == layers[-1] - layers[0] + 1:
+        return f"layers {layers[0]} to {layers[-1]}"
+    return f"layers {', '.join(map(str, layers[:3]))}{', …' if len(layers) > 3 else ''}"
+
+
 def _flops(products: Sequence[Sequence[Product]]) -> int:
     return 2 * sum(k * n for group in products for k, n in group)
 
 
 class _ProductsSeen(TorchDispatchMode):
-    """Records the linear layers that run, grouped by shared input, the operators' names, and softmax attention."""
+    """Records the linear layers that run, grouped by shared input, and the other operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,6 +360,7 @@ class _ProductsSeen(TorchDispatchMode):
         self.in_fp8: list[Product] = []
         self.operators: list[str] = []
         self.attention: AttentionSpec | None = None
+        self.gated_norm = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.zeco.mix.default:
@@ -326,6 +368,8 @@ class _ProductsSeen(TorchDispatchMode):
         elif func is torch.ops.zeco.attend.default:
             (*_, heads, head_dim), key_heads = args[0].shape, args[1].shape[2]
             self.attention = AttentionSpec(heads, key_heads, head_dim, args[-1])
+        elif func is torch.ops.zeco.gated_norm.default:
+            self.gated_norm = args[0].shape[-1]
         elif func is torch.ops.zeco.parallel_linear.default:
             self.groups.append([(weight.shape[1], weight.shape[0]) for weight in args[1]])
             self.in_fp8 += itertools.compress(self.groups[-1], args[2])
@@ -357,6 +401,7 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
         block.attn.state_shapes,
         in_mixer.operators,
         in_mixer.attention,
+        in_mixer.gated_norm,
         block.attn.operator_flops,
         block.activations(),
         block.norm_after,

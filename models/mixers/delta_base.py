@@ -279,7 +279,6 @@ class DeltaMixer(Mixer):
         all_keys, states = heads.values * heads.key_dim, heads.values * heads.key_dim * heads.value_dim // CHUNK
         pairs = heads.values * CHUNK
         doubled = self.config.allow_neg_eigval
-        in_pytorch = not OPERATORS[self.operator].has_kernels_for(heads.key_dim, heads.value_dim)
         kept = (
             TokenTensor("input of the convolutions", heads.conv_width),
             TokenTensor("output of the convolutions", heads.conv_width),
@@ -295,7 +294,7 @@ class DeltaMixer(Mixer):
             TokenTensor("o", values),
             TokenTensor("1 / rms of o", heads.values, wide=True),
             TokenTensor("o normed", values),
-            TokenTensor("scores and inverses in chunks", 2 * pairs * (not in_pytorch), cpu=False),
+            TokenTensor("scores and inverses in chunks", 2 * pairs, cpu=False),
         )
         of_kernels = (
             TokenTensor("W, decayed queries and keys, their gradients by head", 5 * all_keys, cpu=False),
@@ -308,11 +307,11 @@ class DeltaMixer(Mixer):
             TokenTensor("gradients of q and k", 2 * keys),
             TokenTensor("gradient of v", values),
             TokenTensor("gradient of the log-decays", decays, wide=True),
-            TokenTensor("states and their gradients", 2 * states, wide=True, gpu=in_pytorch),
-            TokenTensor("chunks of q and k, W, decayed ones, and gradients", 11 * all_keys, wide=True, gpu=in_pytorch),
-            TokenTensor("chunks of v and do, U, new values, and gradients", 9 * values, wide=True, gpu=in_pytorch),
-            TokenTensor("products and systems in chunks, and gradients", 6 * pairs, wide=True, gpu=in_pytorch),
-            *of_kernels * (not in_pytorch),
+            TokenTensor("states and their gradients", 2 * states, wide=True, gpu=False),
+            TokenTensor("chunks of q and k, W, decayed ones, and gradients", 11 * all_keys, wide=True, gpu=False),
+            TokenTensor("chunks of v and do, U, new values, and gradients", 9 * values, wide=True, gpu=False),
+            TokenTensor("products and systems in chunks, and gradients", 6 * pairs, wide=True, gpu=False),
+            *of_kernels,
         )
         traffic = (
             Traffic("queries, keys and values side by side", heads.conv_width, 2, 2),

@@ -117,7 +117,6 @@ class FixedDecayAttention(Mixer):
         keys, values = config.key_dim, config.value_dim
         scores, states = heads * CHUNK, heads * key_dim * value_dim // CHUNK
         rotated = config.rope_theta is not None
-        in_pytorch = not OPERATORS["fixed_decay"].has_kernels_for(key_dim, value_dim)
         kept = (
             TokenTensor("cosines and sines", key_dim * rotated, wide=True, compiled=False),
             TokenTensor("q", keys),
@@ -133,11 +132,11 @@ class FixedDecayAttention(Mixer):
             TokenTensor("gradient of q", keys),
             TokenTensor("gradient of k", keys),
             TokenTensor("gradient of v", values),
-            TokenTensor("states", states, gpu=in_pytorch),
-            TokenTensor("gradients of states", states, gpu=in_pytorch),
+            TokenTensor("states", states, gpu=False),
+            TokenTensor("gradients of states", states, gpu=False),
             # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of q, k, v, do", keys, wide=True, gpu=in_pytorch),
-            TokenTensor("scores", scores, gpu=in_pytorch),
-            TokenTensor("scores and their gradients", scores, wide=True, gpu=in_pytorch),
+            TokenTensor("chunks of q, k, v, do", keys, wide=True, gpu=False),
+            TokenTensor("scores", scores, gpu=False),
+            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
         )
         return Activations(kept, gradients, (Traffic("gated norm of o", values, 3, 5),))

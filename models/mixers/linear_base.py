@@ -137,7 +137,6 @@ class FeatureMapAttention(Mixer):
         scores, states = heads * CHUNK, heads * key_dim * columns // CHUNK
         if not self.config.causal:
             scores = states = 0
-        in_pytorch = not OPERATORS[self.operator].has_kernels_for(key_dim, columns)
         of_normaliser = (
             TokenTensor("1 / normaliser", heads, wide=True, compiled=False),
             # From which the compiler divides again.
@@ -158,11 +157,11 @@ class FeatureMapAttention(Mixer):
             TokenTensor("gradient of the features of q", keys),
             TokenTensor("gradient of the features of k", keys),
             TokenTensor("gradient of v", wide_values),
-            TokenTensor("states", states, gpu=in_pytorch),
-            TokenTensor("gradients of states", states, gpu=in_pytorch),
+            TokenTensor("states", states, gpu=False),
+            TokenTensor("gradients of states", states, gpu=False),
             # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of q, k, v, do", 2 * (keys + wide_values), wide=True, gpu=in_pytorch),
-            TokenTensor("scores and their gradients", scores, wide=True, gpu=in_pytorch),
+            TokenTensor("chunks of q, k, v, do", 2 * (keys + wide_values), wide=True, gpu=False),
+            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
         )
         traffic = (
             Traffic("feature map", heads * (self.head.query + key_dim), 2, 3),

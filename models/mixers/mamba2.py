@@ -316,7 +316,6 @@ class Mamba2(Mixer):
         config = self.config
         inner, channels, heads = config.inner_dim, config.conv_dim, config.num_heads
         keys, states = config.group_dim, inner * config.state_size // CHUNK
-        in_pytorch = not OPERATORS["scalar_decay"].has_kernels_for(config.state_size, config.head_dim)
         by_head = heads * config.state_size * (config.n_groups < heads)
         sums = 3 * heads * -(-config.state_size // _SUMMED_CHANNELS)
         kept = (
@@ -348,15 +347,13 @@ class Mamba2(Mixer):
             TokenTensor("gradient of the values", inner),
             TokenTensor("gradients of keys and queries", 2 * keys),
             TokenTensor("gradient of the log-decays", heads, wide=True),
-            TokenTensor("states", states, gpu=in_pytorch),
-            TokenTensor("gradients of states", states, gpu=in_pytorch),
+            TokenTensor("states", states, gpu=False),
+            TokenTensor("gradients of states", states, gpu=False),
             # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of values and their gradients", 2 * inner, wide=True, gpu=in_pytorch),
-            TokenTensor("chunks of keys and queries", 2 * keys, wide=True, gpu=in_pytorch),
-            TokenTensor(
-                "decays and scores in chunks, and their gradients", 3 * heads * CHUNK, wide=True, gpu=in_pytorch
-            ),
-            *of_kernels * (not in_pytorch),
+            TokenTensor("chunks of values and their gradients", 2 * inner, wide=True, gpu=False),
+            TokenTensor("chunks of keys and queries", 2 * keys, wide=True, gpu=False),
+            TokenTensor("decays and scores in chunks, and their gradients", 3 * heads * CHUNK, wide=True, gpu=False),
+            *of_kernels,
         )
         traffic = (
             Traffic("convolution", channels, 2, 5),

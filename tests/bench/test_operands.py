@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.bench_settings import error_line
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench.check import WrongResultError
@@ -26,6 +27,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.selection import check_kernels, find_slow_paths
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.numbers import relative_error
 
@@ -159,6 +161,31 @@ def _run_with_peer(
     assert code == expected_code
     results: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
     return results
+
+
+def test_rows_that_run_in_pytorch_on_a_gpu_are_marked_and_its_peers_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shapes are asked about as on a GPU, and timed on the CPU."""
+    gpu = torch.device("cuda")
+    patched = {
+        "operator.find_slow_paths": lambda calls, device, tokens: find_slow_paths(calls, gpu, tokens),
+        "session.check_kernels": lambda field, wanted, calls, device: check_kernels(field, wanted, calls, gpu),
+    }
+    for name, function in patched.items():
+        monkeypatch.setattr(f"zeco_train.bench.{name}", function)
+    results = _run_with_peer(tmp_path, "fixed_decay", lambda o: o, "decay=none", "dims=[[8,257]]", "passes=[forward]")
+    notes = {row["variant"]: row.get("note") for row in results["rows"]}
+    assert notes["dp"].startswith("fixed_decay of K 8, V 257 in fp64 in PyTorch, slower than kernels")
+    assert notes["fla"] is None
+    warning = "bench operator: fixed_decay of K 8, V 257 in fp64 runs in PyTorch, slower than kernels"
+    assert capsys.readouterr().out.count(warning) == 1
+    assert sum(note.startswith(warning) for note in results["notes"]) == 1
+
+
+def test_required_kernels_refuse_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_line(["operator", *SMALL, f"out={tmp_path}", "kernels=require"], capsys)
+    assert line.startswith("error: kernels=require: there are no kernels on CPUs")
 
 
 def test_peer_is_measured_where_it_is_right(tmp_path: Path) -> None:

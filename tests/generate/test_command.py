@@ -193,6 +193,7 @@ def test_signals_end_reading_of_prompts(run: Path) -> None:
         (["--prompt", "x", "optim.lr=1"], 2, ["optim.lr=1", "would be ignored", "train.dtype"]),
         (["--prompt", "x", "model.num_layers=3"], 2, ["model.num_layers=3", "would be ignored"]),
         (["--prompt", "x", "train.dtype=fp8"], 2, ["train.dtype=fp8", "bf16, fp32, fp64"]),
+        (["--prompt", "x", "train.kernels=require"], 2, ["train.kernels=require: there are no kernels on CPUs"]),
         (["--prompt", "x", "sp.size=3"], 2, ["sp.size=3", "must divide the world size 1"]),
         (["--prompt", "x", "sp"], 2, ["argument=sp", "KEY=VALUE"]),
         ([], 2, ["--prompt", "--prompt-file"]),

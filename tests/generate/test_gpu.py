@@ -58,7 +58,7 @@ def ids(count: int) -> Tensor:
 def test_steps_equal_the_recurrence(
     heads: tuple[int, int], dtype: torch.dtype, tolerance: float, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_module, "_has_kernel", lambda q, g: kernel)
+    monkeypatch.setattr(step_module, "_has_kernel", lambda q, v, g: kernel)
     generator = torch.Generator().manual_seed(0)
     shape = {"q": heads[0], "k": heads[0], "v": heads[1], "g": heads[0]}
     wide = {name: torch.randn(2, 40, 3, size, generator=generator).double() for name, size in shape.items()}

@@ -26,6 +26,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.plan.case import Case
+from zeco_train.plan.devices import Gpu, machine
 from zeco_train.plan.memory import _kept_state_bytes, kept_bytes_per_token
 
 pytestmark = pytest.mark.numeric
@@ -117,9 +118,12 @@ def test_retnet_keeps_no_scores_or_chunk_states_on_gpus() -> None:
 )
 def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConfig) -> None:
     """Heads of more than 256 channels, and no mask."""
-    assert _on("gpu", config) == _on("cpu", config)
     case = _case(config)
-    assert _kept_state_bytes(case, case.block(0)) == 0
+    block = case.block(0)
+    assert case.in_pytorch(block)
+    assert _kept_state_bytes(case, block) == 0
+    on_cpu = dataclasses.replace(case, machine=machine(Gpu.cpu))
+    assert kept_bytes_per_token(case, block) == kept_bytes_per_token(on_cpu, block)
 
 
 def _walking(name: str, batch: int) -> tuple[float, Tensor, Tensor]:

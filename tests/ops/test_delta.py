@@ -348,7 +348,5 @@ def test_flops_count_the_chunk_form() -> None:
 
 
 @EACH
-def test_operators_scan_matrices_and_have_kernels_up_to_256_channels(rule: str) -> None:
+def test_operators_scan_matrices(rule: str) -> None:
     assert OPERATORS[rule].kind is Kind.matrix
-    assert OPERATORS[rule].has_kernels_for(256, 256)
-    assert not OPERATORS[rule].has_kernels_for(257, 16)

@@ -26,7 +26,6 @@ from zeco_train.ops.mix import mix_at
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, SequenceShard
-from zeco_train.ops.selection import _log_without_kernels, head_dims_fit
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
@@ -232,27 +231,6 @@ def _refused(rank: int, world_size: int) -> list[str]:
 def test_wrong_operands_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert run_distributed(_refused, 1, fresh=True) == [["q", "k", "g", "beta"]]
-
-
-@pytest.mark.parametrize("rule", ["delta", "gated_delta", "kda"])
-def test_operands_without_kernels_take_pytorch_passes_and_that_is_logged(
-    rule: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def on_cuda(dtype: torch.dtype, *shape: int) -> Tensor:
-        return mock.Mock(is_cuda=True, dtype=dtype, shape=torch.Size(shape))
-
-    names, passes = DeltaCase((), rule=rule).names, CHUNKED_DELTA if rule == "delta" else CHUNKED_GATED
-    head_dims_fit.cache_clear()
-    wide = {name: on_cuda(torch.float32, 1, 8, 2) for name in names[3:]}
-    for dim, key, value in ((272, torch.bfloat16, "at most 256"), (64, torch.float64, "no kernels for float64 tokens")):
-        tokens = {name: on_cuda(key, 1, 8, 2, dim) for name in "qkv"}
-        _log_without_kernels.cache_clear()
-        with caplog.at_level("INFO"):
-            assert OPERATORS[rule].select([{**tokens, **wide}[name] for name in names]) is passes
-        assert value in caplog.records[-1].message
-    tokens = {name: on_cuda(torch.bfloat16, 1, 8, 2, 128) for name in "qkv"}
-    wide["beta"] = on_cuda(torch.float64, 1, 8, 2)
-    assert OPERATORS[rule].select([{**tokens, **wide}[name] for name in names]) is passes
 
 
 COMPILED = {

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.scalar_cases import HEADS, KEY_DIM, VALUE_DIM, make
 from zeco_train.ops.mix import mix
-from zeco_train.ops.passes import Passes
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.ops.selection import has_kernels, head_dims_fit
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
@@ -68,38 +63,3 @@ def test_log_decays_of_other_heads_or_dtypes_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             CHUNKED_FIXED.forward([*operands[:3], wrong], 1.0, None)
-
-
-def test_kernels_serve_bf16_and_fp32_on_cuda_only() -> None:
-    def on(device: str, dtype: torch.dtype) -> Tensor:
-        return mock.Mock(is_cuda=device == "cuda", dtype=dtype)
-
-    fp32 = on("cuda", torch.float32)
-    assert has_kernels(on("cuda", torch.bfloat16), fp32)
-    assert has_kernels(fp32, fp32)
-    assert not has_kernels(on("cpu", torch.bfloat16), fp32)
-    assert not has_kernels(on("cuda", torch.float64), fp32)
-    assert not has_kernels(fp32, on("cuda", torch.float64))
-
-
-@pytest.mark.parametrize(("name", "passes"), [("scalar_decay", CHUNKED_SCALAR), ("fixed_decay", CHUNKED_FIXED)])
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(288, 64), (64, 257)])
-def test_head_dims_above_256_take_pytorch_passes_on_cuda_and_that_is_logged_once(
-    name: str, passes: Passes, key_dim: int, value_dim: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    def on_cuda(dtype: torch.dtype, *shape: int) -> Tensor:
-        return mock.Mock(is_cuda=True, dtype=dtype, shape=torch.Size(shape))
-
-    keys, values = (on_cuda(torch.bfloat16, 1, 8, 2, dim) for dim in (key_dim, value_dim))
-    head_dims_fit.cache_clear()
-    with caplog.at_level("INFO"):
-        for _ in range(2):
-            assert OPERATORS[name].select([keys, keys, values, on_cuda(torch.float32, 2)]) is passes
-    assert [record.message for record in caplog.records] == [
-        f"no kernels for head dims K {key_dim}, V {value_dim}: at most 256; the operator runs in PyTorch"
-    ]
-
-
-def test_head_dims_up_to_256_have_kernels() -> None:
-    assert head_dims_fit(256, 256, 256)
-    assert not head_dims_fit(257, 16, 256)

@@ -134,6 +134,21 @@ def test_operator_times_are_those_of_the_operator(
     )
 
 
+def test_operators_without_kernels_take_the_measured_slow_down() -> None:
+    retnet = ["model=retnet_1b", "gpu=h100", "train.dtype=bf16", "data.seq_len=16384"]
+    served, slow = make(*retnet), make(*retnet, "model.num_heads=8")
+    # K + V doubles, and half as many heads have it.
+    times = (plan.planned.time.seconds["operator"] for plan in (served, slow))
+    assert next(times) * 7 == pytest.approx(next(times))
+    assert not served.notes
+    (note,) = slow.notes
+    assert "fixed_decay of K 256, V 512 in bf16 runs in PyTorch, about 7 times" in note
+    assert note.endswith("the times above count that")
+    assert make(*retnet, "model.num_heads=2").notes[0].endswith("the times above are of kernels, and too short")
+    with pytest.raises(ConfigError, match=r"^train\.kernels=require: layers 0 to 19 \(retnet\): fixed_decay"):
+        make(*retnet, "model.num_heads=8", "train.kernels=require")
+
+
 def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     """By messages rather than in one kernel; a transition a layer, unless blocks are recomputed, and one a walk."""
     arguments = [

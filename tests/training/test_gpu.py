@@ -13,8 +13,10 @@ import torch
 
 from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec
+from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
+from zeco_train.generate import command as generate
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
@@ -113,6 +115,30 @@ def test_logits_equal_fla(dtype: torch.dtype, ours_from_exact: float, ours_from_
     assert errors["ours from fp64"] <= ours_from_exact
     assert errors["ours from fp64"] <= 1.1 * errors["fla's from fp64"]
     assert errors["ours from fla's"] <= ours_from_fla
+
+
+def test_slow_paths_are_warned_of_once_and_refused_on_request(tmp_path: Path) -> None:
+    """Heads of V 288, which the kernels of fixed decays do not serve, and steps, which have none."""
+    dims = [
+        "model.mixer=retnet",
+        "model.hidden_size=288",
+        "model.num_heads=1",
+        "model.expand_k=0.5",
+        "model.expand_v=1",
+    ]
+    settings = [*dims, "model.num_layers=2", "train.dtype=bf16", "train.steps=2", f"run_dir='{tmp_path / 'run'}'"]
+    path = "layers 0 to 1 (retnet): fixed_decay of K 144, V 288 in bf16"
+    check_line(train_here(*settings, "train.kernels=require"), 2, f"train.kernels=require: {path}: head dims")
+    assert not (tmp_path / "run").exists()
+    trained = train_here(*settings)
+    assert trained.code == 0, trained
+    assert trained.err.count(f"warning: {path} runs in PyTorch") == 1
+    texts = [str(tmp_path / "run"), "--prompt", "a", "--max-tokens", "2"]
+    check_line(run_here(generate.main, *texts, "train.kernels=require"), 2, f"train.kernels=require: {path}")
+    # Whatever kernels serve is not refused.
+    served = ["train.dtype=bf16", "train.steps=1", f"run_dir='{tmp_path / 'served'}'", "train.kernels=require"]
+    found = train_here(*served)
+    assert (found.code, found.err) == (0, ""), found
 
 
 def _whole(seq_len: int) -> SequenceShard:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
-from zeco_train.training.machine import check_machine
+from zeco_train.training.machine import check_machine, slow_paths
 
 FP8 = ["name=x", "train.matmul=fp8"]
 
@@ -29,18 +27,52 @@ def test_gpu_without_fp8_products_is_refused_by_name(monkeypatch: pytest.MonkeyP
     check_machine(load_config(["name=x"]), device)
 
 
-def test_emulation_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    device = pretend_gpu(monkeypatch, (9, 0))
-    check_machine(load_config([*FP8, "train.dtype=bf16"]), device)
-    assert not caplog.messages
-    check_machine(load_config(FP8), device)
-    check_machine(load_config(FP8), torch.device("cpu"))
-    ends = "where it takes longer than bf16"
-    assert caplog.messages == [
-        f"train.matmul=fp8: emulated with train.dtype=fp32, {ends}",
-        f"train.matmul=fp8: emulated on CPUs, {ends}",
-    ]
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["train.dtype=bf16"], []),
+        (["train.dtype=bf16", "train.matmul=fp8"], []),
+        (["train.dtype=fp32", "train.matmul=fp8"], ["train.matmul=fp8: fp8 products"]),
+        (
+            ["train.dtype=fp64"],
+            [
+                "layers 0 to 3 (gla): gla",
+                "layers 0 to 3 (gla): gated_norm",
+                "the optimizer: adamw",
+                "the gradients: packing",
+            ],
+        ),
+        (["model.attn.layers=[0,2]", "train.dtype=fp32"], ["layers 0, 2 (softmax): softmax"]),
+        (["model.attn.layers=[1]", "model.attn.head_dim=36"], ["layer 1 (softmax): softmax"]),
+    ],
+)  # fmt: skip
+def test_what_kernels_do_not_serve_is_named_and_refused_on_request(settings: list[str], expected: list[str]) -> None:
+    gpu = torch.device("cuda")
+    found = slow_paths(load_config(["name=x", "train.dtype=bf16", *settings]), gpu)
+    assert [f"{path.where}: {path.call.operator}" for path in found] == expected
+    required = load_config(["name=x", "train.dtype=bf16", *settings, "train.kernels=require"])
+    if not expected:
+        assert not slow_paths(required, gpu)
+        return
+    with pytest.raises(ConfigError) as caught:
+        slow_paths(required, gpu)
+    assert str(caught.value).startswith(f"train.kernels=require: {expected[0]}")
+
+
+def test_published_shapes_name_the_measured_slow_down() -> None:
+    retnet = load_config(["name=x", "model=retnet_1b", "model.num_heads=8", "train.dtype=bf16"])
+    (path,) = slow_paths(retnet, torch.device("cuda"))
+    assert path.slow_down == 7
+    what = "layers 0 to 19 (retnet): fixed_decay of K 256, V 512 in bf16"
+    assert str(path).startswith(f"{what} runs in PyTorch, about 7 times as slow as kernels")
+    assert str(path).endswith("head dims K 256, V 512 have no kernels, at most 256 each")
+
+
+def test_cpus_are_not_warned_of_but_refused_where_kernels_are_required() -> None:
+    cpu = torch.device("cpu")
+    assert not slow_paths(load_config(["name=x", "train.dtype=fp64"]), cpu)
+    with pytest.raises(ConfigError, match=r"^train\.kernels=require: there are no kernels on CPUs"):
+        check_machine(load_config(["name=x", "train.kernels=require"]), cpu)
 
 
 def test_widths_that_fp8_products_cannot_have_are_named() -> None:

@@ -39,10 +39,11 @@ from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import PEER_TOLERANCE, TOLERANCE, operator_step, peak_gb
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
-from zeco_train.bench.samples import Row
+from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
+from zeco_train.ops.selection import Kernels, find_slow_paths
 from zeco_train.sp.attention.pipelined import LEAST_TOKENS
 from zeco_train.system.ranges import check_least
 
@@ -76,6 +77,7 @@ class AttentionConfig(RunsConfig):
         tokens: per rank, one after the other.
         dtype: of q, k, v.
         passes: `forward`, `forward_backward`.
+        kernels: of heads that kernels on GPUs do not serve, as `train.kernels`.
         check_tokens: tokens per rank in the correctness check; −1 is 8,192 on GPUs, where methods between nodes cut the
             heads into parts as in long runs, and 256 on CPUs.
     """
@@ -88,6 +90,7 @@ class AttentionConfig(RunsConfig):
     tokens: list[int] = field(default_factory=lambda: [16_384, 65_536])
     dtype: Dtype = Dtype.bf16
     passes: list[str] = field(default_factory=lambda: list(PASSES))
+    kernels: Kernels = Kernels.auto
     check_tokens: int = -1
 
     def validate(self) -> None:
@@ -130,6 +133,8 @@ def run(config: AttentionConfig, session: Session) -> Report:
         ConfigError: these ranks support none of the variants.
     """
     report = Report("attention", config, session, COLUMNS)
+    calls = [("bench attention", config.shape(name, 1).call(config.dtype)) for name in config.variants if name != TORCH]
+    session.check_kernels(config.kernels, calls)
     session.enter("checks")
     checked = _check_all(config, session, report)
     runner = Runner(config, session)
@@ -208,7 +213,10 @@ def _measure(
         for row in found:
             name = row["variant"]
             rest = {"pass": kind, "tokens": tokens, "peak_gb": peaks[name], "relative_error": checked[name]}
-            rows.append({**row, **_compared(name, row["median_ms"], tokens, rates), **profiles[name], **rest})
+            call = config.shape(name, tokens).call(config.dtype)
+            slow = find_slow_paths([("", call)] if name != TORCH else [], session.device, tokens)
+            row |= _compared(name, row["median_ms"], tokens, rates) | profiles[name] | rest
+            rows.append(marked(row, slow))
     shape = {"heads": config.heads, "key_heads": config.num_key_heads, "head_dim": config.head_dim}
     return [{**shape, "window": config.window, **row} for row in rows]
 

@@ -13,6 +13,7 @@ from zeco_train.config.schema import Config, Dtype, load_config
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
+from zeco_train.ops.selection import Kernels
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path, is_plain_name
 from zeco_train.system.ranges import check_least
@@ -159,6 +160,7 @@ class OperatorConfig(RunsConfig):
         passes: `forward`, `forward_backward`.
         check_tokens: tokens per rank in the correctness check; −1 is 4,096 on GPUs, where shorter inputs would give
             each walk over chunks a single chunk, and 256 on CPUs.
+        kernels: of shapes that kernels on GPUs do not serve, as `train.kernels`.
         trace: also profile one forward + backward of each variant, and report the overlap of communication and compute.
     """
 
@@ -172,6 +174,7 @@ class OperatorConfig(RunsConfig):
     dtype: Dtype = Dtype.bf16
     passes: list[str] = field(default_factory=lambda: list(PASSES))
     check_tokens: int = -1
+    kernels: Kernels = Kernels.auto
     trace: bool = False
 
     def validate(self) -> None:
@@ -210,11 +213,13 @@ class OfModelConfig(BenchConfig):
     Attributes:
         model: a file of `configs/model`; `model.KEY=VALUE` overrides its fields, as in train.py.
         dtype: compute dtype.
+        kernels: as `train.kernels`.
         overrides: the `model.KEY=VALUE` arguments.
     """
 
     model: str = "gla_1b"
     dtype: Dtype = Dtype.bf16
+    kernels: Kernels = Kernels.auto
     overrides: list[str] = field(default_factory=list)
 
     @classmethod

@@ -33,7 +33,7 @@ from zeco_train.bench.backends import state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
 from zeco_train.bench.report import Report, time_columns
-from zeco_train.bench.samples import Row, Summary
+from zeco_train.bench.samples import Row, Summary, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
 from zeco_train.config.schema import Dtype
@@ -107,6 +107,9 @@ class _Measurement:
     def __init__(self, config: DecodeConfig, session: Session, report: Report, variants: Sequence[str]) -> None:
         self._config, self._session, self._report, self._variants = config, session, report, variants
         self._run = config.run_config()
+        spec, dtype = spec_of(self._run.model), self._run.train.dtype.compute
+        calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
+        self._slow = session.check_kernels(config.kernels, calls)
         with torch.device("meta"):
             self._model = ModelSpec(self._run.model).build()
             cast(self._model, self._run.train.dtype.compute)
@@ -184,7 +187,7 @@ class _Measurement:
     def _row(self, kind: _Kind) -> Row:
         by_rank = self._session.gather(kind.samples)
         summary = Summary.of(by_rank)
-        return {
+        row = {
             "model": self._run.model.name,
             "context": kind.context.tokens,
             "batch": kind.batch,
@@ -196,6 +199,7 @@ class _Measurement:
             "prefill_tokens_per_second": kind.context.rate,
             "samples_ms_by_rank": by_rank,
         }
+        return marked(row, self._slow)
 
     def _check(self, variant: str, ids: Tensor, expected: Tensor) -> dict[str, float]:
         """Errors of a second half's logits, by steps and by the chunked operator; the worst rank's.

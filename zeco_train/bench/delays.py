@@ -54,6 +54,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.training.graphs import WARM_UP
+from zeco_train.training.machine import kernel_calls
 
 K = TypeVar("K", bound=Hashable)
 # Growth below this share of the delay counts as hidden.
@@ -96,6 +97,7 @@ def run(config: DelaysConfig, session: Session) -> Report:
     if session.world_size != 2:
         raise ConfigError("ranks", session.world_size, "this case is of two: torchrun --nproc-per-node 2")
     report = Report("delays", config, session, COLUMNS)
+    session.check_kernels(config.kernels, kernel_calls(config.run_config(config.strategies[0])))
     _Measurement(config, session, report).measure()
     return report
 

@@ -47,15 +47,17 @@ from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
 from zeco_train.bench.products import product_flops, products_contender
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Subject
-from zeco_train.bench.samples import Row
+from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import PRODUCTS, GatheredScan, is_dp
 from zeco_train.config.schema import Config, Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.selection import find_slow_paths
 from zeco_train.system.numbers import relative_error
 from zeco_train.tracking.recorder import peak_flops
+from zeco_train.training.machine import kernel_calls
 
 # Gradients: with four ranks and 12 layers in bf16 rounding of states gives 4e-3; omitting states gives 0.05 to 9.
 TOLERANCE = {Dtype.bf16: 2e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-10}
@@ -112,6 +114,8 @@ def run(config: ModelConfig, session: Session) -> Report:
     has_products = any(PRODUCTS in own for own in names.values())
     if has_products and (config.recompute is not Recompute.none or config.segments > 1):
         report.note(f"{PRODUCTS}: of the plain step, without recompute and segments")
+    for settings in names:
+        session.check_kernels(config.kernels, kernel_calls(config.run_config(settings)))
     for settings, own in names.items():
         measurement = _Measurement(config.run_config(settings), config, session, report)
         measurement.measure([name for name in own if not is_peer(name)], [name for name in own if is_peer(name)])
@@ -164,6 +168,7 @@ class _Measurement:
         self._run, self._config, self._session, self._report = run, config, session, report
         self._shape = f"{run.model.name}, H {run.model.num_heads}"
         self._started = time.monotonic()
+        self._slow = find_slow_paths(kernel_calls(run), session.device)
         # `dp` rows, by tokens.
         self._rates: dict[int, float] = {}
         # Numbers of tokens measured with the backends.
@@ -315,7 +320,8 @@ class _Measurement:
             peak_gb = row["peak_gb"] and contender.held_gb
         rate = 1e3 * count * self._config.micro_batches / row["wall_ms"]
         mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
-        return {**row, "peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
+        row |= {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
+        return row if contender.name == PRODUCTS or is_peer(contender.name) else marked(row, self._slow)
 
     def _add(self, rows: Sequence[Row]) -> None:
         """Add rows with one number of tokens."""

@@ -24,6 +24,9 @@ from models.mixers.retnet import log_decays
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.selection import Call
+from zeco_train.ops.softmax import attention
 
 # (operands in the operator's order) → o.
 Attention = Callable[..., Tensor]
@@ -65,6 +68,12 @@ class Shape:
     def num_groups(self) -> int:
         """G; as many as heads unless set."""
         return self.heads if self.groups is None else self.groups
+
+    def call(self, dtype: Dtype) -> Call:
+        """What kernels on GPUs serve, or PyTorch."""
+        rule = attention.KERNELS if self.operator == "softmax" else OPERATORS[self.operator].kernels
+        assert rule is not None, "no operator here is without kernels"
+        return Call(self.operator, rule, dtype.compute, self.key_dim, self.value_dim)
 
     @property
     def name(self) -> str:

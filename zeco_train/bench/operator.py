@@ -24,7 +24,7 @@ from zeco_train.bench.fla_cp import context_parallel
 from zeco_train.bench.operands import Attention, Inputs, Shape, peer_attention, peer_results
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row
+from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.traffic import sent_mb
 from zeco_train.bench.variants import ALONE, FLA_CP, PEERS, LocalCopyScan
@@ -32,6 +32,7 @@ from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.selection import find_slow_paths
 from zeco_train.sp.dp import LocalScan
 
 # Rounding of the inputs' dtype, with fp32 accumulation; products of fp32 inputs may be in tf32 parts.
@@ -65,6 +66,8 @@ def run(config: OperatorConfig, session: Session) -> Report:
         WrongResultError: before anything of the same heads and dims is timed. A peer's is recorded instead.
     """
     report = Report("operator", config, session, COLUMNS)
+    shapes = [Shape(1, key_dim, value_dim, 1, config.operator) for key_dim, value_dim in config.dims]
+    session.check_kernels(config.kernels, [("bench operator", shape.call(config.dtype)) for shape in shapes])
     runner = Runner(config, session)
     if config.graph and not session.on_cuda:
         report.note("no CUDA graphs on a CPU: eager only")
@@ -174,6 +177,7 @@ def _measure_shape(
         except ConfigError as error:
             report.note(f"{name} is not measured, {shape}: {error}")
             del attentions[name]
+    slow = find_slow_paths([("", shape.call(config.dtype))], session.device, shape.tokens)
     rows: list[Row] = []
     for kind in config.passes:
         peaks, sent, subjects = {}, {}, []
@@ -193,6 +197,7 @@ def _measure_shape(
             name = row["variant"]
             row |= {**_compared(row, medians, shape), "peak_gb": peaks[name], "sent_mb": sent[name]}
             row |= checked.get(name, {})
+        found = [row if row["variant"] in PEERS else marked(row, slow) for row in found]
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
     report.add(rows)
     for name, attention in attentions.items() if config.trace and session.on_cuda else ():

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from zeco_train.ops.selection import SlowPath
+
 Row = dict[str, Any]
 
 
@@ -41,6 +43,12 @@ class Summary:
     def as_row(self) -> Row:
         """Fields by their names in results.json."""
         return {name if name == "runs" else f"{name}_ms": value for name, value in asdict(self).items()}
+
+
+def marked(row: Row, slow: Sequence[SlowPath]) -> Row:
+    """The row, noting what of it ran in PyTorch instead of kernels."""
+    notes = [f"{path.call} in PyTorch, {path.cost}" for path in slow]
+    return {**row, "note": "; ".join(filter(None, [row.get("note"), *notes]))} if notes else row
 
 
 def slowest_rank(by_rank: Sequence[Sequence[float]]) -> list[float]:

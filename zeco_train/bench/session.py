@@ -14,6 +14,7 @@ from zeco_train.bench.variants import sp_config
 from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather, halo_groups
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
+from zeco_train.ops.selection import Calls, Kernels, SlowPath, check_kernels, warn_of
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.sp.zeco import AllScanTransport
@@ -64,6 +65,16 @@ class Session:
         """Raise `ConfigError` if there are several ranks, for single-process cases."""
         if self.world_size > 1:
             raise ConfigError("ranks", self.world_size, "this case is of one; start it without torchrun")
+
+    def check_kernels(self, wanted: Kernels, calls: Calls) -> list[SlowPath]:
+        """What of the calls runs in PyTorch on these GPUs, after a warning of each (`LogLines` prints it once).
+
+        Raises:
+            ConfigError: see `check_kernels`.
+        """
+        found = check_kernels("kernels", wanted, calls, self.device)
+        warn_of(found)
+        return found
 
     def say(self, text: str, file: TextIO | None = None) -> None:
         """Print a line once, not on every rank; on stdout by default."""

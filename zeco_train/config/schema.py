@@ -39,6 +39,7 @@ from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.selection import Kernels
 from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown
@@ -86,6 +87,7 @@ class TrainConfig:
         recompute: activations that the backward pass recomputes.
         compile: whether to compile the blocks.
         cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where possible; `off` never. The same bits.
+        kernels: of calls that kernels on GPUs do not serve; see `Kernels`.
         deterministic: runs repeat their bits on GPUs. The compiler of the blocks does not choose between kernels that
             round differently by measuring them, and FlashAttention adds up the gradients of queries in one order. Its
             backward pass takes more time, and memory: in fp32 the gradients of a layer's queries several times (132
@@ -107,6 +109,7 @@ class TrainConfig:
     recompute: Recompute = Recompute.none
     compile: Compile = Compile.auto
     cuda_graphs: CudaGraphs = CudaGraphs.auto
+    kernels: Kernels = Kernels.auto
     deterministic: bool = False
     nonfinite: str = "stop"
     profile: str | None = None

@@ -19,6 +19,9 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor
 
+from zeco_train.ops.selection import KernelRule
+
+KERNELS = KernelRule()
 # Addresses of the buffers to which the next copy adds.
 _sums: set[int] = set()
 
@@ -82,11 +85,7 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) ->
 
 def _has_kernel(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can read and write them."""
-    if not all(_on_gpu(tensor) for tensor in tensors):
-        return False
-    from zeco_train.kernels.pack.launch import DTYPES
-
-    return all(tensor.is_contiguous() and tensor.dtype in DTYPES for tensor in tensors)
+    return all(_on_gpu(tensor) and tensor.is_contiguous() and tensor.dtype in KERNELS.dtypes for tensor in tensors)
 
 
 def _on_gpu(tensor: Tensor) -> bool:

@@ -97,6 +97,6 @@ def describe() -> str:
         "--out is a new folder for results.json and the pictures; without, one beside the model.\n\n"
         f"Tasks; other names are lm_eval's (piqa, hellaswag, winogrande, arc_easy, openbookqa, …):\n{tasks}\n\n"
         "KEY=VALUE is as for train.py, on top of the run's own configuration: data, sp, parallel, data.seq_len,\n"
-        "train.segments, train.dtype, train.device (data=… sets all of data but its seq_len); or a task's own:\n\n"
-        + "\n\n".join(settings)
+        "train.segments, train.dtype, train.device, train.kernels (data=… sets all of data but its seq_len);\n"
+        "or a task's own:\n\n" + "\n\n".join(settings)
     )

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from models.spec import spec_of
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
@@ -21,6 +22,7 @@ from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.ops.selection import check_kernels, warn_of
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
 
@@ -52,10 +54,14 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     sp_size = resolve_sp_size(size, job.launch.world_size, config.sp.backend.value)
     count_shards(config.parallel.strategy, config.parallel.shard_size, job.launch.world_size, sp_size)
     device = find_device(config.train.device, job.launch, "train.device")
+    calls = spec_of(trained.model).calls(config.train.dtype.compute)
+    slow = check_kernels("train.kernels", config.train.kernels, calls, device)
     job.enter("joining the other ranks")
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     mesh = join_alike(to_plain(config), job.launch, sp_size, device, timeout)
     job.guard(mesh.timeout)
+    if mesh.is_main:
+        warn_of(slow)
     config = replace(
         config, sp=replace(config.sp, size=sp_size), train=replace(config.train, device=Device(device.type))
     )

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from models.registry import check_document
+from models.spec import spec_of
 from zeco_train.distributed.mesh import host_group
 from zeco_train.errors import ZecoError
 from zeco_train.evaluate.evaluation import Evaluation
@@ -21,6 +22,7 @@ from zeco_train.evaluate.requests import Score, ScoreRequest, score
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.trained import load_trained
+from zeco_train.ops.selection import check_kernels, warn_of
 
 T = TypeVar("T")
 _END = "end"
@@ -112,7 +114,11 @@ class Service:
     @cached_property
     def _generator(self) -> Generator:
         """Uses a copy of the model replicated on every rank, as decode steps need. The first use is collective."""
-        evaluation = self._evaluation
-        model = load_trained(evaluation.trained, evaluation.mesh, dtype=evaluation.config.train.dtype, strategy=None)
+        evaluation, train = self._evaluation, self._evaluation.config.train
+        steps = spec_of(evaluation.trained.model).calls(train.dtype.compute, steps=True)
+        slow = check_kernels("train.kernels", train.kernels, steps, evaluation.mesh.device)
+        if evaluation.mesh.is_main:
+            warn_of(slow)
+        model = load_trained(evaluation.trained, evaluation.mesh, dtype=train.dtype, strategy=None)
         tokenizer = evaluation.trained.tokenizer
         return Generator(model, tokenizer, evaluation.mesh, evaluation.scan, prefill_tokens=self._batch_tokens)

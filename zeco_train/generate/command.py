@@ -12,6 +12,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
+from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import find_device
@@ -23,6 +24,7 @@ from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.ops.selection import check_kernels, warn_of
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest
 
@@ -101,10 +103,17 @@ def _generate(arguments: list[str], job: Job) -> int:
 def _join(config: Config, options: Options, launch: Launch) -> ProcessMesh:
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     device = find_device(config.train.device, launch, "train.device")
+    spec, dtype = spec_of(config.model), config.train.dtype.compute
+    # The prompts' passes, and a step for each token of the texts.
+    calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
+    slow = check_kernels("train.kernels", config.train.kernels, calls, device)
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     # Prompts and results are rank 0's alone; a model's path may differ between nodes.
     own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
-    return join_alike(to_plain(config), launch, sp_size, device, timeout, own)
+    mesh = join_alike(to_plain(config), launch, sp_size, device, timeout, own)
+    if mesh.is_main:
+        warn_of(slow)
+    return mesh
 
 
 def _share_prompts(

@@ -17,7 +17,7 @@ from zeco_train.system.paths import check_output_file
 
 _STDIN = "-"
 # Settings of train.py that apply to generation, with all keys below them.
-_SETTINGS = ("sp", "train.dtype", "train.device", "parallel.timeout_seconds")
+_SETTINGS = ("sp", "train.dtype", "train.device", "train.kernels", "parallel.timeout_seconds")
 _DESCRIPTION = """Generate text with a trained model.
 
 RUN is a run's folder (its newest checkpoint), one of its checkpoints, or an export. A prompt goes through the chunked

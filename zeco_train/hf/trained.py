@@ -25,6 +25,7 @@ from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
+from zeco_train.ops.selection import Kernels
 from zeco_train.system.paths import check_path
 from zeco_train.tracking.run_folder import read_identity
 
@@ -76,8 +77,8 @@ class Trained:
     def configure(self, overrides: list[str]) -> Config:
         """The run's configuration with overrides in `train.py`'s syntax.
 
-        `sp.size`, `parallel.shard_size` and device are set to automatic. For a model of unknown origin, starts from
-        `configs/train.yaml`.
+        `sp.size`, `parallel.shard_size`, device and kernels are set to automatic. For a model of unknown origin, starts
+        from `configs/train.yaml`.
 
         Raises:
             ConfigError: see `load_config`; or an override of the model.
@@ -94,7 +95,7 @@ class Trained:
             model=self.model,
             sp=replace(base.sp, size=-1),
             parallel=replace(base.parallel, shard_size=-1),
-            train=replace(base.train, device=Device.auto),
+            train=replace(base.train, device=Device.auto, kernels=Kernels.auto),
             checkpoint=replace(base.checkpoint, load=None),
         )
         if any(text.partition("=")[0] == "data" for text in overrides):

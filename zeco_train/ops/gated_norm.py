@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.selection import KernelRule
+
+KERNELS = KernelRule()
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> Tensor:
@@ -51,7 +54,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bo
 @custom_op("zeco::gated_norm", mutates_args=())
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> tuple[Tensor, Tensor]:
     """Compute y [..., V] and r [..., 1], the latter in the accumulation dtype."""
-    if _has_kernels(x):
+    if KERNELS.serves(x, x):
         from zeco_train.kernels.gated_norm.launch import launch_gated_norm  # late: imports Triton
 
         # Triton launches on the current device.
@@ -75,7 +78,7 @@ def _gated_norm_backward(
     dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dx [..., V], dg [..., V] and dw [V]."""
-    if _has_kernels(x):
+    if KERNELS.serves(x, x):
         from zeco_train.kernels.gated_norm.launch import launch_gated_norm_grads  # late: imports Triton
 
         with torch.cuda.device_of(x):
@@ -95,10 +98,6 @@ def _gated_norm_grad_shapes(
     dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
-
-
-def _has_kernels(x: Tensor) -> bool:
-    return x.is_cuda and accumulation_dtype(x.dtype) is torch.float32
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

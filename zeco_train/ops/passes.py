@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from zeco_train.ops.selection import KernelRule
+
 
 class ForwardPass(Protocol):
     """One rank's forward pass.
@@ -136,7 +138,8 @@ class Operator:
             halo scan of a shard (`Place.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
-        largest_head_dim: largest K and V that its kernels on GPUs take; 0: it has none.
+        kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.
+        step_kernels: the same for `step`.
     """
 
     operands: tuple[str, ...]
@@ -149,7 +152,8 @@ class Operator:
     output: int = 2
     neighbours: bool = False
     reads_whole: bool = False
-    largest_head_dim: float = 0
+    kernels: KernelRule | None = None
+    step_kernels: KernelRule = KernelRule(dtypes=())  # noqa: RUF009
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
         """Refuse states of other segments for an operator that reads the whole sequence.
@@ -160,10 +164,6 @@ class Operator:
         if self.reads_whole and (carry_in is not None or want_carry):
             name = "want_carry" if carry_in is None else "carry_in"
             raise ValueError(f"{name}: an unmasked operator reads the whole sequence at once, not by train.segments")
-
-    def has_kernels_for(self, key_dim: int, value_dim: int) -> bool:
-        """Whether kernels serve these head dims on GPUs; if not, the passes in PyTorch do, as on CPUs."""
-        return max(key_dim, value_dim) <= self.largest_head_dim
 
     def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
         """(B, H, K, V)."""

@@ -1,41 +1,267 @@
-"""Selection of an implementation by device, dtype and head dims, shared by the operators."""
+"""Which calls the kernels on GPUs serve: decided from shapes, dtypes and the type of a device, before any launch.
+
+An operator has one `KernelRule`. Its `select` asks it about the tensors at hand. All calls of a run are checked when it
+starts (`check_kernels`), and by the planner for a GPU that need not be there: a call that kernels do not serve is a
+`SlowPath`. A warning names it, or `Kernels.require` refuses it.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from zeco_train.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 
-def has_kernels(tokens: Tensor, decays: Tensor) -> bool:
-    """Whether Triton kernels serve these operands: bf16 or fp32 tokens on CUDA with fp32 log-decays.
+class Kernels(Enum):
+    """What becomes of calls on GPUs that kernels do not serve.
 
-    PyTorch serves all else, such as fp64. On CUDA that is logged once for each combination of dtypes.
+    auto: they run in PyTorch, and a warning names them. require: they are refused before anything starts; so is a CPU,
+    where nothing runs on kernels.
     """
-    if not tokens.is_cuda:
-        return False
-    if decays.dtype == torch.float32 and tokens.dtype in (torch.bfloat16, torch.float32):
-        return True
-    _log_without_kernels(tokens.dtype, decays.dtype)
-    return False
+
+    auto = "auto"
+    require = "require"
+
+
+@dataclass(frozen=True, eq=False)
+class KernelRule:
+    """The calls of an operator that its kernels on GPUs serve.
+
+    Attributes:
+        dtypes: of tokens; empty: there are no kernels. Decays and strengths are fp32.
+        largest: largest K and V; None: any.
+        row_bytes: of which a row of K or V channels is a multiple.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    largest: int | None = None
+    row_bytes: int = 1
+
+    def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor) -> bool:
+        """Whether kernels serve these tensors, or PyTorch does.
+
+        Args:
+            tokens: [..., K].
+            values: [..., V].
+            wide: decays and strengths.
+        """
+        dims, dtypes = (tokens.shape[-1], values.shape[-1]), tuple(x.dtype for x in wide)
+        return _problem(self, tokens.device.type, *dims, tokens.dtype, *dtypes) is None
 
 
 @cache
-def head_dims_fit(key_dim: int, value_dim: int, largest: int) -> bool:
-    """Whether kernels for head dims up to `largest` serve these; if not, that is logged once for each pair."""
-    if max(key_dim, value_dim) <= largest:
-        return True
-    logger.info(
-        "no kernels for head dims K %d, V %d: at most %d; the operator runs in PyTorch", key_dim, value_dim, largest
-    )
-    return False
+def _problem(
+    rule: KernelRule, device: str, key_dim: int, value_dim: int, tokens: torch.dtype, *wide: torch.dtype
+) -> str | None:
+    """Why kernels do not serve a call; None: they do. Cached, since every call of an operator asks."""
+    if device != "cuda":
+        return f"there are no kernels on {device.upper()}s"
+    if not rule.dtypes:
+        return "there is no kernel for it"
+    if tokens not in rule.dtypes:
+        return f"{_name(tokens)} has no kernels, only {', '.join(map(_name, rule.dtypes))}"
+    if any(dtype is not torch.float32 for dtype in wide):
+        return "decays and strengths have kernels in fp32 only"
+    dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
+    if rule.largest is not None and max(key_dim, value_dim) > rule.largest:
+        return f"{dims}, at most {rule.largest} each"
+    if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
+        return f"{dims}, only multiples of {rule.row_bytes // tokens.itemsize}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+class Call(NamedTuple):
+    """A call that a run will make.
+
+    Attributes:
+        operator: its name, as in `SlowDowns`.
+        rule: of its kernels.
+        dtype: of its tokens; decays are in the accumulation dtype.
+        key_dim, value_dim: K and V; 0 and the width for calls without heads, 0 and 0 for those of any shape.
+    """
+
+    operator: str
+    rule: KernelRule
+    dtype: torch.dtype
+    key_dim: int = 0
+    value_dim: int = 0
+
+    def problem(self, device: torch.device) -> str | None:
+        """Why the kernels do not serve it on such a device, which need not be there; None: they do."""
+        return _problem(self.rule, device.type, self.key_dim, self.value_dim, self.dtype)
+
+    def __str__(self) -> str:
+        shape = f" of K {self.key_dim}, V {self.value_dim}" if self.key_dim else ""
+        shape = shape or (f" of width {self.value_dim}" if self.value_dim else "")
+        return f"{self.operator}{shape} in {_name(self.dtype)}"
+
+
+class SlowPath(NamedTuple):
+    """A call that runs in PyTorch on a GPU.
+
+    Attributes:
+        where: the layers, or the part of a run.
+        call: the call.
+        problem: why kernels do not serve it.
+        slow_down: time in PyTorch over that of kernels, forward + backward; None: not measured.
+        source: of that figure; "" without it.
+    """
+
+    where: str
+    call: Call
+    problem: str
+    slow_down: float | None
+    source: str
+
+    @property
+    def cost(self) -> str:
+        """The slow-down in words."""
+        if self.slow_down is None:
+            return "slower than kernels by a factor not measured"
+        return f"about {self.slow_down:.3g} times as slow as kernels (measured with {self.source})"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.call} runs in PyTorch, {self.cost}: {self.problem}"
+
+
+# (layers or part, call), as a run makes them.
+Calls = Iterable[tuple[str, Call]]
+
+
+def find_slow_paths(calls: Calls, device: torch.device, tokens: int | None = None) -> list[SlowPath]:
+    """The calls that run in PyTorch on a GPU, each once; none on other devices, where all do.
+
+    Args:
+        calls: of the run.
+        device: of the ranks; it need not be there.
+        tokens: of a call, if known: the slow-down may depend on them.
+    """
+    if device.type != "cuda":
+        return []
+    table, found = stored_slow_downs(), []
+    for where, call in dict.fromkeys(calls):
+        if (problem := call.problem(device)) is not None:
+            measured = table.nearest(call, tokens)
+            source = "" if measured is None else f"K {measured.key_dim}, V {measured.value_dim} on {table.source}"
+            found.append(SlowPath(where, call, problem, None if measured is None else measured.slow_down, source))
+    return found
+
+
+def check_kernels(
+    field: str, wanted: Kernels, calls: Calls, device: torch.device, tokens: int | None = None
+) -> list[SlowPath]:
+    """`find_slow_paths`, to be warned of (`warn_of`) once the log is set up.
+
+    Args:
+        field: name of the setting.
+        wanted: its value.
+        calls: of the run.
+        device: of the ranks; it need not be there.
+        tokens: of a call, if known.
+
+    Raises:
+        ConfigError: `require`, and there are slow paths, of which the first is named; or a device without kernels.
+    """
+    found = find_slow_paths(calls, device, tokens)
+    if wanted is Kernels.require:
+        if device.type != "cuda":
+            raise ConfigError(
+                field, wanted.value, f"there are no kernels on {device.type.upper()}s; take auto, or a GPU"
+            )
+        if found:
+            first, more = found[0], f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            problem = f"{first.where}: {first.call}: {first.problem}{more}; auto runs it in PyTorch, {first.cost}"
+            raise ConfigError(field, wanted.value, problem)
+    return found
+
+
+def warn_of(found: Sequence[SlowPath]) -> None:
+    """Log a warning for each; to be called on one rank."""
+    for path in found:
+        logger.warning("%s", path)
+
+
+@dataclass(frozen=True)
+class SlowDown:
+    """A measured slow-down.
+
+    Attributes:
+        operator, dtype: as of `Call`; the dtype as `bf16`.
+        key_dim, value_dim: K and V.
+        tokens: of a call; None: not recorded.
+        slow_down: time of PyTorch's passes over that of kernels, forward + backward.
+    """
+
+    operator: str
+    dtype: str
+    key_dim: int
+    value_dim: int
+    tokens: int | None
+    slow_down: float
+
+
+@dataclass(frozen=True)
+class SlowDowns:
+    """Measured slow-downs; `tests/campaigns/slow_paths.py` measures and writes them.
+
+    Attributes:
+        source: device, date and commit of the measurement.
+        rows: the figures.
+    """
+
+    source: str
+    rows: tuple[SlowDown, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> SlowDowns:
+        """The table of a file."""
+        stored = json.loads(path.read_text())
+        return cls(stored["source"], tuple(SlowDown(**row) for row in stored["rows"]))
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read` reads, a line each row."""
+        rows = ",\n    ".join(json.dumps(asdict(row)) for row in self.rows)
+        path.write_text(f'{{\n  "source": {json.dumps(self.source)},\n  "rows": [\n    {rows}\n  ]\n}}\n')
+
+    def nearest(self, call: Call, tokens: int | None = None) -> SlowDown | None:
+        """The row of the operator and dtype whose K · V, and then whose tokens, are nearest.
+
+        None if none has a K · V within a factor of `_FARTHEST`. No row has the call's own dims where kernels do not
+        serve them.
+        """
+
+        def distance(row: SlowDown) -> tuple[float, float]:
+            size = math.log2(row.key_dim * row.value_dim / (call.key_dim * call.value_dim))
+            return abs(size), 0.0 if None in (tokens, row.tokens) else abs(math.log2(row.tokens / tokens))  # type: ignore
+
+        if not call.key_dim:
+            return None
+        rows = [row for row in self.rows if (row.operator, row.dtype) == (call.operator, _name(call.dtype))]
+        best = min(rows, key=distance, default=None)
+        return best if best is not None and distance(best)[0] <= math.log2(_FARTHEST) else None
+
+
+_FARTHEST = 4.0
 
 
 @cache
-def _log_without_kernels(tokens: torch.dtype, decays: torch.dtype) -> None:
-    names = (str(dtype).removeprefix("torch.") for dtype in (tokens, decays))
-    logger.info("no kernels for %s tokens with %s decays: the operator runs in PyTorch", *names)
+def stored_slow_downs() -> SlowDowns:
+    """The table beside this file."""
+    return SlowDowns.read(Path(__file__).with_name("slow_paths.json"))

@@ -105,6 +105,7 @@ def attention_seconds(case: Case, backend: BackendSpec, method: MethodSpec | Non
 
 def _layer_seconds(case: Case, block: BlockSpec, seq_len: int) -> tuple[float, float]:
     """Forward and backward time of one layer's scores and outputs over the tokens of a pass, on the average rank."""
-    flops, tokens = block.operator_flops(seq_len), case.tokens / case.machine.flops[case.config.train.dtype]
+    flops, rate = block.operator_flops(seq_len), case.machine.flops[case.config.train.dtype]
+    tokens = case.tokens * case.slow_down(block) / rate
     backward = tokens * (2 * flops.forward + flops.again) / known.ATTENTION_BACKWARD
     return tokens * flops.forward / known.ATTENTION_FORWARD, backward

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+import torch
+
 from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import Link, assumed_costs
@@ -20,9 +22,11 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.selection import SlowPath, check_kernels, find_slow_paths
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
 from zeco_train.training.graphs import capture_problem
+from zeco_train.training.machine import kernel_calls
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,34 @@ class Case:
         return spec_of(self.config.model)
 
     @property
+    def device(self) -> torch.device:
+        """A device of the machine's type; it need not be here."""
+        return torch.device("cpu" if self.machine.is_cpu else "cuda")
+
+    def in_pytorch(self, block: BlockSpec) -> bool:
+        """Whether the block's operator runs in PyTorch: on CPUs, and where it has no kernels for these operands."""
+        calls = block.calls(self.config.train.dtype.compute)
+        served = [call.operator for call in calls if call.problem(self.device) is None]
+        return self.machine.is_cpu or (bool(block.operators) and block.operators[-1] not in served)
+
+    def slow_down(self, block: BlockSpec) -> float:
+        """Time of the block's operator, or softmax attention, over that of kernels; 1 where it is not measured."""
+        calls = [("", call) for call in block.calls(self.config.train.dtype.compute)]
+        found = {path.call.operator: path for path in find_slow_paths(calls, self.device, self.tokens)}
+        path = found.get(block.operators[-1] if block.operators else "softmax")
+        return 1.0 if path is None or path.slow_down is None else path.slow_down
+
+    @property
+    def slow_paths(self) -> list[SlowPath]:
+        """What runs in PyTorch on GPUs.
+
+        Raises:
+            ConfigError: `train.kernels=require` refuses it, or CPUs.
+        """
+        config = self.config
+        return check_kernels("train.kernels", config.train.kernels, kernel_calls(config), self.device, self.tokens)
+
+    @property
     def last_layers(self) -> dict[str, int]:
         """The last layer of each kind of block, by its name; that of the very last layer comes first."""
         found: dict[str, int] = {}
@@ -186,7 +218,8 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     """The requested case, and the assumptions made for it, one per line.
 
     Raises:
-        ConfigError: an invalid split of the ranks, a scan that cannot run over their nodes, or fp8 on a device without.
+        ConfigError: an invalid split of the ranks, a scan that cannot run over their nodes, fp8 on a device without, or
+            calls that `train.kernels=require` refuses.
     """
     settings, config, notes = request.settings, request.config, []
     gpu = settings.gpu or (Gpu.cpu if config.train.device is Device.cpu else Gpu.h200)
@@ -211,6 +244,9 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
     case = Case(config, world_size, sp_size, device, per_node)
     config.sp.scans_over(case.topology)
+    for path in case.slow_paths:
+        times = "the times above count that" if path.slow_down else "the times above are of kernels, and too short"
+        notes.append(f"{path}; {times}")
     return case, notes
 
 

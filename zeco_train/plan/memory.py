@@ -175,17 +175,17 @@ def optimizer_bytes(case: Case) -> float:
 
 def kept_bytes_per_token(case: Case, block: BlockSpec) -> float:
     """Bytes per token that a block keeps from its forward pass to its backward pass."""
-    return sum(_sum(case, block.activations[part].kept) for part in _KEPT_PARTS[case.recompute])
+    kept = (block.activations[part].kept for part in _KEPT_PARTS[case.recompute])
+    return sum(_sum(case, tensors, case.in_pytorch(block)) for tensors in kept)
 
 
-def _sum(case: Case, tensors: Iterable[TokenTensor]) -> float:
+def _sum(case: Case, tensors: Iterable[TokenTensor], in_pytorch: bool) -> float:
     """Bytes per token."""
     return float(
         sum(
             tensor.width * (case.wide_bytes if tensor.wide else case.compute_bytes)
             for tensor in tensors
-            if (tensor.compiled if case.compiled else tensor.eager)
-            and (tensor.cpu if case.machine.is_cpu else tensor.gpu)
+            if (tensor.compiled if case.compiled else tensor.eager) and (tensor.cpu if in_pytorch else tensor.gpu)
         )
     )
 
@@ -196,8 +196,9 @@ def _passing_back(case: Case, block: BlockSpec) -> float:
     That is recomputed activations, with recompute=full up to the block's output, and the gradients inside it. The
     mixer's gradients come after the MLP's kept tensors are freed.
     """
-    kept = {part: _sum(case, activations.kept) for part, activations in block.activations.items()}
-    gradients = {part: _sum(case, activations.gradients) for part, activations in block.activations.items()}
+    in_pytorch = case.in_pytorch(block)
+    kept = {part: _sum(case, activations.kept, in_pytorch) for part, activations in block.activations.items()}
+    gradients = {part: _sum(case, activations.gradients, in_pytorch) for part, activations in block.activations.items()}
     if block.attention is not None and case.tokens:
         gradients[Part.mixer] += method_costs(case, block.attention).held / case.tokens
     again = sum(kept[part] for part in _KEPT_PARTS[Recompute.none] if part not in _KEPT_PARTS[case.recompute])
@@ -240,11 +241,9 @@ def _kept_state_bytes(case: Case, block: BlockSpec) -> float:
     Of gated linear attention those at all chunks' borders; of the others those that walks over chunks start from, and
     their transitions if matrices.
     """
-    if not block.state_shapes:
+    if not block.state_shapes or case.in_pytorch(block):
         return 0.0
     name, (heads, key_dim, value_dim) = block.operators[-1], block.state_shape
-    if case.machine.is_cpu or not OPERATORS[name].has_kernels_for(key_dim, value_dim):
-        return 0.0
     if name == "gla":
         return case.tokens / calibration.GLA_CHUNK * heads * key_dim * value_dim * case.compute_bytes
     columns = value_dim + (key_dim if OPERATORS[name].kind is Kind.matrix else 0)

@@ -8,7 +8,6 @@ from typing import Any
 from models.spec import AttentionSpec
 from zeco_train.collectives.cost_model import Costs
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
 from zeco_train.plan.attention import attention_blocks, method_costs, method_of, plan_exchanges, problem_of
@@ -374,11 +373,8 @@ def _operators(case: Case) -> dict[str, str]:
         )
         if operator != measured:
             row += f"; {operator} has no measurement, so {measured}'s is taken, scaled by K + V"
-        known = OPERATORS[operator]
-        # One that reads the whole sequence is two products, in PyTorch at their full rate.
-        slow = not known.has_kernels_for(*block.state_shape[1:]) and not known.reads_whole
-        if slow and not case.machine.is_cpu:
-            row += f"; {operator} has no kernels for these head dims and runs in PyTorch, which takes longer"
+        if (slow_down := case.slow_down(block)) > 1:
+            row += f"; {slow_down:.3g} times as long in PyTorch"
         rows["operator" if len(blocks) == 1 else f"operator {operator}"] = row
     if any(attention_blocks(case)):
         rates = calibration.ATTENTION_FORWARD, calibration.ATTENTION_BACKWARD

@@ -2,7 +2,8 @@
 
 products      FLOPs of the linear layers and the head, including recomputation / rate, that of fp8 for those in fp8
 attention     FLOPs of softmax attention, which grow with the sequence / an assumed rate; only for models that have it
-operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`)
+operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`);
+              in PyTorch on GPUs times the measured slow-down (`zeco_train.ops.selection`)
 elementwise   bytes of norms, gates, logits and rounding to fp8 / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
 parameters    FSDP's first gathers and last reductions; the others' cost to compute, or what no compute hides of them
@@ -110,7 +111,7 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
         slower = known.OPERATOR_BANDWIDTH * known.BANDWIDTH_EFFICIENCY / case.machine.bandwidth
         seconds *= slower / known.IN_STEP * (1.0 if dtype is Dtype.bf16 else known.OPERATOR_FP32)
     size = (key_dim + value_dim) / (measured.key_dim + measured.value_dim)
-    both = seconds * size * case.tokens * heads
+    both = seconds * size * case.tokens * heads * case.slow_down(block)
     return both * measured.forward, both * (1 - measured.forward)
 
 

@@ -43,6 +43,7 @@ from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
 from zeco_train.ops.seam import StateScan
+from zeco_train.ops.selection import warn_of
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
@@ -52,7 +53,7 @@ from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
 from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
-from zeco_train.training.machine import check_machine
+from zeco_train.training.machine import check_machine, slow_paths
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
@@ -148,6 +149,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         logger.log(level, "%s", message)
     if folder is not None:
         _warn(config, data, folder)
+        warn_of(slow_paths(config, mesh.device))
     return OpenedRun(data, path, folder, log)
 
 
@@ -318,7 +320,7 @@ def build_graphs(config: Config, model: LanguageModel, device: torch.device) -> 
     if config.train.cuda_graphs is CudaGraphs.off or device.type != "cuda":
         return None
     if (problem := capture_problem(config)) is not None:
-        logger.info("train.cuda_graphs: steps run without graphs, which do not support %s", problem)
+        logger.warning("train.cuda_graphs: steps run without graphs, which do not support %s", problem)
         return None
     return StepGraphs(model, device)
 

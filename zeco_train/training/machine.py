@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import sys
@@ -12,12 +11,13 @@ import torch
 from models.spec import spec_of
 from zeco_train.config.execution import Compile
 from zeco_train.config.schema import Config
+from zeco_train.distributed import packing
 from zeco_train.distributed.device import total_memory
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.scaled import FIRST_CAPABILITY, WIDTH_MULTIPLE, is_emulated
-
-logger = logging.getLogger(__name__)
+from zeco_train.ops.linear.scaled import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE
+from zeco_train.ops.selection import Call, SlowPath, check_kernels
+from zeco_train.training.optim import adamw
 
 
 def check_machine(config: Config, device: torch.device) -> None:
@@ -29,6 +29,26 @@ def check_machine(config: Config, device: torch.device) -> None:
     _check_memory(config, device)
     _check_compiler(config.train.compile, device)
     _check_matmul(config, device)
+    slow_paths(config, device)
+
+
+def slow_paths(config: Config, device: torch.device) -> list[SlowPath]:
+    """What a run calls that kernels do not serve on such a device, which need not be there.
+
+    Raises:
+        ConfigError: `train.kernels=require` refuses it.
+    """
+    return check_kernels("train.kernels", config.train.kernels, kernel_calls(config), device)
+
+
+def kernel_calls(config: Config) -> list[tuple[str, Call]]:
+    """What a run calls that has kernels on GPUs, with the layers or the part of the run."""
+    train = config.train
+    calls = spec_of(config.model).calls(train.dtype.compute)
+    if train.matmul is Matmul.fp8:
+        calls.append(("train.matmul=fp8", Call("fp8 products", PRODUCTS, train.dtype.compute)))
+    calls.append(("the optimizer", Call("adamw", adamw.KERNELS, train.dtype.master)))
+    return [*calls, ("the gradients", Call("packing", packing.KERNELS, train.dtype.compute))]
 
 
 def _check_memory(config: Config, device: torch.device) -> None:
@@ -63,6 +83,3 @@ def _check_matmul(config: Config, device: torch.device) -> None:
         if any(width % WIDTH_MULTIPLE for width in product):
             allowed = f"{config.model.name} has a linear layer of {product[0]} inputs and {product[1]} outputs; both"
             raise ConfigError("train.matmul", "fp8", f"{allowed} must be multiples of {WIDTH_MULTIPLE}")
-    if is_emulated(config.train.dtype.compute, device):
-        where = f"on {device.type.upper()}s" if device.type != "cuda" else f"with train.dtype={config.train.dtype.name}"
-        logger.info("train.matmul=fp8: emulated %s, where it takes longer than bf16", where)

@@ -14,6 +14,7 @@ from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import find_device
 from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.ops.selection import check_kernels, warn_of
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
@@ -43,6 +44,9 @@ def _verify(arguments: list[str], job: Job) -> int:
     config = load_settings(VerifyConfig, arguments)
     device = find_device(config.device, launch)
     config = config.resolve(device, launch.world_size)
+    slow = check_kernels("kernels", config.kernels, config.calls, device)
+    if launch.rank == 0:
+        warn_of(slow)
     # The result on one device is a reference, too, so fp32 products must not use tf32.
     torch.set_float32_matmul_precision("highest")
     started = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,6 +13,9 @@ from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.config.overrides import describe_settings
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.selection import Call, Kernels
+from zeco_train.ops.softmax import attention
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import METHODS as ATTENTION_METHODS
@@ -69,6 +73,7 @@ class VerifyConfig:
             and one and a half times `tokens`.
         documents: packed documents that straddle ranks (true), one document (false), or both (null).
         carry: the sequence has an initial state and returns its final state. null: only without packed documents.
+        kernels: of dtypes and shapes that kernels on GPUs do not serve, as `train.kernels`.
         huge: instead of the other cases, values and chunk states of more than 2³¹ elements, on each GPU separately.
         seed: of all inputs.
         device: auto takes CUDA devices if there are any.
@@ -90,6 +95,7 @@ class VerifyConfig:
     window: int | None = None
     documents: bool | None = None
     carry: bool | None = None
+    kernels: Kernels = Kernels.auto
     huge: bool = False
     seed: int = 0
     device: Device = Device.auto
@@ -161,6 +167,16 @@ class VerifyConfig:
     def operators(self) -> list[str]:
         """Those to verify, one after another."""
         return ["gla", SOFTMAX] if self.operator is None else [self.operator]
+
+    @property
+    def calls(self) -> list[tuple[str, Call]]:
+        """What is verified and has kernels on GPUs."""
+        found = []
+        for name, dtype in itertools.product(self.operators, self.dtypes):
+            rule = attention.KERNELS if name == SOFTMAX else OPERATORS[name].kernels
+            dims = self.key_dim, self.key_dim if name == SOFTMAX else self.value_dim
+            found += [] if rule is None else [("verify", Call(name, rule, DTYPES[dtype], *dims))]
+        return found
 
     @property
     def layouts(self) -> list[tuple[bool, bool]]:

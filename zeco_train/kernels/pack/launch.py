@@ -15,17 +15,16 @@ from zeco_train.kernels.pack.kernel import pack_kernel
 _BLOCK, _WARPS = 4096, 4
 # Tensors of a launch: its code grows with them.
 _MOST = 16
-DTYPES = torch.bfloat16, torch.float32
 
 
 def pack(tensors: Sequence[Tensor], ranks: int, out: Tensor, *, add: bool = False) -> None:
     """Write row r of `out` from the r-th of `ranks` equal parts of each tensor's rows, one tensor after the other.
 
     Args:
-        tensors: contiguous, of dtypes in `DTYPES`, with one dimension or more; rows are padded with zeros to a multiple
+        tensors: contiguous, in bf16 or fp32, with one dimension or more; rows are padded with zeros to a multiple
             of `ranks`.
         ranks: P.
-        out: [P, …], contiguous, of one of `DTYPES`.
+        out: [P, …], contiguous, in bf16 or fp32.
         add: to what `out` holds, which is fp32 then; each sum is rounded once, as in torch's `add_`.
     """
     # fsdp's own rule: parts of ⌈rows / P⌉ rows.
@@ -42,7 +41,7 @@ def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy each source to its target, in the target's dtype.
 
     Args:
-        sources: contiguous, of dtypes in `DTYPES`.
+        sources: contiguous, in bf16 or fp32.
         targets: likewise, with as many elements each.
     """
     sizes = [tensor.numel() for tensor in sources]

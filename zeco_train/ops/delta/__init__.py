@@ -28,15 +28,15 @@ from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
 from zeco_train.ops.passes import Kind, Operator, Passes
-from zeco_train.ops.selection import has_kernels, head_dims_fit
+from zeco_train.ops.selection import KernelRule
 
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
-_LARGEST_HEAD_DIM = 256
+_KERNELS = KernelRule(largest=256)
 
 
 def _select(operands: Sequence[Tensor], *, gated: bool) -> Passes:
     q, _, v, *wide = operands
-    if not all(has_kernels(q, x) for x in wide) or not head_dims_fit(q.shape[-1], v.shape[-1], _LARGEST_HEAD_DIM):
+    if not _KERNELS.serves(q, v, *wide):
         return CHUNKED_GATED if gated else CHUNKED_DELTA
     from zeco_train.ops.delta.cuda import CUDA_DELTA, CUDA_GATED  # imports Triton
 
@@ -51,7 +51,7 @@ DELTA = Operator(
     step=delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
-    largest_head_dim=_LARGEST_HEAD_DIM,
+    kernels=_KERNELS,
 )
 
 GATED_DELTA = Operator(
@@ -62,7 +62,7 @@ GATED_DELTA = Operator(
     step=gated_delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
-    largest_head_dim=_LARGEST_HEAD_DIM,
+    kernels=_KERNELS,
 )
 
 # The same functions: g has one dimension more.

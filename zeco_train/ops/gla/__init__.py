@@ -7,7 +7,6 @@ q, k, g [B, T, H, K]; v, o [B, T, H, V]; g is log-decays, fp32 or fp64, finite a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -15,14 +14,16 @@ from torch import Tensor
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
 from zeco_train.ops.gla.naive import naive_gla
-from zeco_train.ops.gla.step import recurrent_step
+from zeco_train.ops.gla.step import STEP_KERNELS, recurrent_step
 from zeco_train.ops.passes import Kind, Operator, Passes
-from zeco_train.ops.selection import has_kernels
+from zeco_train.ops.selection import KernelRule
+
+_KERNELS = KernelRule()
 
 
 def _select(operands: Sequence[Tensor]) -> Passes:
-    q, *_, g = operands
-    if not has_kernels(q, g):
+    q, _, v, g = operands
+    if not _KERNELS.serves(q, v, g):
         return CHUNKED
     from zeco_train.ops.gla.cuda import CUDA  # imports Triton
 
@@ -37,5 +38,6 @@ GLA = Operator(
     step=recurrent_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
-    largest_head_dim=math.inf,
+    kernels=_KERNELS,
+    step_kernels=STEP_KERNELS,
 )

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from zeco_train.ops.checks import check_state
 from zeco_train.ops.gla.checks import check_inputs
+from zeco_train.ops.selection import KernelRule
+
+STEP_KERNELS = KernelRule()
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
@@ -41,11 +44,11 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, sc
     if not state.is_contiguous():
         raise ValueError("state: expected a contiguous tensor, since it is updated in place")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (_kernel_step if _has_kernel(q, g) else _plain_step)(q, k, v, g, state, scale)
+    return (_kernel_step if _has_kernel(q, v, g) else _plain_step)(q, k, v, g, state, scale)
 
 
-def _has_kernel(q: Tensor, g: Tensor) -> bool:
-    return q.is_cuda and g.dtype == torch.float32
+def _has_kernel(q: Tensor, v: Tensor, g: Tensor) -> bool:
+    return STEP_KERNELS.serves(q, v, g)
 
 
 def _kernel_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:

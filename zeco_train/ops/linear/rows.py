@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.selection import KernelRule
 
 DTYPE = torch.float8_e4m3fn
+_KERNELS = KernelRule()
 
 # Fields of fp32: 1.75 · 2⁸ = 448 is the largest number of e4m3.
 _FRACTION_BITS = 23
@@ -73,7 +75,7 @@ def quantise_columns(*parts: Tensor) -> Rows:
 
 def _has_kernels(x: Tensor) -> bool:
     # A compiler rounds where it computes x, which saves a pass over it.
-    return not torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float32)
+    return not torch.compiler.is_compiling() and _KERNELS.serves(x, x)
 
 
 def _empty(like: Tensor, rows: int, width: int) -> Rows:

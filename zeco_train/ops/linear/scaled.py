@@ -6,16 +6,19 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.linear.rows import Rows
+from zeco_train.ops.selection import KernelRule
 
 # Compute capability of the first GPUs with fp8 products (Ada; Hopper has 9.0).
 FIRST_CAPABILITY = (8, 9)
 # The widths of a linear layer on GPUs must be multiples of this.
 WIDTH_MULTIPLE = 16
+# The units of GPUs give results in bf16; for other dtypes products are emulated.
+PRODUCTS = KernelRule((torch.bfloat16,))
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products with results of this dtype are emulated: the units of GPUs serve bf16 only."""
-    return device.type != "cuda" or dtype is not torch.bfloat16
+    """Whether products with results of this dtype are emulated."""
+    return device.type != "cuda" or dtype not in PRODUCTS.dtypes
 
 
 def product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:

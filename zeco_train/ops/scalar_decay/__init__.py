@@ -21,19 +21,15 @@ from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
 from zeco_train.ops.scalar_decay.naive import naive_fixed_decay, naive_scalar_decay
 from zeco_train.ops.scalar_decay.step import fixed_step, scalar_step
-from zeco_train.ops.selection import has_kernels, head_dims_fit
+from zeco_train.ops.selection import KernelRule
 
 # A kernel holds one of the state's two dims whole, in shared memory.
-_LARGEST_HEAD_DIM = 256
-
-
-def _has_kernels(q: Tensor, v: Tensor, decays: Tensor) -> bool:
-    return has_kernels(q, decays) and head_dims_fit(q.shape[-1], v.shape[-1], _LARGEST_HEAD_DIM)
+_KERNELS = KernelRule(largest=256)
 
 
 def _select_scalar(operands: Sequence[Tensor]) -> Passes:
     q, _, v, g = operands
-    if not _has_kernels(q, v, g):
+    if not _KERNELS.serves(q, v, g):
         return CHUNKED_SCALAR
     from zeco_train.ops.scalar_decay.cuda import CUDA_SCALAR  # imports Triton
 
@@ -42,7 +38,7 @@ def _select_scalar(operands: Sequence[Tensor]) -> Passes:
 
 def _select_fixed(operands: Sequence[Tensor]) -> Passes:
     q, _, v, log_decay = operands
-    if not _has_kernels(q, v, log_decay):
+    if not _KERNELS.serves(q, v, log_decay):
         return CHUNKED_FIXED
     from zeco_train.ops.scalar_decay.cuda import CUDA_FIXED  # imports Triton
 
@@ -57,7 +53,7 @@ SCALAR_DECAY = Operator(
     step=scalar_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
-    largest_head_dim=_LARGEST_HEAD_DIM,
+    kernels=_KERNELS,
 )
 
 FIXED_DECAY = Operator(
@@ -68,5 +64,5 @@ FIXED_DECAY = Operator(
     step=fixed_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
-    largest_head_dim=_LARGEST_HEAD_DIM,
+    kernels=_KERNELS,
 )

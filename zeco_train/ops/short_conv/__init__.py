@@ -13,17 +13,18 @@ documents and reverse scans of gradients need nothing else.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from zeco_train.ops.passes import Kind, Operator, Passes
+from zeco_train.ops.selection import KernelRule
 from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
 from zeco_train.ops.short_conv.naive import naive_short_conv
 from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.ops.short_conv.step import convolution_step
+
+_KERNELS = KernelRule()
 
 
 class ShortConv(Operator):
@@ -41,9 +42,8 @@ class ShortConv(Operator):
 
 
 def _select(operands: Sequence[Tensor]) -> Passes:
-    """Triton kernels on CUDA, PyTorch for all else and for fp64."""
     x = operands[0]
-    if x.is_cuda and x.dtype != torch.float64:
+    if _KERNELS.serves(x, x):
         from zeco_train.ops.short_conv.cuda import CUDA  # imports Triton
 
         return CUDA
@@ -59,6 +59,6 @@ SHORT_CONV = ShortConv(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     output=0,
-    largest_head_dim=math.inf,
+    kernels=_KERNELS,
     neighbours=True,
 )

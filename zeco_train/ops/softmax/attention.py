@@ -7,9 +7,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from zeco_train.ops.selection import KernelRule
 from zeco_train.ops.softmax import flash, sdpa
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.span import Span
+
+# PyTorch's FlashAttention refuses other heads when it is launched.
+KERNELS = KernelRule((torch.bfloat16,), largest=256, row_bytes=16)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
@@ -23,7 +27,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
         key_start: position of the first key.
         scale: factor of the scores.
     """
-    return _kernels(q).attend(q, k, v, span, key_start, scale)
+    return _kernels(q, v).attend(q, k, v, span, key_start, scale)
 
 
 def attend_backward(
@@ -51,10 +55,10 @@ def attend_backward(
         deterministic: add up in one order; FlashAttention does not by default, SDPA always does.
     """
     operands = do, q, k, v, attended, span, key_start, scale
-    if _kernels(q) is flash:
+    if _kernels(q, v) is flash:
         return flash.attend_backward(*operands, deterministic)
     return sdpa.attend_backward(*operands)
 
 
-def _kernels(q: Tensor) -> ModuleType:
-    return flash if q.is_cuda and q.dtype is torch.bfloat16 else sdpa
+def _kernels(q: Tensor, v: Tensor) -> ModuleType:
+    return flash if KERNELS.serves(q, v) else sdpa

@@ -12,6 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeco_train.ops.selection import KernelRule
+
+# Of PyTorch's fused attention with a mask; for other calls it takes plain products, without a word.
+STEP_KERNELS = KernelRule(row_bytes=16)
+
 
 def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[Tensor, int]:
     """Append consecutive tokens to a cache, in place.

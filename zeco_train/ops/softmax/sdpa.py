@@ -1,6 +1,7 @@
 """The attention of a span to consecutive keys by PyTorch's own SDPA kernel of CPUs, with its log-sum-exp.
 
-On GPUs, for fp32 and fp64, by plain products: its kernels there take no fp64, or no mask.
+On GPUs, for calls that FlashAttention refuses, by plain products in the accumulation dtype: PyTorch's other kernels
+there take no fp64, or no mask.
 
 The same call serves whole sequences and blocks of keys: the backward pass takes the output and the log-sum-exp over all
 keys, so blocks of a ring need no other formula. Queries are taken in blocks, each with the keys that it can read, so
@@ -65,6 +66,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tup
     if not q.is_cuda:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    return _products(q, k, v, mask, scale)
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (q, k, v))
     scores = q @ k.mT * scale + mask
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().nan_to_num() @ v, lse
@@ -77,6 +83,13 @@ def _backward(
     if not q.is_cuda:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return op(do, q, k, v, o, lse, 0.0, False, attn_mask=mask, scale=scale)
+    return _products_backward(do, q, k, v, o, lse, mask, scale)
+
+
+def _products_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    do, q, k, v, o = (x.to(accumulation_dtype(x.dtype)) for x in (do, q, k, v, o))
     weights = (q @ k.mT * scale + mask - lse[..., None]).exp().nan_to_num()
     of_scores = weights * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
     return of_scores @ k, of_scores.mT @ q, weights.mT @ do

@@ -1,0 +1,140 @@
+"""Which calls kernels serve, and the slow-downs of the others, on devices that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.campaigns import slow_paths
+from zeco_train.ops import gated_norm, selection
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.selection import (
+    Call,
+    KernelRule,
+    Kernels,
+    SlowDown,
+    SlowDowns,
+    check_kernels,
+    find_slow_paths,
+    stored_slow_downs,
+)
+from zeco_train.ops.softmax import attention, cache, flash, sdpa
+
+GPU = torch.device("cuda")
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+LIMITED = ("scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
+
+
+def _operands(name: str, dtype: torch.dtype, wide: torch.dtype, key_dim: int, value_dim: int) -> list[Tensor]:
+    """Of one token on a GPU that need not be there, to be made inside `FakeTensorMode`."""
+    dims = {"q": (1, 1, 2, key_dim), "k": (1, 1, 2, key_dim), "v": (1, 1, 2, value_dim)}
+    dims |= {"x": (1, 1, 8), "weight": (8, 1, 4), "bias": (8,), "log_decay": (2,), "beta": (1, 1, 2)}
+    dims["g"] = (1, 1, 2, key_dim) if name in ("gla", "kda") else (1, 1, 2)
+    return [
+        torch.empty(dims[each], dtype=wide if each in ("g", "beta", "log_decay") else dtype, device=GPU)
+        for each in OPERATORS[name].operands
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.kernels is not None])
+def test_select_follows_the_rule_that_is_asked_before_a_run(name: str) -> None:
+    rule, in_pytorch = OPERATORS[name].kernels, OPERATORS[name].select([torch.zeros(1)] * len(OPERATORS[name].operands))
+    assert rule is not None
+    largest = 256 if name in LIMITED else 512
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for dtype, key_dim, value_dim in (
+            (BF16, 256, largest), (FP32, largest, 64), (FP64, 64, 64), (BF16, 64, 257), (FP32, 257, 64), (BF16, 4, 4),
+        ):  # fmt: skip
+            served = dtype is not FP64 and (name not in LIMITED or max(key_dim, value_dim) <= 256)
+            wide = FP64 if dtype is FP64 else FP32
+            selected = OPERATORS[name].select(_operands(name, dtype, wide, key_dim, value_dim))
+            assert (selected is not in_pytorch) == served, (dtype, key_dim, value_dim)
+            assert (Call(name, rule, dtype, key_dim, value_dim).problem(GPU) is None) == served
+        # Decays and strengths of another dtype than the mixers': the rule sees them in `select` only.
+        if name != "short_conv":
+            assert OPERATORS[name].select(_operands(name, BF16, FP64, 64, 64)) is in_pytorch
+
+
+def test_softmax_takes_flash_attention_only_where_its_launch_does_not_refuse() -> None:
+    with FakeTensorMode():
+        for dtype, dim in ((BF16, 8), (BF16, 256), (BF16, 264), (BF16, 36), (FP32, 64), (FP64, 64)):
+            q = torch.empty(1, 1, 2, dim, dtype=dtype, device=GPU)
+            served = dtype is BF16 and dim <= 256 and dim % 8 == 0
+            assert attention._kernels(q, q) is (flash if served else sdpa), (dtype, dim)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "served"), [(BF16, 36, False), (FP32, 36, True), (FP32, 38, False), (BF16, 512, True)]
+)
+def test_steps_of_softmax_need_rows_of_16_bytes(dtype: torch.dtype, dim: int, served: bool) -> None:
+    assert (Call("softmax step", cache.STEP_KERNELS, dtype, dim, dim).problem(GPU) is None) == served
+
+
+def test_each_slow_path_is_found_once_and_on_gpus_only() -> None:
+    slow = ("layer 1 (x)", Call("gated_norm", gated_norm.KERNELS, FP64, 0, 64))
+    calls = [("layer 0 (x)", Call("gla", KernelRule(), BF16, 64, 64)), slow, slow]
+    (found,) = find_slow_paths(calls, GPU)
+    assert (found.where, found.slow_down) == ("layer 1 (x)", None)
+    assert not find_slow_paths(calls, torch.device("cpu"))
+    assert check_kernels("kernels", Kernels.require, calls[:1], GPU) == []
+
+
+def test_nearest_measurement_is_of_the_operator_and_dtype_and_not_far(tmp_path: Path) -> None:
+    rows = [
+        SlowDown("delta", "bf16", 128, 128, 4096, 3.0),
+        SlowDown("delta", "bf16", 256, 256, 4096, 5.0),
+        SlowDown("delta", "bf16", 256, 256, 16384, 6.0),
+    ]
+    SlowDowns("a toy", tuple(rows)).write(tmp_path / "table.json")
+    table, rule = SlowDowns.read(tmp_path / "table.json"), KernelRule()
+    assert table.rows == tuple(rows)
+
+    def nearest(operator: str, dtype: torch.dtype, dims: tuple[int, int], tokens: int | None = None) -> float | None:
+        found = table.nearest(Call(operator, rule, dtype, *dims), tokens)
+        return None if found is None else found.slow_down
+
+    assert nearest("delta", BF16, (256, 512), 8193) == 6
+    assert nearest("delta", BF16, (512, 512), 2048) == 5
+    assert nearest("delta", BF16, (64, 288)) == 3
+    # Eight times the largest K · V, another dtype, another operator, and a call without heads.
+    assert nearest("delta", BF16, (512, 1024)) is None
+    assert nearest("delta", FP32, (256, 256)) is None
+    assert nearest("kda", BF16, (256, 256)) is None
+    assert nearest("delta", BF16, (0, 256)) is None
+
+
+def test_stored_measurements_are_of_operators_that_are_asked_about() -> None:
+    known = {*(name for name, operator in OPERATORS.items() if operator.kernels is not None), "softmax"}
+    assert {row.operator for row in stored_slow_downs().rows} <= known
+    assert all(row.slow_down > 0 and row.dtype in ("bf16", "fp32") for row in stored_slow_downs().rows)
+
+
+def test_campaign_writes_the_file_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = slow_paths.main([str(tmp_path / "table.json"), "--dry"])
+    assert SlowDowns.read(tmp_path / "table.json") == table
+    assert {row.operator for row in table.rows} == {*LIMITED, "gla", "softmax"}
+    assert capsys.readouterr().out.count(" ms = ") == len(table.rows)
+    stored = json.loads(Path(selection.__file__).with_name("slow_paths.json").read_text())
+    assert stored.keys() == json.loads((tmp_path / "table.json").read_text()).keys()
+
+
+def test_products_in_place_of_flash_attention_keep_fp32_sums_of_bf16_heads() -> None:
+    """On a GPU they serve heads that FlashAttention refuses; the same formula, forced on a CPU."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 40, 36, dtype=FP64) for _ in range(4))
+    mask = torch.zeros(40, 40).masked_fill_(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+
+    def results(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        as_given = [x.bfloat16().to(dtype) for x in (q, k, v, do)]
+        o, lse = sdpa._products(*as_given[:3], mask.to(dtype), 36**-0.5)
+        return o, lse, *sdpa._products_backward(as_given[3], *as_given[:3], o, lse, mask.to(dtype), 36**-0.5)
+
+    for found, expected in zip(results(BF16), results(FP64), strict=True):
+        assert found.dtype is FP32
+        # Rounding of fp32; sums in bf16 are off by 2⁻⁹ and more.
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
