@@ -168,7 +168,6 @@ class _Measurement:
         self._run, self._config, self._session, self._report = run, config, session, report
         self._shape = f"{run.model.name}, H {run.model.num_heads}"
         self._started = time.monotonic()
-        self._slow = find_slow_paths(kernel_calls(run), session.device)
         # `dp` rows, by tokens.
         self._rates: dict[int, float] = {}
         # Numbers of tokens measured with the backends.
@@ -321,7 +320,9 @@ class _Measurement:
         rate = 1e3 * count * self._config.micro_batches / row["wall_ms"]
         mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
         row |= {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
-        return row if contender.name == PRODUCTS or is_peer(contender.name) else marked(row, self._slow)
+        if contender.name == PRODUCTS or is_peer(contender.name):
+            return row
+        return marked(row, find_slow_paths(kernel_calls(self._run), self._session.device, count))
 
     def _add(self, rows: Sequence[Row]) -> None:
         """Add rows with one number of tokens."""

@@ -58,8 +58,10 @@ class KernelRule:
             values: [..., V].
             wide: decays and strengths.
         """
-        dims, dtypes = (tokens.shape[-1], values.shape[-1]), tuple(x.dtype for x in wide)
-        return _problem(self, tokens.device.type, *dims, tokens.dtype, *dtypes) is None
+        # Sizes may be symbols of a compiler, which are no keys of a cache: only a rule that needs them reads them.
+        is_limited = self.largest is not None or self.row_bytes > 1
+        dims = (tokens.shape[-1], values.shape[-1]) if is_limited else (0, 0)
+        return _problem(self, tokens.device.type, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
 
 
 @cache
