@@ -204,6 +204,7 @@ def _addresses(
     split = config.data.seq_len // config.train.segments
     tokens, steps = split // (1 if config.sp.backend.value == "dp" else world_size), config.train.steps
     planted: list[_Planted] = []
+    spoilt: list[int] = []
     zero_grad, launched, backward = TrainingStep.zero_grad, TrainingStep.launched, TrainingStep.backward
 
     def build_and_plant(*arguments: Any) -> LanguageModel:
@@ -220,9 +221,11 @@ def _addresses(
         return launched(self)
 
     def spoil(self: TrainingStep, segments: list[Batch], **options: Any) -> Tensor | None:
-        if planted[0].step == steps:
+        # Before its first forward pass, which gathers the weights.
+        if planted[0].step == steps and not spoilt:
+            spoilt.append(steps)
             weight: Any = self.model.model.embeddings.weight
-            own, row = weight.detach().to_local(), int(segments[0].input_ids[0, 0])
+            own, row = weight.to_local().detach(), int(segments[0].input_ids[0, 0])
             if dist.get_world_size() > 1:
                 found = [row]
                 dist.broadcast_object_list(found)
