@@ -91,12 +91,14 @@ def explain(
     weight, left = _first_parameter(model, "weight", 0), _first_parameter(model, "gradient", 0)
     with step.launched(), _recomputed(model):
         loss = _run(step, watch, read, micro_steps, with_backward)
+        # A forward pass leaves weights gathered, and the gradients belong to their shards.
+        reshard(model)
         value, repeated = global_norm(model) if with_backward else loss, watch.first
         if repeated is None and with_backward:
             # Spoilt after the pass had computed it: in the reduction over ranks.
             repeated = _first_parameter(model, "gradient", watch.checks)
-    reshard(model)
-    logger.info("%s; on this rank: %s", symptom, "nothing" if repeated is None else f"{repeated.what}{repeated.where}")
+    own = "every tensor is finite" if repeated is None else f"{repeated.what}{repeated.where}"
+    logger.info("%s; first on this rank: %s", symptom, own)
     by_rank = gather(_Findings(weight, repeated, left), step.mesh.world_size)
     firsts = [_earliest(of_kind) for of_kind in zip(*by_rank, strict=True)]
     return f"{symptom}{_describe(*firsts, is_finite=bool(value.isfinite()))}"
@@ -370,7 +372,8 @@ class _WatchedLaunch:
 
 
 @torch.no_grad()
-def _token_losses(head: LMHead, inputs: tuple[Any, ...]) -> Tensor:
+def _token_losses(head: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    assert isinstance(head, LMHead)
     hidden, labels, _ = inputs
     # Not by a call, which would run the hooks.
     scores = head.forward(hidden, labels, scores=True)
