@@ -255,8 +255,8 @@ def _addresses(
 
 SKIPPED = ["train.nonfinite=skip:9", "checkpoint.every=0"]
 FAULTS = [
-    Fault(1, "model.layers.0", 1, 5),
-    Fault(2, "model.layers.1", 0, 7, backward=True),
+    Fault(1, "model.layers.0", 0, 5),
+    Fault(2, "model.layers.1", 1, 7, backward=True),
     Fault(3, "model.layers.0", 1, 9, backward=True, lasts=False),
 ]
 # With graphs, steps are replayed from the third on.
@@ -293,9 +293,19 @@ def check_addresses(
     assert "of those computed, the output of model.embeddings, on rank 0: token 0 of sequence " in weight
     if "data.reset_state_at_document=true" in settings:
         assert "of its document 0 (id " in weight
-    for rank, result in enumerate(by_rank):
-        own = "input of model.layers.1: token " if rank == faults[0].rank else ""
-        assert f"the loss is nan; first on this rank: {own}" in result["log"]
+    if ranks == 1:
+        return
+    logs = [result["log"] for result in by_rank]
+    assert "the loss is nan; first on this rank: input of model.layers.1: token " in logs[0]
+    assert "norm is nan; first on this rank: gradient of the output of model.layers.1: token " in logs[1]
+    # What the other rank got of it.
+    nothing = "every tensor is finite"
+    received = "state from earlier ranks in", "gradient of the state from later ranks in"
+    if "model.attn.every=2" in settings:
+        received = "output of attention in", "gradient of operand k of attention in"
+    for what, symptom, log in zip(received, ("loss", "gradient norm"), reversed(logs), strict=True):
+        own = nothing if "sp=dp" in settings else f"{what} model.layers.1.attn"
+        assert f"the {symptom} is nan; first on this rank: {own}" in log
 
 
 def test_first_non_finite_tensor_has_an_address(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ class _Watch:
         """Look at a tensor, unless one has been found.
 
         Args:
-            what: the tensor.
+            what: the tensor, before the name of `place`.
             tensor: of any shape; [B, T, ...] has tokens.
             place: name of what it belongs to; None: the running module.
             terms: what it is the sum of, [B, T].
@@ -235,25 +235,25 @@ class _Watch:
         if self.first is None and not _is_finite(tensor):
             place, tensor = self._place() if place is None else place, tensor if terms is None else terms()
             where = f": {self._where(tensor)}; {_count(tensor)}"
-            self.first = Finding(self.checks, self._in_backward, f"{what} of {self._described(place)}", where)
+            self.first = Finding(self.checks, self._in_backward, f"{what} {self._described(place)}", where)
 
     def check_forward(self, operator: str, operands: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """Run the forward pass of an operator of the running module, with checks of its operands and its output."""
         if self._in_backward:
             return run()
         for name, tensor in operands.items():
-            self.check(f"operand {name} of {operator}", tensor)
+            self.check(f"operand {name} of {operator} in", tensor)
         results = run()
-        self.check(f"output of {operator}", results[0])
+        self.check(f"output of {operator} in", results[0])
         return results
 
     def check_backward(self, operator: str, names: Sequence[str], do: Tensor, run: Callable[[], Any]) -> Any:
         """Run the backward pass of an operator, with checks of its output's gradient and its operands' gradients."""
-        self.check(f"gradient of the output of {operator}", do)
+        self.check(f"gradient of the output of {operator} in", do)
         results = run()
         grads = results[0] if isinstance(results[0], list) else results
         for name, grad in zip(names, grads, strict=True):
-            self.check(f"gradient of operand {name} of {operator}", grad)
+            self.check(f"gradient of operand {name} of {operator} in", grad)
         return results
 
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -263,7 +263,7 @@ class _Watch:
             self._in_backward, self._input_ids, self._offset = False, inputs[0], inputs[1].offset
         for x in inputs if not self._in_backward else ():
             if isinstance(x, Tensor) and x.is_floating_point():
-                self.check("input", x)
+                self.check("input of", x)
         # FSDP2 has gathered the weights of its unit, of which some are read without a call of their own module.
         for path, parameter in module.named_parameters(name):
             if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
@@ -274,7 +274,7 @@ class _Watch:
         # Blocks and mixers return what they exchange with other ranks, too, of which a part is undefined in replays.
         output = results if isinstance(results, Tensor) else results[0]
         if not self._in_backward:
-            self.check("output", output, terms=partial(_token_losses, module, inputs) if output.ndim == 0 else None)
+            self.check("output of", output, terms=partial(_token_losses, module, inputs) if output.ndim == 0 else None)
         name = self._running.pop()
         if output.requires_grad:
             output.register_hook(partial(self._check_output_gradient, name))
@@ -282,11 +282,11 @@ class _Watch:
             self._in_backward = True
 
     def _check_gradient(self, path: str, grad: Tensor) -> None:
-        self.check("gradient", grad, path)
+        self.check("gradient of", grad, path)
 
     def _check_output_gradient(self, name: str, grad: Tensor) -> None:
         self._last = name
-        self.check("gradient of the output", grad, name)
+        self.check("gradient of the output of", grad, name)
 
     def _place(self) -> str:
         """The module that runs; in a backward pass the mixer, if it is in one, since operators do not name theirs."""
@@ -348,7 +348,7 @@ class _WatchedScan:
         self.ends, self.attention = getattr(scan, "ends", (False, False)), getattr(scan, "attention", None)
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
-        self._watch.check("gradient of the state" if request.reverse else "state", request.state)
+        self._watch.check("gradient of the state of" if request.reverse else "state of", request.state)
         return _WatchedLaunch(self._scan.launch(request), self._watch, request.reverse)
 
 
@@ -357,7 +357,7 @@ class _WatchedLaunch:
 
     def __init__(self, scan: LaunchedScan, watch: _Watch, reverse: bool) -> None:
         self._scan, self._watch = scan, watch
-        self._what = "gradient of the state from later ranks" if reverse else "state from earlier ranks"
+        self._what = "gradient of the state from later ranks in" if reverse else "state from earlier ranks in"
 
     def wait(self) -> Tensor:
         state = self._scan.wait()
