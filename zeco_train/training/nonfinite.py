@@ -220,15 +220,13 @@ class _Watch:
             finally:
                 step.forward.scan = scan
 
-    def check(
-        self, what: str, tensor: Tensor, place: str | None = None, *, terms: Callable[[], Tensor] | None = None
-    ) -> None:
+    def check(self, what: str, place: str | None, tensor: Tensor, *, terms: Callable[[], Tensor] | None = None) -> None:
         """Look at a tensor, unless one has been found.
 
         Args:
             what: the tensor, before the name of `place`.
+            place: the module, or parameter, that it belongs to; None: the running module.
             tensor: of any shape; [B, T, ...] has tokens.
-            place: name of what it belongs to; None: the running module.
             terms: what it is the sum of, [B, T].
         """
         self.checks += 1
@@ -242,18 +240,18 @@ class _Watch:
         if self._in_backward:
             return run()
         for name, tensor in operands.items():
-            self.check(f"operand {name} of {operator} in", tensor)
+            self.check(f"operand {name} of {operator} in", None, tensor)
         results = run()
-        self.check(f"output of {operator} in", results[0])
+        self.check(f"output of {operator} in", None, results[0])
         return results
 
     def check_backward(self, operator: str, names: Sequence[str], do: Tensor, run: Callable[[], Any]) -> Any:
         """Run the backward pass of an operator, with checks of its output's gradient and its operands' gradients."""
-        self.check(f"gradient of the output of {operator} in", do)
+        self.check(f"gradient of the output of {operator} in", None, do)
         results = run()
         grads = results[0] if isinstance(results[0], list) else results
         for name, grad in zip(names, grads, strict=True):
-            self.check(f"gradient of operand {name} of {operator} in", grad)
+            self.check(f"gradient of operand {name} of {operator} in", None, grad)
         return results
 
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -263,30 +261,28 @@ class _Watch:
             self._in_backward, self._input_ids, self._offset = False, inputs[0], inputs[1].offset
         for x in inputs if not self._in_backward else ():
             if isinstance(x, Tensor) and x.is_floating_point():
-                self.check("input of", x)
+                self.check("input of", name, x)
         # FSDP2 has gathered the weights of its unit, of which some are read without a call of their own module.
         for path, parameter in module.named_parameters(name):
             if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
-                self._hooks.callback(parameter.register_hook(partial(self._check_gradient, path)).remove)
+                self._hooks.callback(parameter.register_hook(partial(self.check, "gradient of", path)).remove)
 
     def _after(self, module: nn.Module, inputs: tuple[Any, ...], results: Any) -> None:
         # Blocks and mixers return what they exchange with other ranks, too, of which a part is undefined in replays.
         output = results if isinstance(results, Tensor) else results[0]
-        if not self._in_backward:
-            self.check("output of", output, terms=partial(_token_losses, module, inputs) if output.ndim == 0 else None)
         name = self._running.pop()
+        if not self._in_backward:
+            terms = partial(_token_losses, module, inputs) if isinstance(module, LMHead) else None
+            self.check("output of", name, output, terms=terms)
         if output.requires_grad:
             output.register_hook(partial(self._check_output_gradient, name))
         if module is self._model:
             self._in_backward = True
 
-    def _check_gradient(self, path: str, grad: Tensor) -> None:
-        self.check("gradient of", grad, path)
-
     def _check_output_gradient(self, name: str, grad: Tensor) -> None:
         self._last = name
-        self.check("gradient of the output of", grad, name)
+        self.check("gradient of the output of", name, grad)
 
     def _place(self) -> str:
         """The module that runs; in a backward pass the mixer, if it is in one, since operators do not name theirs."""
@@ -348,7 +344,7 @@ class _WatchedScan:
         self.ends, self.attention = getattr(scan, "ends", (False, False)), getattr(scan, "attention", None)
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
-        self._watch.check("gradient of the state of" if request.reverse else "state of", request.state)
+        self._watch.check("gradient of the state of" if request.reverse else "state of", None, request.state)
         return _WatchedLaunch(self._scan.launch(request), self._watch, request.reverse)
 
 
@@ -361,7 +357,7 @@ class _WatchedLaunch:
 
     def wait(self) -> Tensor:
         state = self._scan.wait()
-        self._watch.check(self._what, state)
+        self._watch.check(self._what, None, state)
         return state
 
     def finish(self) -> None:
@@ -372,8 +368,7 @@ class _WatchedLaunch:
 
 
 @torch.no_grad()
-def _token_losses(head: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-    assert isinstance(head, LMHead)
+def _token_losses(head: LMHead, inputs: tuple[Any, ...]) -> Tensor:
     hidden, labels, _ = inputs
     # Not by a call, which would run the hooks.
     scores = head.forward(hidden, labels, scores=True)
