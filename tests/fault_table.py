@@ -224,7 +224,10 @@ FAULTS: dict[str, tuple[str, Callable[[], Row]]] = {
     "node": ("one of two nodes lost (torchrun and its 2 ranks killed)", lambda: _node_lost(1)),
     "first node": ("the node of the rendezvous lost", lambda: _node_lost(0)),
     "launcher": ("torchrun killed (SIGKILL)", _launcher_killed),
-    "gradient": ("NaN in a gradient on rank 1 of 2", lambda: _inside("gradient:1:8", ranks=2)),
+    "gradient": (
+        "NaN written into a gradient on rank 1 of 2, after its reduction",
+        lambda: _inside("gradient:1:8", ranks=2),
+    ),
     "activation": ("NaN in an activation on rank 1 of 2", lambda: _inside("activation:1:8", ranks=2)),
     "skip": ("the same at steps 3, 5, 6, 8, 9, 10 with `train.nonfinite=skip:2`", _skips),
     "truncated": ("a shard of the data becomes shorter in mid-run", lambda: _data(_truncate)),

@@ -270,7 +270,9 @@ def test_non_finite_gradient_stops_run(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, *UNSTABLE, "optim.lr=1e30", fault=NONE) as job:
         outcome = job.wait()
     step = steps_done(tmp_path) + 1
-    check_named(outcome, f"step {step}: the gradient norm is ", "is the gradient of model.layers.0.", ", on rank 0")
+    check_named(
+        outcome, f"step {step}: the gradient norm is ", "is the gradient of the output of model.layers.0, on rank "
+    )
     assert f"(exitcode: {NonFiniteError.exit_code})" in outcome.err
     check_checkpoints(tmp_path, step - 1)
 
@@ -281,7 +283,7 @@ def test_non_finite_loss_stops_run(segments: int, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     outcome = train_here(*ENDLESS, *UNSTABLE, "optim.lr=1e5", f"train.segments={segments}")
     step = steps_done(tmp_path) + 1
-    check_named(outcome, f"step {step}: the loss is ", "is the output of model.layers.0.", ", on rank 0")
+    check_named(outcome, f"step {step}: the loss is ", "is the output of gla in model.layers.0.attn (gla), on rank 0: ")
     assert outcome.code == NonFiniteError.exit_code
     check_checkpoints(tmp_path, step - 1)
 

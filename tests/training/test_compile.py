@@ -165,8 +165,9 @@ def test_cpu_compiles_only_with_setting_always(setting: Compile, calls: int, mes
 @pytest.mark.few
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize("compiled_before", [False, True])
+@pytest.mark.parametrize("with_backward", [False, True])
 def test_non_finite_tensor_in_compiled_block_is_named(
-    recompute: Recompute, compiled_before: bool, mesh: ProcessMesh, store: Path
+    recompute: Recompute, compiled_before: bool, with_backward: bool, mesh: ProcessMesh, store: Path
 ) -> None:
     case = Case(recompute=recompute, compiler="aot_eager")
     scan = LocalScan()
@@ -182,8 +183,13 @@ def test_non_finite_tensor_in_compiled_block_is_named(
         # Finite, but not their product.
         for weight in (attention.g_norm_swish_gate.weight, attention.o_proj.weight):
             weight.to_local().fill_(1e300)
-    found = explain(model, "the loss is nan", [lambda b=b: step.loss(b) for b in batches], 1)
-    assert found.endswith("the first non-finite tensor is the output of model.layers.1.attn.o_proj, on rank 0")
+    found = explain(step, "the loss is nan", batches.__getitem__, len(batches), with_backward=with_backward)
+    begin = (
+        "the loss is nan; the first non-finite tensor is the output of model.layers.1.attn.o_proj (gla), on rank 0: "
+    )
+    assert found.startswith(begin + "token 0 of sequence ")
+    # As before.
+    assert {block.recompute for block in model.model.blocks()} == {recompute}
 
 
 def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tensor]:

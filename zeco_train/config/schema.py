@@ -29,7 +29,7 @@ from zeco_train.config import composing
 from zeco_train.config.attention_rules import check_attention
 from zeco_train.config.attention_rules import needs as attention_needs
 from zeco_train.config.composing import compose_file, compose_untyped, explain
-from zeco_train.config.execution import Compile, CudaGraphs
+from zeco_train.config.execution import Compile, CudaGraphs, skip_limit
 from zeco_train.config.mixer_choice import KEY as MIXER_KEY
 from zeco_train.config.mixer_choice import MixerChoice, choose_mixer, config_class, stored_class
 from zeco_train.config.overrides import check_overrides, find_value, of_groups
@@ -46,7 +46,6 @@ from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import by_key, check_values, find_interpolation, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
-from zeco_train.training.nonfinite import skip_limit
 from zeco_train.training.optim.registry import OptimConfig
 from zeco_train.training.profiler import check_profile
 from zeco_train.training.schedule import ScheduleConfig

@@ -94,6 +94,11 @@ class StepLauncher:
     def keep_gradients(self) -> None:
         """Hold the memory of the gradients; call after the passes of a step."""
 
+    @contextmanager
+    def aside(self) -> Iterator[StepLauncher]:
+        """Between two steps: what launches the kernels of further passes one by one; their gradients may be lost."""
+        yield self
+
 
 class StepGraphs(StepLauncher):
     """Captures the parts of a step, and replays them from the first step after the warm-up on.
@@ -168,6 +173,14 @@ class StepGraphs(StepLauncher):
         """See `StepLauncher`: graphs write and read gradients where they were at the capture."""
         if self.are_replays and not self._gradients:
             self._gradients = [parameter.grad for parameter in self._model.parameters()]
+
+    @contextmanager
+    def aside(self) -> Iterator[StepLauncher]:
+        """See `StepLauncher`: the gradients are those of the graphs again afterwards."""
+        with self._on_stream():
+            yield StepLauncher()
+        for parameter, grad in zip(self._model.parameters(), self._gradients, strict=bool(self._gradients)):
+            parameter.grad = grad
 
     def _at_fixed_address(self, batch: Batch) -> Batch:
         tokens = batch.input_ids.shape[1]

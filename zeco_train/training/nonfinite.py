@@ -1,104 +1,398 @@
-"""Finds the first non-finite tensor behind a loss or gradient norm that is NaN or infinite.
+"""Where a loss or gradient norm that is NaN or infinite began: layer, tensor, rank and token.
 
-Such a step never changes weights or optimizer state (`zeco_train.training.step`); `train.nonfinite` sets whether the
-run skips it or ends.
+Such a step never changes weights or optimizer state (`zeco_train.training.step`), so its passes can be run again on the
+same weights and batches, with checks in between: after each module, and around each operator and its scan, forward and
+backward. A loss that is not finite needs the forward passes only. Nothing of this is registered before.
+
+Ranks run the same code, so a check has the same number on all of them. The lowest number with a finding is where it
+began, also if other ranks have got it since, by a state that they received.
+
+The pass is launched kernel by kernel: compiled code and CUDA graphs hide what is inside of them. Blocks are recomputed
+(`Recompute.full`), whatever the setting: the pass must fit beside the pool of the graphs, and eager code keeps more
+than compiled code.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from data.reader import Batch
+from models.language_model import LanguageModel, LMHead
 from zeco_train.distributed.mesh import gather
-from zeco_train.errors import ConfigError
+from zeco_train.distributed.parallelize import global_norm, reshard
+from zeco_train.distributed.whole import local
+from zeco_train.ops.loss import TokenScores
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan
+from zeco_train.training.step import TrainingStep
 
-# Time as (phase, position within the phase), and a description of the tensor.
-Finding = tuple[tuple[int, int], str]
+logger = logging.getLogger(__name__)
 
 
-def skip_limit(policy: str) -> int:
-    """How many steps in a row `train.nonfinite` allows to skip: 0 for `stop`, n for `skip:n`.
+class Finding(NamedTuple):
+    """A rank's first tensor that is not finite.
 
-    Raises:
-        ConfigError: it is neither.
+    Attributes:
+        order: number of the check that found it.
+        is_gradient: whether it is a gradient, which goes from later ranks to earlier ones.
+        what: the tensor, with its layer.
+        where: in it.
     """
-    if policy == "stop":
-        return 0
-    match = re.fullmatch(r"skip:([1-9]\d{0,8})", policy)
-    if match is None:
-        raise ConfigError("train.nonfinite", policy, "must be stop, or skip:N to leave out up to N ≥ 1 steps in a row")
-    return int(match[1])
+
+    order: int
+    is_gradient: bool
+    what: str
+    where: str
 
 
-def explain(model: nn.Module, symptom: str, forwards: Iterable[Callable[[], object]], world_size: int) -> str:
-    """Find where a non-finite value first appears: in weights, then activations as they are computed, then gradients.
+class _Findings(NamedTuple):
+    """Of one rank: among the weights, in the repeated pass, and among the gradients that the step itself has left."""
 
-    Collective: every rank runs the step's forward passes once more, with hooks, on unchanged weights.
+    weight: Finding | None
+    repeated: Finding | None
+    left: Finding | None
+
+
+def explain(
+    step: TrainingStep,
+    symptom: str,
+    read: Callable[[int], Sequence[Batch]],
+    micro_steps: int,
+    *,
+    with_backward: bool,
+) -> str:
+    """Run a step's passes once more, and find the first tensor that is not finite.
+
+    Collective. Each rank logs its own finding. The gradients are undefined afterwards, as before a step.
 
     Args:
-        model: after the step's backward passes, so with gradients.
+        step: after the passes of the step in question, with its gradients; weights are as they were in it.
         symptom: such as "the loss is nan".
-        forwards: the forward pass of each of this rank's micro-batches.
-        world_size: number of ranks.
+        read: micro-batch → its segments, as `TrainingStep.backward` takes them.
+        micro_steps: number of micro-batches.
+        with_backward: also the backward passes; not needed if the loss is not finite.
 
     Returns:
-        Symptom, tensor with its layer, and rank, as text; the same on every rank.
+        The symptom, the tensor with its layer, the rank, and the place in the tensor, as text; the same on every rank.
     """
-    # Gradients before the forward passes, which all-gather the parameters and so hide their sharded gradients.
-    findings = [
-        _first_parameter(model, "weight"),
-        _first_parameter(model, "gradient"),
-        _first_activation(model, forwards),
-    ]
-    gathered = gather(findings, world_size)
-    found = sorted((f[0], rank, f[1]) for rank, of_rank in enumerate(gathered) for f in of_rank if f is not None)
+    model, watch = step.model, _Watch(step.model)
+    # Sharded gradients, and weights, before a forward pass gathers the parameters.
+    weight, left = _first_parameter(model, "weight", 0), _first_parameter(model, "gradient", 0)
+    with step.launched(), _recomputed(model):
+        loss = _run(step, watch, read, micro_steps, with_backward)
+        # A forward pass leaves weights gathered, and the gradients belong to their shards.
+        reshard(model)
+        value, repeated = global_norm(model) if with_backward else loss, watch.first
+        if repeated is None and with_backward:
+            # Spoilt after the pass had computed it: in the reduction over ranks.
+            repeated = _first_parameter(model, "gradient", watch.checks)
+    own = "every tensor is finite" if repeated is None else f"{repeated.what}{repeated.where}"
+    logger.info("%s; first on this rank: %s", symptom, own)
+    by_rank = gather(_Findings(weight, repeated, left), step.mesh.world_size)
+    firsts = [_earliest(of_kind) for of_kind in zip(*by_rank, strict=True)]
+    return f"{symptom}{_describe(*firsts, is_finite=bool(value.isfinite()))}"
+
+
+def _run(
+    step: TrainingStep, watch: _Watch, read: Callable[[int], Sequence[Batch]], micro_steps: int, with_backward: bool
+) -> Tensor:
+    """The sum of the losses, once more; with the backward passes in another unit."""
+    step.model.zero_grad(set_to_none=True)
+    total = torch.zeros((), dtype=torch.float64, device=step.mesh.device)
+    with watch.watching(step):
+        for micro_step in range(micro_steps):
+            segments = read(micro_step)
+            watch.begin(micro_step, segments[0])
+            if with_backward:
+                share = step.backward(segments, last=micro_step == micro_steps - 1)
+                assert share is not None
+            else:
+                share = step.loss(segments)
+            total += share
+    dist.all_reduce(total)
+    return total
+
+
+def _earliest(by_rank: Sequence[Finding | None]) -> str | None:
+    """The first of all ranks' findings; of equal ones, that of the rank from which the others got it."""
+    found = [(f.order, -rank if f.is_gradient else rank, rank, f) for rank, f in enumerate(by_rank) if f is not None]
     if not found:
-        return f"{symptom}, though every tensor is finite: a sum over them overflowed"
-    _, rank, what = found[0]
-    return f"{symptom}; the first non-finite tensor is the {what}, on rank {rank}"
+        return None
+    *_, rank, first = min(found)
+    return f"{first.what}, on rank {rank}{first.where}"
 
 
-def _first_parameter(model: nn.Module, kind: str) -> Finding | None:
-    """The first parameter whose weight, or gradient, is not finite, in order of use, or of computation."""
-    parameters = list(enumerate(model.named_parameters()))
-    for position, (name, parameter) in parameters if kind == "weight" else reversed(parameters):
-        tensor = parameter if kind == "weight" else parameter.grad
+def _describe(weight: str | None, repeated: str | None, left: str | None, *, is_finite: bool) -> str:
+    if weight is not None:
+        trace = "no tensor computed from it is" if repeated is None else f"of those computed, the {repeated}"
+        return f"; the first non-finite tensor is the {weight}; {trace}"
+    if repeated is not None:
+        return f"; the first non-finite tensor is the {repeated}"
+    if not is_finite:
+        return ", though every tensor is finite: a sum over them overflowed"
+    own = "" if left is None else f". The first non-finite gradient that the step had left is the {left}"
+    cause = "suspect the hardware, a race, or compiled code or CUDA graphs if it ran these"
+    return f", but its passes, repeated eagerly, were finite on all ranks: not reproducible; {cause}{own}"
+
+
+def _first_parameter(model: nn.Module, kind: str, checks: int) -> Finding | None:
+    """The first parameter whose weight, or gradient, is not finite, in order of use, or of computation.
+
+    It says nothing of ranks but this one, without communication: they stop their searches at different tensors.
+    """
+    parameters, is_gradient = list(model.named_parameters()), kind == "gradient"
+    for position, (name, parameter) in enumerate(reversed(parameters) if is_gradient else parameters):
+        tensor = parameter.grad if is_gradient else parameter
         if tensor is not None and not _is_finite(tensor):
-            return (0, position) if kind == "weight" else (2, -position), f"{kind} of {name}"
+            where = f": {_entry(tensor)}; {_count(tensor)}"
+            return Finding(checks + 1 + position, is_gradient, f"{kind} of {name}", where)
     return None
 
 
-def _first_activation(model: nn.Module, forwards: Iterable[Callable[[], object]]) -> Finding | None:
-    """The first module, in order of execution, whose output is not finite."""
-    found: list[Finding] = []
-    executed = 0
-
-    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, inputs: object, output: object) -> None:
-            nonlocal executed
-            executed += 1
-            if not found and isinstance(output, torch.Tensor) and not _is_finite(output):
-                found.append(((1, executed), f"output of {name or 'the model'}"))
-
-        return hook
-
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+@contextmanager
+def _recomputed(model: LanguageModel) -> Iterator[None]:
+    modes = [block.recompute for block in model.model.blocks()]
+    model.set_recompute(Recompute.full)
     try:
-        # Compiled code does not run the hooks of inner modules.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            # All of them, even after a finding: the forward passes are collective.
-            for forward in forwards:
-                forward()
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None
+        for block, mode in zip(model.model.blocks(), modes, strict=True):
+            block.recompute = mode
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    # A DTensor's own shard, without communication: ranks stop their searches at different tensors.
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return bool(torch.isfinite(local).all())
+class _Watch:
+    """Checks the tensors of passes through a model, in order of execution.
+
+    Attributes:
+        first: the first finding.
+        checks: number of checks so far.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.first: Finding | None = None
+        self.checks = 0
+        self._model, self._names = model, {module: name for name, module in model.named_modules()}
+        self._mixers = {
+            self._names[block.attn]: model.config.mixer_of(layer) for layer, block in enumerate(model.model.blocks())
+        }
+        # Forward passes inside of a backward pass are replays, which leave out what is not read.
+        self._in_backward = False
+        # Modules that run, the innermost last; of a backward pass, the one whose output's gradient came last.
+        self._running: list[str] = []
+        self._last = ""
+        self._hooks = ExitStack()
+        self._hooked: set[int] = set()
+        self._micro_step = 0
+        self._batch: Batch | None = None
+        self._input_ids = torch.empty(0, 0, dtype=torch.int64)
+        self._offset = 0
+
+    def begin(self, micro_step: int, batch: Batch) -> None:
+        """Begin a micro-batch, given one of its segments."""
+        self._micro_step, self._batch = micro_step, batch
+
+    @contextmanager
+    def watching(self, step: TrainingStep) -> Iterator[None]:
+        """Check what the step's passes compute."""
+        scan = step.forward.scan
+        with self._hooks, _Operators(self), torch.compiler.set_stance("force_eager"):
+            # Compiled code runs no hooks of inner modules.
+            for module in self._names:
+                before = module.register_forward_pre_hook(self._before)
+                # First, while FSDP2's own hook has not freed the gathered weights yet.
+                after = module.register_forward_hook(self._after, prepend=True)
+                self._hooks.callback(before.remove)
+                self._hooks.callback(after.remove)
+            step.forward.scan = _WatchedScan(scan, self)
+            try:
+                yield
+            finally:
+                step.forward.scan = scan
+
+    def check(self, what: str, place: str | None, tensor: Tensor, *, terms: Callable[[], Tensor] | None = None) -> None:
+        """Look at a tensor, unless one has been found.
+
+        Args:
+            what: the tensor, before the name of `place`.
+            place: the module, or parameter, that it belongs to; None: the running module.
+            tensor: of any shape; [B, T, ...] has tokens.
+            terms: what it is the sum of, [B, T].
+        """
+        self.checks += 1
+        if self.first is None and not _is_finite(tensor):
+            place, tensor = self._place() if place is None else place, tensor if terms is None else terms()
+            where = f": {self._where(tensor)}; {_count(tensor)}"
+            self.first = Finding(self.checks, self._in_backward, f"{what} {self._described(place)}", where)
+
+    def check_forward(self, operator: str, operands: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+        """Run the forward pass of an operator of the running module, with checks of its operands and its output."""
+        if self._in_backward:
+            return run()
+        for name, tensor in operands.items():
+            self.check(f"operand {name} of {operator} in", None, tensor)
+        results = run()
+        self.check(f"output of {operator} in", None, results[0])
+        return results
+
+    def check_backward(self, operator: str, names: Sequence[str], do: Tensor, run: Callable[[], Any]) -> Any:
+        """Run the backward pass of an operator, with checks of its output's gradient and its operands' gradients."""
+        self.check(f"gradient of the output of {operator} in", None, do)
+        results = run()
+        grads = results[0] if isinstance(results[0], list) else results
+        for name, grad in zip(names, grads, strict=True):
+            self.check(f"gradient of operand {name} of {operator} in", None, grad)
+        return results
+
+    def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        name = self._names[module]
+        self._running.append(name)
+        if module is self._model:
+            self._in_backward, self._input_ids, self._offset = False, inputs[0], inputs[1].offset
+        for x in inputs if not self._in_backward else ():
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.check("input of", name, x)
+        # FSDP2 has gathered the weights of its unit, of which some are read without a call of their own module.
+        for path, parameter in module.named_parameters(name):
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                self._hooks.callback(parameter.register_hook(partial(self.check, "gradient of", path)).remove)
+
+    def _after(self, module: nn.Module, inputs: tuple[Any, ...], results: Any) -> None:
+        # Blocks and mixers return what they exchange with other ranks, too, of which a part is undefined in replays.
+        output = results if isinstance(results, Tensor) else results[0]
+        name = self._running.pop()
+        if not self._in_backward:
+            terms = partial(_token_losses, module, inputs) if isinstance(module, LMHead) else None
+            self.check("output of", name, output, terms=terms)
+        if output.requires_grad:
+            output.register_hook(partial(self._check_output_gradient, name))
+        if module is self._model:
+            self._in_backward = True
+
+    def _check_output_gradient(self, name: str, grad: Tensor) -> None:
+        self._last = name
+        self.check("gradient of the output of", name, grad)
+
+    def _place(self) -> str:
+        """The module that runs; in a backward pass the mixer, if it is in one, since operators do not name theirs."""
+        if self._running:
+            return self._running[-1]
+        return self._mixer(self._last) or self._last
+
+    def _mixer(self, name: str) -> str | None:
+        return next((mixer for mixer in self._mixers if f"{name}.".startswith(f"{mixer}.")), None)
+
+    def _described(self, name: str) -> str:
+        mixer = self._mixer(name)
+        return (name or "the model") if mixer is None else f"{name} ({self._mixers[mixer]})"
+
+    def _where(self, tensor: Tensor) -> str:
+        bad, batch = ~tensor.isfinite(), self._batch
+        if batch is None or tensor.ndim < 2 or tensor.shape[:2] != self._input_ids.shape:
+            return f"{_entry(tensor)}, micro-batch {self._micro_step + 1}"
+        # Gradients go from later tokens to earlier ones.
+        token, index = bad.flatten(2).any(-1).T.nonzero()[-1 if self._in_backward else 0].tolist()
+        position, document = self._offset + token, ""
+        if batch.borders is not None:
+            number = int(torch.searchsorted(batch.borders, position, right=True)) - 1
+            document = f", token {position - int(batch.borders[number])} of its document {number}"
+        identity = int(self._input_ids[index, token])
+        sequence = batch.sequence_ids[index]
+        return f"token {position} of sequence {sequence}{document} (id {identity}), micro-batch {self._micro_step + 1}"
+
+
+class _Operators(TorchDispatchMode):
+    """Sees the operators, which are no modules, in both passes."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        run = partial(func, *args, **(kwargs or {}))
+        match func.name():
+            case "zeco::mix":
+                names = OPERATORS[args[1]].operands
+                return self._watch.check_forward(args[1], dict(zip(names, args[0], strict=True)), run)
+            case "zeco::mix_backward":
+                return self._watch.check_backward(args[6], OPERATORS[args[6]].operands, args[1], run)
+            case "zeco::attend":
+                return self._watch.check_forward("attention", dict(zip("qkv", args[:3], strict=True)), run)
+            case "zeco::attend_backward":
+                return self._watch.check_backward("attention", "qkv", args[0], run)
+        return run()
+
+
+class _WatchedScan:
+    """A scan with checks of the states that it is given, and that it returns."""
+
+    def __init__(self, scan: StateScan, watch: _Watch) -> None:
+        self._scan, self._watch = scan, watch
+        neighbour = getattr(scan, "neighbour", None)
+        self.neighbour = None if neighbour is None else _WatchedScan(neighbour, watch)
+        self.ends, self.attention = getattr(scan, "ends", (False, False)), getattr(scan, "attention", None)
+
+    def launch(self, request: ScanRequest) -> LaunchedScan:
+        self._watch.check("gradient of the state of" if request.reverse else "state of", None, request.state)
+        return _WatchedLaunch(self._scan.launch(request), self._watch, request.reverse)
+
+
+class _WatchedLaunch:
+    """A launched scan (`zeco_train.ops.seam.LaunchedScan`) with a check of what it returns."""
+
+    def __init__(self, scan: LaunchedScan, watch: _Watch, reverse: bool) -> None:
+        self._scan, self._watch = scan, watch
+        self._what = "gradient of the state from later ranks in" if reverse else "state from earlier ranks in"
+
+    def wait(self) -> Tensor:
+        state = self._scan.wait()
+        self._watch.check(self._what, None, state)
+        return state
+
+    def finish(self) -> None:
+        self._scan.finish()
+
+    def carry_out(self) -> Tensor:
+        return self._scan.carry_out()
+
+
+@torch.no_grad()
+def _token_losses(head: LMHead, inputs: tuple[Any, ...]) -> Tensor:
+    hidden, labels, _ = inputs
+    # Not by a call, which would run the hooks.
+    scores = head.forward(hidden, labels, scores=True)
+    assert isinstance(scores, TokenScores)
+    return scores.losses
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(local(tensor).isfinite().all())
+
+
+def _entry(tensor: Tensor) -> str:
+    """The index of the first value that is not finite; of a sharded parameter, in the whole of it."""
+    index = (~local(tensor).isfinite()).nonzero()[0].tolist()
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if placement.is_shard(0):
+                # FSDP2 cuts rows into equal shards, of which the last ones may be shorter.
+                rows = -(-tensor.shape[0] // tensor.device_mesh.size(axis))
+                index[0] += rows * tensor.device_mesh.get_local_rank(axis)
+    return f"at {index}"
+
+
+def _count(tensor: Tensor) -> str:
+    values = local(tensor)
+    nan, infinite = int(values.isnan().sum()), int(values.isinf().sum())
+    return f"{nan} NaN and {infinite} infinite of {values.numel()} values"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -185,6 +185,16 @@ class TrainingStep:
         else:
             self._launcher.run("optimizer", self._optimize)
         return numbers
+
+    @contextlib.contextmanager
+    def launched(self) -> Iterator[None]:
+        """Between two steps: passes inside are launched kernel by kernel, and their gradients may be lost."""
+        launcher = self._launcher
+        with launcher.aside() as self._launcher:
+            try:
+                yield
+            finally:
+                self._launcher = launcher
 
     def skip_update(self) -> None:
         """End a step without an update."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from functools import partial
 from signal import Signals
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from data.reader import Batch
+from zeco_train.config.execution import skip_limit
 from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import NonFiniteError
@@ -19,7 +19,7 @@ from zeco_train.system.signals import StopRequest
 from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.tracking.recorder import StepResult
 from zeco_train.training.build import Parts
-from zeco_train.training.nonfinite import explain, skip_limit
+from zeco_train.training.nonfinite import explain
 from zeco_train.training.schedule import learning_rate, set_learning_rate
 
 logger = logging.getLogger(__name__)
@@ -143,21 +143,19 @@ class Trainer:
         # A scan whose peer timed out gives NaN; `drain` raises that error first.
         self.parts.scan.drain()
         self.parts.watchdog.enter(f"step {step}, looking for what is not finite")
-        # Batches are read again: keeping them for this would take memory in every step.
-        forwards = [partial(self._forward_again, micro_step) for micro_step in range(self.micro_steps)]
-        found = explain(self.parts.model, symptom, forwards, self.parts.mesh.world_size)
+        loss_is_finite = math.isfinite(values["loss"])
+        found = explain(self.parts.step, symptom, self._read_again, self.micro_steps, with_backward=loss_is_finite)
         in_row = self.progress.skipped_in_row + 1
         if in_row > self._skip_limit:
             before = f"; skipped before it, by train.nonfinite: {in_row - 1} in a row" if self._skip_limit else ""
             raise NonFiniteError(f"step {step}: {found}{before}")
-        reshard(self.parts.model)
         logger.warning("step %d is skipped (%d in a row, at most %d): %s", step, in_row, self._skip_limit, found)
         return found
 
-    def _forward_again(self, micro_step: int) -> Tensor:
+    def _read_again(self, micro_step: int) -> list[Batch]:
+        # Keeping a step's batches for this would take memory in every step.
         loader, consumed = self.parts.loader, self.progress.sequences
-        segments = range(self.config.train.segments)
-        return self.parts.step.loss([loader.again(consumed, micro_step, segment) for segment in segments])
+        return [loader.again(consumed, micro_step, segment) for segment in range(self.config.train.segments)]
 
     def _validation_due(self) -> bool:
         every, step = self.config.train.eval_every, self.progress.step
