@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import math
 import os
 import runpy
@@ -20,8 +21,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 from xml.etree import ElementTree
 
 from tests.campaigns.grid import Fault, faulty
@@ -32,6 +34,9 @@ ROOMS = ("ops", "sp", "collectives", "models", "distributed", "training", "data"
 _COPIED = ("zeco_train", "models", "data", "configs", "tests", "launch", "docs", "train.py", "pyproject.toml")
 # A judge may take this many times as long as without a fault, and at least so many seconds on a busy machine.
 _BOUND, _LEAST_SECONDS = 4.0, 120.0
+
+# Beginnings of pytest's lines on failures; the first is in verify's rows, too.
+_FAILURES = ("FAILED", "ERROR tests/")
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,19 @@ class Outcome:
     seconds: float
 
 
+NOT_EXECUTED = Outcome(False, "its statement is not executed", 0.0)
+
+
 class Judge(Protocol):
     """Runs something in a copy, and sees whether it fails."""
+
+    def explore(self, copy: Copy, faults: Sequence[Fault]) -> None:
+        """Run without a fault, and find which faults' statements are executed.
+
+        Raises:
+            AssertionError: it fails without a fault.
+        """
+        ...
 
     def run(self, copy: Copy, fault: Fault) -> Outcome:
         """Judge the copy, in which the fault is planted."""
@@ -62,6 +78,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.base, self.tree, self.temporary = folder, folder / "tree", folder / "tmp"
+        self._notes = folder / "notes"
         self.temporary.mkdir(parents=True)
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *_COPIED]
         names = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -71,26 +88,48 @@ class Copy:
         # Once, since judges write no bytecode: that of a fault could be taken for the next one's, by time and size.
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(self.tree)], check=True)
 
-    def replace(self, file: str, text: str) -> None:
-        """Change a file."""
+    @contextlib.contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """Inside, the copy has the fault."""
+        with self._changed({fault.file: lambda text: faulty(fault, text)}):
+            yield
+
+    @contextlib.contextmanager
+    def probed(self, faults: Sequence[Fault]) -> Iterator[None]:
+        """Inside, a fault's statement notes when it is executed; see `notes`."""
+        self._notes.write_bytes(b"")
+        by_file: dict[str, list[Fault]] = defaultdict(list)
+        for fault in faults:
+            by_file[fault.file].append(fault)
+        with self._changed({file: partial(_probed, faults=of_file) for file, of_file in by_file.items()}):
+            yield
+
+    def notes(self) -> Iterator[tuple[str, str]]:
+        """What probes have noted: faults, and the tests that executed their statements."""
+        for line in self._notes.read_text().splitlines():
+            name, test = line.split("\t")
+            yield name, test
+
+    @contextlib.contextmanager
+    def _changed(self, changes: Mapping[str, Callable[[str], str]]) -> Iterator[None]:
+        texts = {file: (self.tree / file).read_text() for file in changes}
+        for file, change in changes.items():
+            self._write(file, change(texts[file]))
+        try:
+            yield
+        finally:
+            for file, text in texts.items():
+                self._write(file, text)
+
+    def _write(self, file: str, text: str) -> None:
         path = self.tree / file
         path.write_text(text)
         for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             stale.unlink()
 
-    @contextlib.contextmanager
-    def planted(self, fault: Fault) -> Iterator[None]:
-        """Inside, the copy has the fault."""
-        text = (self.tree / fault.file).read_text()
-        self.replace(fault.file, faulty(fault, text))
-        try:
-            yield
-        finally:
-            self.replace(fault.file, text)
-
     def environment(self) -> dict[str, str]:
         """Variables of processes that run in the copy."""
-        own = {"PYTHONPATH": str(self.tree), "TMPDIR": str(self.temporary)}
+        own = {"PYTHONPATH": str(self.tree), "TMPDIR": str(self.temporary), "ZECO_REACHED": str(self._notes)}
         return {**own, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
     def clear(self, processes: Sequence[int] = ()) -> None:
@@ -111,23 +150,25 @@ class Verify:
     """`torchrun --nproc-per-node 2 -m zeco_train.verify`, stopped at the first row that failed.
 
     Args:
-        copy: without a fault; one run of it sets the bound.
         settings: of verify.
-
-    Raises:
-        AssertionError: it fails without a fault.
     """
 
-    def __init__(self, copy: Copy, settings: Sequence[str]) -> None:
+    def __init__(self, settings: Sequence[str]) -> None:
         self._settings, self._bound = list(settings), math.inf
-        control = self._run(copy)
+        self._reached: set[str] = set()
+
+    def explore(self, copy: Copy, faults: Sequence[Fault]) -> None:
+        """See `Judge`."""
+        with copy.probed(faults):
+            control = self._run(copy)
         assert not control.caught, f"verify fails without a fault: {control.by}"
-        self.seconds = control.seconds
+        print(f"without a fault verify passes in {control.seconds:.0f} s", flush=True)
         self._bound = max(_LEAST_SECONDS, _BOUND * control.seconds)
+        self._reached = {name for name, _ in copy.notes()}
 
     def run(self, copy: Copy, fault: Fault) -> Outcome:
         """See `Judge`."""
-        return self._run(copy)
+        return self._run(copy) if fault.id in self._reached else NOT_EXECUTED
 
     def _run(self, copy: Copy) -> Outcome:
         began, output = time.monotonic(), copy.base / "output"
@@ -147,88 +188,75 @@ class Verify:
         runpy.run_module("zeco_train.verify", run_name="__main__", alter_sys=True)
 
 
-@dataclass(frozen=True)
-class TestMap:
-    """Which tests can see a fault.
-
-    Attributes:
-        reached: fault → files of tests that execute its statement.
-        seconds: of each file, without a fault.
-    """
-
-    reached: Mapping[str, Sequence[str]]
-    seconds: Mapping[str, float]
-
-    # pytest takes classes of this name for tests.
-    __test__ = False
-
-
 class Tests:
     """`pytest -m "not slow"` over the files that execute a fault's statement, those of its own room first.
 
     A test that fails is run once more: tests that wait for processes can fail by the machine's load.
+
+    Args:
+        map_file: keeps what exploration finds; that is taken from it if it exists.
     """
 
-    def __init__(self, found: TestMap) -> None:
-        self._map = found
+    def __init__(self, map_file: Path | None) -> None:
+        self._map_file = map_file
+
+    def explore(self, copy: Copy, faults: Sequence[Fault]) -> None:
+        """See `Judge`."""
+        if self._map_file is None or not self._map_file.exists():
+            found = self._explore(copy, faults)
+            if self._map_file is not None:
+                self._map_file.write_text(json.dumps(found, indent=1))
+        else:
+            found = json.loads(self._map_file.read_text())
+        # Files of tests by fault, and the seconds of each file.
+        self._reached, self._seconds = found["reached"], found["seconds"]
 
     def run(self, copy: Copy, fault: Fault) -> Outcome:
         """See `Judge`."""
-        seconds, own = self._map.seconds, f"tests/{fault.room}/"
-        left = sorted(self._map.reached[fault.id], key=lambda file: (not file.startswith(own), seconds[file]))
+        seconds, own = self._seconds, f"tests/{fault.room}/"
+        left = sorted(self._reached[fault.id], key=lambda file: (not file.startswith(own), seconds[file]))
         began, bound = time.monotonic(), max(_LEAST_SECONDS, _BOUND * sum(seconds[file] for file in left))
         passed_again: list[str] = []
         while left:
-            codes, output = self._run(copy, left, passed_again, bound - (time.monotonic() - began))
-            failed = _failed_test(output)
+            codes, output = _run_tests(copy, left, bound - (time.monotonic() - began), "-x", *passed_again)
+            failed = _failed_tests(output)
             # 5: all that was left is deselected.
-            if codes in ([0], [5]) or codes is None or failed is None:
+            if codes in ([0], [5]) or codes is None or not failed:
                 caught = codes not in ([0], [5])
                 return Outcome(caught, _first_failure(output, codes) if caught else "", time.monotonic() - began)
             by = _first_failure(output, codes)
-            if self._run(copy, [failed], [], bound)[0] != [0]:
+            if _run_tests(copy, failed, bound)[0] != [0]:
                 return Outcome(True, by, time.monotonic() - began)
-            passed_again.append(failed)
-            left = left[left.index(failed.split("::")[0]) :]
-        return Outcome(False, "no test executes it", 0.0)
+            passed_again.append(f"--deselect={failed[0]}")
+            left = left[left.index(failed[0].split("::")[0]) :]
+        return NOT_EXECUTED
 
-    def _run(self, copy: Copy, tests: list[str], left_out: list[str], bound: float) -> tuple[list[int] | None, Path]:
-        output = copy.base / "output"
-        output.write_bytes(b"")
-        options = ["-m", "not slow", "-x", "-q", "-p", "no:cacheprovider", f"--basetemp={copy.temporary}/pytest"]
-        arguments = [*options, *(f"--deselect={test}" for test in left_out), *tests]
-        process = _fork(copy, lambda: _pytest(arguments, tests), output, {})
-        codes = _wait([process], bound, lambda: False)
-        copy.clear([process])
-        return codes, output
+    def _explore(self, copy: Copy, faults: Sequence[Fault]) -> dict[str, Any]:
+        results, rooms = copy.base / "results.xml", [f"tests/{room}" for room in ROOMS]
+        with copy.probed(faults):
+            codes, output = _run_tests(copy, rooms, math.inf, f"--junitxml={results}")
+            if failed := _failed_tests(output):
+                print("once more:", *failed, sep="\n  ", flush=True)
+                codes, output = _run_tests(copy, failed, math.inf)
+        assert codes == [0], f"the tests fail without a fault: {_first_failure(output, codes)}"
+        seconds: Counter[str] = Counter()
+        for case in ElementTree.parse(results).iter("testcase"):
+            seconds["/".join(case.get("classname", "").split(".")[:3]) + ".py"] += float(case.get("time", "0"))
+        reached: dict[str, set[str]] = {fault.id: set() for fault in faults}
+        for name, test in copy.notes():
+            if test.startswith("tests/"):
+                reached[name].add(test.split("::")[0])
+        return {"reached": {name: sorted(files) for name, files in reached.items()}, "seconds": seconds}
 
 
-def map_tests(faults: Sequence[Fault], folder: Path) -> TestMap:
-    """Run all tests of `ROOMS`, with a probe before each fault's statement.
-
-    Raises:
-        AssertionError: the tests fail without a fault.
-    """
-    copy, by_file = Copy(folder), defaultdict(list)
-    for fault in faults:
-        by_file[fault.file].append(fault)
-    for file, of_file in by_file.items():
-        copy.replace(file, _probed((copy.tree / file).read_text(), of_file))
-    results, notes = folder / "results.xml", folder / "notes"
-    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-q", "-p", "no:cacheprovider"]
-    command += [f"--basetemp={copy.temporary}/pytest", f"--junitxml={results}", *(f"tests/{room}" for room in ROOMS)]
-    environment = {**os.environ, **copy.environment(), "ZECO_REACHED": str(notes)}
-    code = subprocess.run(command, cwd=copy.tree, env=environment).returncode
-    copy.clear()
-    assert code == 0, f"the tests fail without a fault: exit code {code}"
-    seconds: Counter[str] = Counter()
-    for case in ElementTree.parse(results).iter("testcase"):
-        seconds["/".join(case.get("classname", "").split(".")[:3]) + ".py"] += float(case.get("time", "0"))
-    reached: dict[str, set[str]] = {fault.id: set() for fault in faults}
-    for line in notes.read_text().splitlines():
-        name, test = line.split("\t")
-        reached[name].add(test.split("::")[0])
-    return TestMap({name: sorted(files) for name, files in reached.items()}, dict(seconds))
+def _run_tests(copy: Copy, tests: list[str], bound: float, *options: str) -> tuple[list[int] | None, Path]:
+    output = copy.base / "output"
+    output.write_bytes(b"")
+    always = ["-m", "not slow", "-q", "-p", "no:cacheprovider", f"--basetemp={copy.temporary}/pytest"]
+    process = _fork(copy, lambda: _pytest([*always, *options, *tests], tests), output, {})
+    codes = _wait([process], bound, lambda: False)
+    copy.clear([process])
+    return codes, output
 
 
 def _probed(text: str, faults: Sequence[Fault]) -> str:
@@ -313,17 +341,18 @@ def _wait(processes: Sequence[int], seconds: float, stop: Callable[[], bool]) ->
     return codes
 
 
-def _failed_test(output: Path) -> str | None:
+def _failed_tests(output: Path) -> list[str]:
     lines = output.read_text(errors="replace").splitlines()
-    found = [line.split(" ")[1] for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
-    return found[0] if found else None
+    # Parameters may have spaces.
+    named = (line.partition(" - ")[0].partition(" ")[2] for line in lines if line.startswith(_FAILURES))
+    return [name for name in named if name.startswith("tests/")]
 
 
 def _first_failure(output: Path, codes: list[int] | None) -> str:
     if codes is None:
         return "did not end"
     lines = [" ".join(line.split()) for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    failures = [line for line in lines if any(sign in line for sign in ("FAILED", "ERROR tests/", "error:"))]
+    failures = [line for line in lines if any(sign in line for sign in (*_FAILURES, "error:"))]
     if failures:
         return failures[0][:300]
     return f"exit code {max(codes)}: {lines[-1][:240] if lines else ''}" if any(codes) else ""

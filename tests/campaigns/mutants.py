@@ -14,8 +14,9 @@ The judges:
     tests     `pytest -m "not slow"` over the rooms that compute (`judges.ROOMS`)
 
 A fault is caught if the judge fails, or does not end in four times its time without a fault. Each campaign first runs
-its judge without a fault, which must pass. Tests are run by file, and only files that execute the fault's statement;
-one run of all tests finds these, and `--map` keeps what it found for a later campaign of the same tests.
+its judge without a fault, which must pass, with a probe before each fault's statement: a fault whose statement is not
+executed is not caught. Tests are run by file, and only files that execute the statement; `--map` keeps which ones do,
+for a later campaign of the same tests.
 
 Prints each fault's outcome as it comes, then the shares by kind, place and condition, and the survivors. `--out` is
 written after each fault; what it has already is not judged again.
@@ -32,7 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.campaigns.grid import Fault, catalogue, draw, places_by_kinds
-from tests.campaigns.judges import Copy, Judge, Outcome, TestMap, Tests, Verify, map_tests
+from tests.campaigns.judges import Copy, Judge, Outcome, Tests, Verify
 
 
 def main() -> int:
@@ -50,12 +51,8 @@ def main() -> int:
     outcomes = _stored(options.out)
     with tempfile.TemporaryDirectory(prefix="zeco-mutants-") as folder:
         copy = Copy(Path(folder, "judged"))
-        judge: Judge
-        if options.judge == "tests":
-            judge = Tests(_test_map(faults, Path(folder, "mapped"), options.map))
-        else:
-            judge = verify = Verify(copy, options.settings)
-            print(f"without a fault verify passes in {verify.seconds:.0f} s", flush=True)
+        judge: Judge = Tests(options.map) if options.judge == "tests" else Verify(options.settings)
+        judge.explore(copy, faults)
         for fault in chosen:
             if fault.id in outcomes:
                 continue
@@ -107,15 +104,6 @@ def _import_torch() -> None:
     import torch.distributed.fsdp
 
     torch.set_num_threads(1)
-
-
-def _test_map(faults: Sequence[Fault], folder: Path, file: Path | None) -> TestMap:
-    if file is not None and file.exists():
-        return TestMap(**json.loads(file.read_text()))
-    found = map_tests(faults, folder)
-    if file is not None:
-        file.write_text(json.dumps(asdict(found), indent=1))
-    return found
 
 
 def _stored(file: Path | None) -> dict[str, Outcome]:
