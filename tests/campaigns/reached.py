@@ -1,4 +1,4 @@
-"""The probe of `tests.campaigns.mutants.map_tests`: notes the test under which a statement runs, in any process."""
+"""The probe of `tests.campaigns.judges.Copy.probed`: notes which test executes a statement, in any process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _noted: set[tuple[str, str]] = set()
 
 def reached(name: str) -> None:
     """Note once that the statement of the fault `name` has run."""
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
-    if test and (name, test) not in _noted:
+    test = os.environ.get("PYTEST_CURRENT_TEST", "no test").split(" ")[0]
+    if (name, test) not in _noted:
         _noted.add((name, test))
         file = os.open(os.environ["ZECO_REACHED"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(file, f"{name}\t{test}\n".encode())

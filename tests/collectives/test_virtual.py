@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.collectives.test_collectives import Pairs
+from tests.collectives.test_collectives import check as check_tensor
+from tests.collectives.test_lane import requests_of
 from tests.support.virtual import Network, Outcome, run_virtual
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.registry import SCANS
@@ -68,6 +73,24 @@ def check(name: str, topology: Topology, reverse: bool = False) -> None:
 def test_message_that_nobody_sends_is_an_error() -> None:
     with pytest.raises(AssertionError, match="nobody sends rank 1 the message 7 from rank 0"):
         Network(Topology((2,)), COSTS).take(torch.empty(1), 0, 1, 7)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_every_scan_takes_states_of_any_shape(name: str) -> None:
+    """In any number of blocks, which cut heads, or also the columns of each: two nodes of two ranks."""
+    topology, heads, columns = Topology((2, 2)), range(1, 4), range(1, 7)
+    blocks = [*range(1, 8)] if SCANS[name].best_blocks else [None]
+    for seed, (h, v, number) in enumerate(itertools.product(heads, columns, blocks)):
+        reverse, with_carry, matrices = seed % 2 == 0, seed % 3 == 0, seed % 5 == 0
+        pairs = Pairs.make(seed, topology.ranks, (1, h, 3, v), torch.float64, with_carry, seed % 4 == 0, matrices)
+        # The carry of a serial scan would need all ranks at once.
+        requests = requests_of(pairs, reverse, with_carry and not SCANS[name].in_series)
+        found = run_virtual(SCANS[name], requests, topology, COSTS, number)
+        case = f"{name} {h=} {v=} {number=} {reverse=} {with_carry=} {matrices=}"
+        for rank, incoming in enumerate(found.incoming):
+            check_tensor(f"incoming state of rank {rank}", incoming, pairs.incoming(rank, reverse), case)
+        for carry in found.carries:
+            check_tensor("carry_out", carry, pairs.incoming(topology.ranks, reverse), case)
 
 
 @pytest.mark.parametrize("name", SCANS)

@@ -181,6 +181,14 @@ def test_sharded_ranks_equal_recurrence(rule: str, edges: list[int]) -> None:
         check(rule, make(rule, edges[-1], decay), edges)
 
 
+@EACH
+def test_more_than_eight_chunks_a_rank_equal_recurrence(rule: str) -> None:
+    case = make(rule, 700, "weak")
+    # Else nothing of an incoming state is left after 8 chunks, and later ones need not be in the transition.
+    case[0][1][:, :600, :, KEY_DIM // 2 :] = 0.0
+    check(rule, case, [0, 650, 700])
+
+
 @pytest.mark.few
 @EACH
 @pytest.mark.parametrize("documents", DOCUMENTS)

@@ -243,6 +243,11 @@ def test_sharded_ranks_equal_recurrence(edges: list[int], decay: str) -> None:
     check(make_case(edges[-1], decay), edges)
 
 
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 630, 700]])
+def test_more_than_eight_chunks_a_rank_equal_recurrence(cu_seqlens: list[int] | None) -> None:
+    check(make_case(700, "weak", cu_seqlens=cu_seqlens), [0, 650, 700])
+
+
 @pytest.mark.parametrize("edges", [[0, 150], [0, 20, 150]])
 def test_batches_heads_and_odd_dims_equal_recurrence(edges: list[int]) -> None:
     check(make_case(150, batch=3, heads=3, key_dim=33, value_dim=17), edges)

@@ -121,6 +121,11 @@ def test_sharded_ranks_equal_recurrence(operator: Operator, edges: list[int], de
     check(operator, make(operator, edges[-1], decay), edges)
 
 
+@BOTH
+def test_more_than_eight_chunks_a_rank_equal_recurrence(operator: Operator) -> None:
+    check(operator, make(operator, 700, "weak"), [0, 650, 700])
+
+
 @pytest.mark.few
 @BOTH
 @pytest.mark.parametrize("documents", DOCUMENTS)

@@ -2,7 +2,8 @@ from collections import Counter
 
 import pytest
 
-from tests.campaigns.mutants import KINDS, REPOSITORY, WHEN, catalogue, draw, faulty
+from tests.campaigns.grid import KINDS, WHEN, catalogue, draw, faulty
+from tests.campaigns.judges import REPOSITORY
 
 FAULTS = catalogue()
 
