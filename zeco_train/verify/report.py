@@ -10,8 +10,8 @@ from torch import Tensor
 
 from zeco_train.verify.config import LIMITS
 
-TENSORS = ("o", "dq", "dk", "dv", "dg", "R", "D_in", "carry_out", "dcarry_in")
-_TOKENS = TENSORS[:5]
+TENSORS = ("o", "dq", "dk", "dv", "dg", "dbeta", "R", "D_in", "carry_out", "dcarry_in")
+_TOKENS = TENSORS[:6]
 # Sequence parallelism regroups sums, as another chunking on one device (into as many pieces) does: both are the same
 # kind of noise, whose norms fluctuate: 1.05 at most on 4 H200s, 1.07 on CPUs. A scan that loses precision exceeds it.
 LARGEST_RATIO = 1.25
@@ -32,15 +32,27 @@ class Deviation:
             heads.
         ratio: norm of the difference from one device, relative to that of another chunking on it; None if one device
             has no such tensor.
+        where: the head, and which of several calls, or the parameter.
     """
 
     error: float
     ratio: float | None = None
+    where: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One backend on one sequence; `deviations` by world rank and tensor. Skipped if there is a `reason`."""
+    """One backend on one sequence.
+
+    Attributes:
+        dtype, tokens, sp_size, layout, backend: what was compared; tokens of a rank.
+        deviations: by rank and tensor.
+        limit: of the errors.
+        reason: why it was skipped.
+        problem: why there are no results.
+        on_own_ranks: not on the launched ones.
+        uses: parts of the trainer that took part, such as "scan chain".
+    """
 
     dtype: str
     tokens: int
@@ -50,6 +62,14 @@ class Row:
     deviations: tuple[dict[str, Deviation], ...] = ()
     limit: float = 0.0
     reason: str = ""
+    problem: str = ""
+    on_own_ranks: bool = False
+    uses: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the tensors that were compared."""
+        return [*dict.fromkeys(tensor for ranks in self.deviations for tensor in ranks)]
 
     def worst(self, tensor: str) -> tuple[float, int] | None:
         """The largest error of a tensor and its rank; None if no rank has the tensor."""
@@ -71,11 +91,15 @@ class Row:
     @property
     def failures(self) -> list[str]:
         """Failures, one per tensor, the largest error first. NaN is a failure."""
+        if self.problem:
+            return [self.problem]
         wrong = []
-        for tensor in TENSORS:
+        for tensor in self.tensors:
             worst = self.worst(tensor)
             if worst is not None and not worst[0] <= self.limit:
-                wrong.append((worst[0], f"{tensor} on rank {worst[1]} is off by {worst[0]:.1e} > {self.limit:.0e}"))
+                error, rank = worst
+                where = f" ({where})" if (where := self.deviations[rank][tensor].where) else ""
+                wrong.append((error, f"{tensor} on rank {rank}{where} is off by {error:.1e} > {self.limit:.0e}"))
         wrong.sort(key=lambda pair: -math.inf if math.isnan(pair[0]) else -pair[0])
         texts = [text for _, text in wrong]
         if self.ratio is not None and not self.ratio[0] <= LARGEST_RATIO:
@@ -91,7 +115,8 @@ class Row:
             {tensor: {"error": d.error, "ratio": d.ratio} for tensor, d in sorted(deviations.items())}
             for deviations in self.deviations
         ]
-        head = {name: getattr(self, name) for name in ("dtype", "tokens", "sp_size", "layout", "backend", "limit")}
+        fields = ("dtype", "tokens", "sp_size", "layout", "backend", "limit", "on_own_ranks")
+        head = {name: getattr(self, name) for name in fields}
         return head | {"skipped": self.reason, "ok": not self.failures, "failures": self.failures, "ranks": ranks}
 
 

@@ -1,0 +1,208 @@
+"""Every method of softmax attention on ranks of `verify`'s own, in fp64: calls, replays, and caches of keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.attend import attend_at
+from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
+from zeco_train.sp.attention.method import MethodSpec
+from zeco_train.sp.attention.registry import build_attention
+from zeco_train.sp.attention.ulysses import ULYSSES, Ulysses
+from zeco_train.sp.dp import LocalScan
+from zeco_train.verify.config import LIMITS, METHODS
+from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.own_ranks import HandIn, Team, distribute
+from zeco_train.verify.report import Deviation, Row
+from zeco_train.verify.scan_cases import PARTITIONS, TEAM_SIZES
+from zeco_train.verify.whole import DOCUMENTS, SOFTMAX, Expected, Results, Whole
+
+# With the heads in parts, as between nodes.
+METHODS_IN_PARTS: dict[str, MethodSpec] = {
+    **METHODS,
+    "all_gather:2 parts": replace(ALL_GATHER, build=partial(AllGather, num_parts=2)),
+    "ulysses:2 parts": replace(ULYSSES, build=partial(Ulysses, num_parts=2)),
+}
+# The windows, by tokens of a shard.
+WINDOWS = {
+    "none": lambda tokens: None,
+    "of 2": lambda tokens: 2,
+    "inside a shard": lambda tokens: max(2, tokens // 2),
+    "over shards": lambda tokens: 2 * tokens + 1,
+}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One method on one sequence.
+
+    Attributes:
+        method: a key of `METHODS_IN_PARTS`.
+        whole: the sequence of the first calls; the heads of keys are its groups. Its segments go one after another
+            through caches.
+        window: keys that a query reads at most.
+    """
+
+    method: str
+    whole: Whole
+    window: int | None
+
+
+AXES = {
+    "method": [*METHODS_IN_PARTS],
+    "ranks": TEAM_SIZES,
+    "documents": [None, *DOCUMENTS],
+    "window": [*WINDOWS],
+    "heads": [(1, 1), (3, 1), (4, 4), (4, 2), (6, 3), (12, 12), (12, 4)],
+    "tokens": [1, 7, 24, 37],
+    "batch": [1, 2],
+    "segments": [1, 2, 3],
+}
+
+
+def _is_possible(cell: Cell) -> bool:
+    (heads, key_heads), ranks = cell["heads"], cell["ranks"]
+    if METHODS_IN_PARTS[cell["method"]].heads_problem(heads, key_heads, ranks) is not None:
+        return False
+    return not (cell["documents"] and cell["batch"] > 1)
+
+
+def attention_cases() -> list[AttentionCase]:
+    """All cases."""
+    cases = []
+    for number, cell in enumerate(cover_pairs(AXES, _is_possible)):
+        method, (heads, groups) = cell.pop("method"), cell.pop("heads")
+        window = WINDOWS[cell.pop("window")](cell["tokens"])
+        whole = Whole(name=str(number), operator=SOFTMAX, heads=heads, groups=groups, key_dim=5, value_dim=5, **cell)
+        cases.append(AttentionCase(method, whole, window))
+    return cases
+
+
+def run_attention_cases(
+    cases: Sequence[AttentionCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn
+) -> None:
+    """The cases on the ranks of `rows_of_own_ranks`."""
+    members = [team for partition in PARTITIONS for team in partition]
+    teams = [Team.make(team, rank, timeout) for team in members]
+    of_teams = distribute([case.whole.ranks for case in cases], [team.size for team in teams])
+    for team, numbers in zip(teams, of_teams, strict=True):
+        for number in numbers if team.rank >= 0 else ():
+            row = run_attention_case(cases[number], team, timeout)
+            if team.rank == 0:
+                hand_in(number, row)
+
+
+def run_attention_case(case: AttentionCase, team: Team, timeout: timedelta) -> Row:
+    """One case. Collective over its team."""
+    whole = case.whole
+    first = replace(whole, segments=1)
+    wholes = {
+        "first": first,
+        "second": replace(first, name=f"{whole.name} second"),
+        "other": replace(first, name=f"{whole.name} other", tokens=whole.tokens + 3, strided=True),
+        "segments": whole,
+    }
+    # A query that reads one key has no gradient.
+    beside = {"dq": "dv", "dk": "dv"}
+    expected = {name: Expected(exact_attention(one, case.window), beside) for name, one in wholes.items()}
+    scan = LocalScan()
+    scan.attention = build_attention(METHODS_IN_PARTS[case.method], team.attention, timeout)
+    deviations: dict[str, Deviation] = {}
+    for call, name, piece, results in _calls(case, wholes, scan, team.rank):
+        for tensor, (error, head) in expected[name].errors(results, piece).items():
+            if tensor not in deviations or not error <= deviations[tensor].error:
+                deviations[tensor] = Deviation(error, where=f"head {head}, {call}")
+    words = [f"softmax B{whole.batch} H{whole.heads}/{whole.groups}"]
+    words += [f"documents {whole.documents}"] if whole.documents else []
+    words += [f"window {case.window}"] if case.window else []
+    words += [f"{whole.segments} segments"] * (whole.segments > 1)
+    return Row(
+        "fp64",
+        whole.tokens,
+        whole.ranks,
+        ", ".join(words),
+        case.method,
+        tuple(team.gather(deviations)),
+        LIMITS["fp64"],
+        on_own_ranks=True,
+        uses=(f"method {case.method.split(':')[0]}",),
+    )
+
+
+def exact_attention(whole: Whole, window: int | None) -> list[Results]:
+    """o, dq, dk and dv of each shard by the formula over all pairs of tokens, with a mask by definition."""
+    leaves = [whole.tensors[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    q, k, v = leaves
+    repeats = whole.heads // whole.groups
+    scores = torch.einsum("bihk,bjhk->bhij", q, k.repeat_interleave(repeats, 2)) / math.sqrt(whole.key_dim)
+    query, key = torch.arange(whole.seq_len)[:, None], torch.arange(whole.seq_len)
+    seen = (key <= query) & (query - key < (window or whole.seq_len))
+    document = torch.bucketize(torch.arange(whole.seq_len), torch.tensor(whole.borders), right=True)
+    seen &= document[:, None] == document
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    o = torch.einsum("bhij,bjhv->bihv", weights, v.repeat_interleave(repeats, 2))
+    found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, whole.tensors["do"]), strict=True))
+    split = {name: x.split(whole.tokens, 1) for name, x in ({"o": o.detach()} | found).items()}
+    return [{name: parts[piece] for name, parts in split.items()} for piece in range(whole.num_pieces)]
+
+
+def _calls(
+    case: AttentionCase, wholes: dict[str, Whole], scan: LocalScan, rank: int
+) -> Iterator[tuple[str, str, int, Results]]:
+    first, second = (_Pass(wholes[name], scan, rank, case.window) for name in ("first", "second"))
+    second.backward()
+    yield "the second call", "second", rank, second.results
+    first.backward()
+    yield "the first call", "first", rank, first.results
+    replay = _Pass(wholes["first"], scan, rank, case.window, first.kept)
+    other = _Pass(wholes["other"], scan, rank, case.window)
+    replay.backward()
+    yield "a replay", "first", rank, replay.results
+    other.backward()
+    yield "a call of another shape", "other", rank, other.results
+    if case.whole.segments > 1:
+        yield from _segments(wholes["segments"], scan, rank, case.window)
+
+
+def _segments(
+    whole: Whole, scan: LocalScan, rank: int, window: int | None
+) -> Iterator[tuple[str, str, int, Results]]:
+    """Segments without gradients, as in validation, each with the keys and values of those before it in caches."""
+    capacity = whole.seq_len if window is None else min(window, whole.seq_len)
+    caches = [torch.full((whole.batch, whole.groups, capacity, 5), torch.nan, dtype=torch.float64) for _ in range(2)]
+    for segment in range(whole.segments):
+        piece, span = segment * whole.ranks + rank, whole.tokens * whole.ranks
+        shard = replace(whole.shard(scan, piece), segment=(segment * span, (segment + 1) * span))
+        q, k, v = whole.operands(piece).values()
+        place = shard.place(whole.tokens, q.device)
+        with torch.no_grad():
+            o, _ = attend_at(q, k, v, whole.key_dim**-0.5, place, [Boundary(None, x, True) for x in caches], window)
+        yield "a segment after caches", "segments", piece, {"o": o}
+
+
+class _Pass:
+    """A forward pass of a shard, and its backward pass; `kept`: what a replay needs, of an earlier pass if given."""
+
+    def __init__(
+        self, whole: Whole, scan: LocalScan, rank: int, window: int | None, kept: Sequence[Tensor] = ()
+    ) -> None:
+        self._whole, self._rank, self._leaves = whole, rank, [*whole.operands(rank).values()]
+        shard: SequenceShard = whole.shard(scan, rank)
+        boundaries = [Boundary(x) for x in kept] or [Boundary(), Boundary()]
+        place = shard.place(whole.tokens, self._leaves[0].device)
+        q, k, v = self._leaves
+        self._o, crossings = attend_at(q, k, v, whole.key_dim**-0.5, place, boundaries, window)
+        self.kept = [crossing.received.clone() for crossing in crossings]
+        self.results: Results = {"o": self._o.detach()}
+
+    def backward(self) -> None:
+        grads = torch.autograd.grad(self._o, self._leaves, self._whole.do(self._rank))
+        self.results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))

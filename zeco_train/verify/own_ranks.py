@@ -1,0 +1,171 @@
+"""Ranks that `verify` starts itself, processes on this machine's CPU, for what needs more ranks than were launched."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from zeco_train.system.signals import die_with_launcher
+from zeco_train.verify.report import Row
+
+T = TypeVar("T")
+# Hands in the row of a case, by the case's number.
+HandIn = Callable[[int, Row], None]
+# (rank, size, longest wait for a peer, hand in)
+Work = Callable[[int, int, timedelta, HandIn], None]
+
+
+class OwnRanksError(Exception):
+    """A rank failed, or no row came in time."""
+
+
+def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> Iterator[Row]:
+    """Run `work` on `size` new processes over gloo; the rows of its cases in order, as they come.
+
+    The processes are forked from one that has imported torch and the trainer: imports would take each of them seconds.
+
+    Args:
+        work: of each rank; one rank hands in the row of each case. Must be importable.
+        size: number of ranks.
+        count: number of cases, and so of rows.
+        timeout: longest wait for a peer, and for the next row.
+
+    Raises:
+        OwnRanksError: a rank failed, or no row came in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # A first call of a custom op imports torch._dynamo.
+    context.set_forkserver_preload([__name__, "torch._dynamo", "zeco_train.verify.scan_cases"])
+    found: dict[int, Row] = {}
+    with tempfile.TemporaryDirectory(prefix="zeco-verify-") as folder:
+        pipes: dict[Connection, BaseProcess] = {}
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_serve, args=(theirs, work, rank, size, str(Path(folder) / "store"), timeout), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes[ours] = process
+        try:
+            open_ends = set(pipes)
+            for number in range(count):
+                while number not in found:
+                    _receive(open_ends, found, timeout)
+                yield found.pop(number)
+        finally:
+            for pipe, process in pipes.items():
+                process.kill()
+                process.join()
+                pipe.close()
+
+
+def _receive(open_ends: set[Connection], found: dict[int, Row], timeout: timedelta) -> None:
+    # Beyond the ranks' own timeout, whose error says which rank waited for which.
+    ready = wait(list(open_ends), timeout.total_seconds() + 15.0)
+    if not ready:
+        raise OwnRanksError(f"no end within {timeout.total_seconds():g} s" if open_ends else "its ranks are gone")
+    for pipe in ready:
+        assert isinstance(pipe, Connection)
+        try:
+            answer = pipe.recv()
+        except EOFError:
+            open_ends.remove(pipe)
+            continue
+        if isinstance(answer, str):
+            raise OwnRanksError(answer)
+        number, row = answer
+        found[number] = row
+
+
+def _serve(pipe: Connection, work: Work, rank: int, size: int, store: str, timeout: timedelta) -> None:
+    die_with_launcher()
+    # The launcher's variables are of its own ranks.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout
+        )
+        work(rank, size, timeout, lambda number, row: pipe.send((number, row)))
+        # Until every peer has received everything.
+        dist.barrier()
+    except BaseException as error:  # a fault that is to be found may raise anything
+        pipe.send(f"rank {rank} of {size}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    # Skip interpreter finalisation: destroying a group with pending operations would block.
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class Team:
+    """Some of the ranks, which share a sequence.
+
+    Attributes:
+        members: their ranks in the world.
+        rank: of this process among them; < 0: it is none of them.
+        scans, halos: groups of forward and of reverse scans.
+        attention: group of softmax attention.
+        control: group for the exchange of references and results.
+    """
+
+    members: tuple[int, ...]
+    rank: int
+    scans: tuple[ProcessGroup, ProcessGroup]
+    halos: tuple[ProcessGroup, ProcessGroup]
+    attention: ProcessGroup
+    control: ProcessGroup
+
+    @classmethod
+    def make(cls, members: Sequence[int], rank: int, timeout: timedelta) -> Team:
+        """Collective over the world."""
+        groups = [dist.new_group(list(members), timeout=timeout) for _ in range(6)]
+        own = members.index(rank) if rank in members else -1
+        return cls(tuple(members), own, (groups[0], groups[1]), (groups[2], groups[3]), groups[4], groups[5])
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    def share(self, makers: Sequence[Callable[[], T]]) -> list[T]:
+        """The result of each function, which one member calls, the next one the next function. Collective."""
+        own = {number: make() for number, make in enumerate(makers) if number % self.size == self.rank}
+        found: dict[int, T] = {}
+        for part in self.gather(own):
+            found |= part
+        return [found[number] for number in range(len(makers))]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all members. Collective."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+
+def distribute(sizes: Sequence[int], teams: Sequence[int]) -> list[list[int]]:
+    """Cases by team: of the teams of a case's size each takes every so many.
+
+    Args:
+        sizes: ranks of each case.
+        teams: ranks of each team.
+    """
+    turns = {size: itertools.cycle([i for i, team in enumerate(teams) if team == size]) for size in set(teams)}
+    cases: list[list[int]] = [[] for _ in teams]
+    for number, size in enumerate(sizes):
+        cases[next(turns[size])].append(number)
+    return cases

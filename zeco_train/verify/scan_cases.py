@@ -1,0 +1,369 @@
+"""Every operator over every scan, on 1 to 6 ranks of `verify`'s own, in fp64.
+
+A case is a series of calls on one scan object, as training makes them: two layers, forward and then backward from the
+last; replays of received states, as recomputation makes them; a layer of another shape between two calls of the first;
+a sequence in segments, forward and then backward from the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zeco_train.collectives.registry import ALL_SCANS
+from zeco_train.collectives.topology import Topology
+from zeco_train.ops.mix import mix
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
+from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.registry import BACKENDS, Backend, SPConfig, build_scan
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
+from zeco_train.verify.config import LIMITS
+from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.own_ranks import HandIn, Team, distribute
+from zeco_train.verify.report import Deviation, Row
+from zeco_train.verify.whole import DOCUMENTS, GROUPED, KNOWN, Expected, Results, Whole, exact_results
+
+SIZE = 6
+# The ranks in teams, one partition after the other. Most teams do not begin at rank 0: a rank of the group taken for
+# one of the world, or the reverse, is an error there.
+PARTITIONS = (((0, 1, 2, 3, 4, 5),), ((0, 1, 2), (3, 4), (5,)), ((4, 5), (0, 1, 2, 3)))
+TEAM_SIZES = sorted({len(team) for partition in PARTITIONS for team in partition})
+
+
+def _settings() -> dict[str, SPConfig]:
+    """Each backend, and each All-Scan: those in blocks with several numbers of them, `lane` with several nodes."""
+    found = {name: SPConfig(Backend[name]) for name in BACKENDS}
+    for scan in ALL_SCANS:
+        algorithm = AllScanAlgorithm[scan.name]
+        if scan.best_blocks is not None:
+            for blocks in ("1", "2", "3", "7"):
+                found[f"{scan.name}/{blocks}"] = SPConfig(all_scan=AllScanConfig(algorithm, blocks=blocks))
+        else:
+            found[scan.name] = SPConfig(all_scan=AllScanConfig(algorithm))
+    for nodes_of in (1, 2, 3):
+        all_scan = AllScanConfig(AllScanAlgorithm["lane"], ranks_per_node=nodes_of)
+        found[f"lane, {nodes_of} a node"] = SPConfig(all_scan=all_scan)
+    return found
+
+
+SCANS = _settings()
+# Beside a backend's own scan, of a convolution's inputs.
+HALO = "halo"
+
+
+@dataclass(frozen=True)
+class ScanCase:
+    """One operator over one scan.
+
+    Attributes:
+        whole: the sequence of the first calls; the others vary it.
+        scan: a key of `SCANS`, or `HALO`.
+        calls: a few calls only, for a long sequence.
+    """
+
+    whole: Whole
+    scan: str
+    few: bool = False
+
+
+AXES = {
+    "operator": KNOWN,
+    "scan": [*SCANS, HALO],
+    "ranks": TEAM_SIZES,
+    "documents": [None, *DOCUMENTS],
+    "carry": [False, True],
+    "tokens": [1, 5, 37, 64, 70, 130],
+    # H and heads of keys.
+    "heads": [(1, 1), (2, 1), (3, 3), (4, 2)],
+    "dims": [(5, 3), (4, 6), (3, 1), (2, 5), (8, 8)],
+    "batch": [1, 2],
+    "segments": [1, 2, 3],
+    "strided": [False, True],
+    "scale": [None, 0.7],
+    "width": [2, 3, 4],
+}
+
+
+def _is_possible(cell: Cell) -> bool:
+    operator, scan, ranks = cell["operator"], cell["scan"], cell["ranks"]
+    heads, groups = cell["heads"]
+    is_conv = operator == "short_conv"
+    if OPERATORS[operator].reads_whole and (cell["documents"] or cell["carry"] or cell["segments"] > 1):
+        return False
+    if is_conv and (cell["scale"] is not None or heads != 1):
+        return False
+    if scan == HALO and not (is_conv and cell["tokens"] >= cell["width"] - 1):
+        return False
+    if scan == "dp" and ranks > 1:
+        return False
+    if scan.startswith("lane, ") and ranks % (per_node := int(scan.split()[1])) and per_node < ranks:
+        return False
+    # The recurrence is slow.
+    if cell["tokens"] * ranks * cell["segments"] > 560:
+        return False
+    return not ((cell["documents"] and cell["batch"] > 1) or (groups < heads and operator not in GROUPED))
+
+
+def scan_cases() -> list[ScanCase]:
+    """All cases."""
+    cases = []
+    for number, cell in enumerate(cover_pairs(AXES, _is_possible)):
+        (heads, groups), (key_dim, value_dim) = cell.pop("heads"), cell.pop("dims")
+        scan = cell.pop("scan")
+        if cell["operator"] == "short_conv":
+            # It has none.
+            cell["scale"] = 1.0
+        shape = {"heads": heads, "groups": groups, "key_dim": key_dim, "value_dim": value_dim}
+        cases.append(ScanCase(Whole(name=str(number), **shape, **cell), scan))
+    # Many chunks on each of two ranks.
+    for operator in KNOWN:
+        groups, scale = (1 if operator in GROUPED else 2), (1.0 if operator == "short_conv" else None)
+        long = Whole("long", operator, 1_100, 2, heads=2, groups=groups, key_dim=3, scale=scale)
+        cases.append(ScanCase(long, "lasp2", few=True))
+    return cases
+
+
+def run_scan_cases(
+    cases: Sequence[ScanCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn
+) -> None:
+    """The cases on `SIZE` ranks of `rows_of_own_ranks`."""
+    members = [team for partition in PARTITIONS for team in partition]
+    teams = [Team.make(team, rank, timeout) for team in members]
+    of_teams = distribute([case.whole.ranks for case in cases], [team.size for team in teams])
+    for team, numbers in zip(teams, of_teams, strict=True):
+        for number in numbers if team.rank >= 0 else ():
+            row = run_scan_case(cases[number], team, timeout)
+            if team.rank == 0:
+                hand_in(number, row)
+
+
+def run_scan_case(case: ScanCase, team: Team, timeout: timedelta) -> Row:
+    """One case. Collective over its team."""
+    wholes = _wholes(case)
+    shared = team.share([partial(_exact_arrays, whole) for whole in wholes.values()])
+    expected = {
+        name: Expected([{tensor: torch.from_numpy(x) for tensor, x in piece.items()} for piece in pieces])
+        for name, pieces in zip(wholes, shared, strict=True)
+    }
+    config = SPConfig() if case.scan == HALO else SCANS[case.scan]
+    topology = Topology.one_node(team.size)
+    halo = team.halos if case.scan == HALO else None
+    scan = build_scan(config, team.scans, timeout, None, halo, topology)
+    record = RecordingScan(scan)
+    deviations: dict[str, Deviation] = {}
+    # Waits are measured in training, which wraps every scan.
+    with scan.exposed.measuring() if case.whole.tokens % 2 else contextlib.nullcontext():
+        for call, name, piece, results in _calls(case, wholes, record, team.rank):
+            for tensor, (error, head) in expected[name].errors(results, piece).items():
+                if tensor not in deviations or not error <= deviations[tensor].error:
+                    deviations[tensor] = Deviation(error, where=f"head {head}, {call}")
+    scan.drain()
+    whole = case.whole
+    return Row(
+        "fp64",
+        whole.tokens,
+        whole.ranks,
+        describe(whole),
+        case.scan,
+        tuple(team.gather(deviations)),
+        LIMITS["fp64"],
+        on_own_ranks=True,
+        uses=(f"operator {whole.operator}", f"scan {case.scan.split('/')[0].split(',')[0]}"),
+    )
+
+
+def _exact_arrays(whole: Whole) -> list[dict[str, NDArray[np.float64]]]:
+    # Pickled faster than tensors.
+    return [{name: x.contiguous().numpy() for name, x in piece.items()} for piece in exact_results(whole)]
+
+
+def describe(whole: Whole) -> str:
+    """The operator and its sequence, for the table."""
+    widths = f"w{whole.width} C{whole.value_dim}" if whole.operator == "short_conv" else (
+        f"H{whole.heads}" + (f"/{whole.groups}" if whole.groups < whole.heads else "")
+        + f" K{whole.key_dim} V{whole.value_dim}"
+    )
+    words = [f"{whole.operator} B{whole.batch} {widths}"]
+    words += [f"documents {whole.documents}"] if whole.documents else []
+    words += ["carry"] * whole.carry + [f"{whole.segments} segments"] * (whole.segments > 1)
+    return ", ".join(words)
+
+
+def _wholes(case: ScanCase) -> dict[str, Whole]:
+    """The sequences of a case, by name."""
+    segmented, first = case.whole, replace(case.whole, segments=1)
+    if case.few:
+        return {"first": first}
+    other = replace(
+        first,
+        name=f"{first.name} other",
+        tokens=max(first.width - 1, first.tokens // 2) + 3,
+        value_dim=first.value_dim + 2,
+        documents=None if first.documents is None else "many",
+        strided=not first.strided,
+    )
+    wholes = {"first": first, "second": replace(first, name=f"{first.name} second"), "other": other}
+    return wholes | ({"segments": segmented} if segmented.segments > 1 else {})
+
+
+# What a call was, the name of its sequence, the shard, and results.
+_Call = tuple[str, str, int, Results]
+
+
+def _calls(case: ScanCase, wholes: dict[str, Whole], scan: RecordingScan, rank: int) -> Iterator[_Call]:
+    first = Pass(wholes["first"], scan, rank)
+    if not case.few:
+        second = Pass(wholes["second"], scan, rank)
+        second.backward()
+        yield "the second call", "second", rank, second.results
+    first.backward()
+    yield "the first call", "first", rank, first.results
+    if case.few:
+        return
+    replay = Pass(wholes["first"], scan, rank, incoming=first.incoming)
+    other = Pass(wholes["other"], scan, rank)
+    # Not from the last: two micro-batches.
+    replay.backward()
+    yield "a replay", "first", rank, replay.results
+    other.backward()
+    yield "a call of another shape", "other", rank, other.results
+    if "segments" in wholes:
+        yield from _segments(wholes["segments"], scan, rank)
+    last = Pass(wholes["second"], scan, rank)
+    last.backward()
+    yield "the last call", "second", rank, last.results
+
+
+def _segments(whole: Whole, scan: RecordingScan, rank: int) -> Iterator[_Call]:
+    """First passes of all segments but the last, then each forward and backward from the last."""
+    carries, received = [whole.tensors["carry_in"] * whole.carry], []
+    pieces = [segment * whole.ranks + rank for segment in range(whole.segments)]
+    for piece in pieces[:-1]:
+        with torch.no_grad():
+            one = Pass(whole, scan, piece, carry_in=carries[-1], want_carry=True)
+        yield "a first pass of segments", "segments", piece, one.results
+        assert one.carry_out is not None
+        received.append(one.incoming)
+        carries.append(one.carry_out)
+    dcarry = whole.tensors["dcarry_out"] if whole.carry else None
+    for piece, carry, incoming in reversed([*itertools.zip_longest(pieces, carries, received)]):
+        again = Pass(whole, scan, piece, carry_in=carry, want_carry=dcarry is not None, incoming=incoming)
+        again.backward(dcarry)
+        yield "a second pass of segments", "segments", piece, again.results
+        dcarry = again.results["dcarry_in"]
+
+
+class Pass:
+    """A forward pass of a shard, and its backward pass.
+
+    Args:
+        whole: the sequence.
+        scan: over its ranks.
+        piece: the shard's number.
+        incoming: the state of an earlier pass, to be replayed.
+        carry_in: the state before the shard's segment; None: that of the sequence, if it has one.
+        want_carry: the state after the segment is wanted; None: if the sequence has one.
+
+    Attributes:
+        results: as of `exact_results`, those that are known.
+        incoming: the state received.
+        carry_out: the state after the segment.
+    """
+
+    def __init__(
+        self,
+        whole: Whole,
+        scan: RecordingScan,
+        piece: int,
+        incoming: Tensor | None = None,
+        carry_in: Tensor | None = None,
+        want_carry: bool | None = None,
+    ) -> None:
+        self._whole, self._scan, self._piece = whole, scan, piece
+        self._leaves = whole.operands(piece)
+        if carry_in is None and whole.carry:
+            carry_in = whole.tensors["carry_in"]
+        self._carry_in = None if carry_in is None else carry_in.detach().clone().requires_grad_()
+        scan.received.clear()
+        self._o, self.carry_out = mix(
+            whole.operator,
+            [*self._leaves.values()],
+            whole.shard(scan, piece),
+            scale=whole.scale,
+            incoming_state=incoming,
+            carry_in=self._carry_in,
+            want_carry=whole.carry if want_carry is None else want_carry,
+        )
+        self.results: Results = {"o": self._o.detach()}
+        self.incoming = incoming
+        if incoming is None:
+            self.incoming = scan.received["R"]
+            if not OPERATORS[whole.operator].reads_whole:
+                self.results["R"] = self.incoming
+            else:
+                # What its outputs read is the state of the whole sequence.
+                self.incoming = scan.received["whole"]
+            if self.carry_out is not None:
+                self.results["carry_out"] = self.carry_out.detach()
+
+    def backward(self, dcarry_out: Tensor | None = None) -> None:
+        """Adds to the results; `dcarry_out`: None: that of the sequence, if the state after it is wanted."""
+        whole, leaves = self._whole, {name: x for name, x in self._leaves.items() if x.requires_grad}
+        outputs, grads = [self._o], [whole.do(self._piece)]
+        if self.carry_out is not None:
+            outputs.append(self.carry_out)
+            grads.append(whole.tensors["dcarry_out"] if dcarry_out is None else dcarry_out)
+        inputs = [*leaves.values()] + ([] if self._carry_in is None else [self._carry_in])
+        self._scan.received.clear()
+        found = torch.autograd.grad(outputs, inputs, grads)
+        names = [*(f"d{name}" for name in leaves), "dcarry_in"]
+        self.results |= dict(zip(names, found, strict=False))
+        if not OPERATORS[whole.operator].reads_whole:
+            self.results["D_in"] = self._scan.received["D_in"]
+
+
+class RecordingScan:
+    """Wrapper of a scan, and of the one beside it, that records what they receive in `received`.
+
+    By name: R and D_in, and of a scan forward whose carry is read the state of the whole sequence.
+    """
+
+    def __init__(self, scan: ScanBackend, received: Results | None = None) -> None:
+        self._scan, self.received = scan, {} if received is None else received
+        self.ends = scan.ends
+        self.neighbour = None if scan.neighbour is None else RecordingScan(scan.neighbour, self.received)
+
+    def launch(self, request: ScanRequest) -> LaunchedScan:
+        """See `StateScan`."""
+        return _Recorded(self._scan.launch(request), request.reverse, self.received)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    pending: LaunchedScan
+    reverse: bool
+    received: Results
+
+    def wait(self) -> Tensor:
+        state = self.pending.wait()
+        self.received["D_in" if self.reverse else "R"] = state.clone()
+        return state
+
+    def finish(self) -> None:
+        self.pending.finish()
+
+    def carry_out(self) -> Tensor:
+        state = self.pending.carry_out()
+        if not self.reverse:
+            self.received["whole"] = state.clone()
+        return state
