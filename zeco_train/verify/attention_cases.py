@@ -20,9 +20,8 @@ from zeco_train.sp.attention.ulysses import ULYSSES, Ulysses
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.config import LIMITS, METHODS
 from zeco_train.verify.covering import Cell, cover_pairs
-from zeco_train.verify.own_ranks import HandIn, Team, distribute
+from zeco_train.verify.own_ranks import TEAM_SIZES, Team
 from zeco_train.verify.report import Deviation, Row
-from zeco_train.verify.scan_cases import PARTITIONS, TEAM_SIZES
 from zeco_train.verify.whole import DOCUMENTS, SOFTMAX, Expected, Results, Whole
 
 # With the heads in parts, as between nodes.
@@ -55,6 +54,47 @@ class AttentionCase:
     whole: Whole
     window: int | None
 
+    @property
+    def ranks(self) -> int:
+        """See `own_ranks.TeamCase`."""
+        return self.whole.ranks
+
+    def run(self, team: Team, timeout: timedelta) -> Row:
+        """See `own_ranks.TeamCase`."""
+        whole = self.whole
+        first = replace(whole, segments=1)
+        wholes = {
+            "first": first,
+            "second": replace(first, name=f"{whole.name} second"),
+            "other": replace(first, name=f"{whole.name} other", tokens=whole.tokens + 3, strided=True),
+            "segments": whole,
+        }
+        # A query that reads one key has no gradient.
+        beside = {"dq": "dv", "dk": "dv"}
+        expected = {name: Expected(exact_attention(one, self.window), beside) for name, one in wholes.items()}
+        scan = LocalScan()
+        scan.attention = build_attention(METHODS_IN_PARTS[self.method], team.attention, timeout)
+        deviations: dict[str, Deviation] = {}
+        for call, name, piece, results in _calls(self, wholes, scan, team.rank):
+            for tensor, (error, head) in expected[name].errors(results, piece).items():
+                if tensor not in deviations or not error <= deviations[tensor].error:
+                    deviations[tensor] = Deviation(error, where=f"head {head}, {call}")
+        words = [f"softmax B{whole.batch} H{whole.heads}/{whole.groups}"]
+        words += [f"documents {whole.documents}"] if whole.documents else []
+        words += [f"window {self.window}"] if self.window else []
+        words += [f"{whole.segments} segments"] * (whole.segments > 1)
+        return Row(
+            "fp64",
+            whole.tokens,
+            whole.ranks,
+            ", ".join(words),
+            self.method,
+            tuple(team.gather(deviations)),
+            LIMITS["fp64"],
+            on_own_ranks=True,
+            uses=(f"method {self.method.split(':')[0]}",),
+        )
+
 
 AXES = {
     "method": [*METHODS_IN_PARTS],
@@ -84,57 +124,6 @@ def attention_cases() -> list[AttentionCase]:
         whole = Whole(name=str(number), operator=SOFTMAX, heads=heads, groups=groups, key_dim=5, value_dim=5, **cell)
         cases.append(AttentionCase(method, whole, window))
     return cases
-
-
-def run_attention_cases(
-    cases: Sequence[AttentionCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn
-) -> None:
-    """The cases on the ranks of `rows_of_own_ranks`."""
-    members = [team for partition in PARTITIONS for team in partition]
-    teams = [Team.make(team, rank, timeout) for team in members]
-    of_teams = distribute([case.whole.ranks for case in cases], [team.size for team in teams])
-    for team, numbers in zip(teams, of_teams, strict=True):
-        for number in numbers if team.rank >= 0 else ():
-            row = run_attention_case(cases[number], team, timeout)
-            if team.rank == 0:
-                hand_in(number, row)
-
-
-def run_attention_case(case: AttentionCase, team: Team, timeout: timedelta) -> Row:
-    """One case. Collective over its team."""
-    whole = case.whole
-    first = replace(whole, segments=1)
-    wholes = {
-        "first": first,
-        "second": replace(first, name=f"{whole.name} second"),
-        "other": replace(first, name=f"{whole.name} other", tokens=whole.tokens + 3, strided=True),
-        "segments": whole,
-    }
-    # A query that reads one key has no gradient.
-    beside = {"dq": "dv", "dk": "dv"}
-    expected = {name: Expected(exact_attention(one, case.window), beside) for name, one in wholes.items()}
-    scan = LocalScan()
-    scan.attention = build_attention(METHODS_IN_PARTS[case.method], team.attention, timeout)
-    deviations: dict[str, Deviation] = {}
-    for call, name, piece, results in _calls(case, wholes, scan, team.rank):
-        for tensor, (error, head) in expected[name].errors(results, piece).items():
-            if tensor not in deviations or not error <= deviations[tensor].error:
-                deviations[tensor] = Deviation(error, where=f"head {head}, {call}")
-    words = [f"softmax B{whole.batch} H{whole.heads}/{whole.groups}"]
-    words += [f"documents {whole.documents}"] if whole.documents else []
-    words += [f"window {case.window}"] if case.window else []
-    words += [f"{whole.segments} segments"] * (whole.segments > 1)
-    return Row(
-        "fp64",
-        whole.tokens,
-        whole.ranks,
-        ", ".join(words),
-        case.method,
-        tuple(team.gather(deviations)),
-        LIMITS["fp64"],
-        on_own_ranks=True,
-        uses=(f"method {case.method.split(':')[0]}",),
-    )
 
 
 def exact_attention(whole: Whole, window: int | None) -> list[Results]:
@@ -172,9 +161,7 @@ def _calls(
         yield from _segments(wholes["segments"], scan, rank, case.window)
 
 
-def _segments(
-    whole: Whole, scan: LocalScan, rank: int, window: int | None
-) -> Iterator[tuple[str, str, int, Results]]:
+def _segments(whole: Whole, scan: LocalScan, rank: int, window: int | None) -> Iterator[tuple[str, str, int, Results]]:
     """Segments without gradients, as in validation, each with the keys and values of those before it in caches."""
     capacity = whole.seq_len if window is None else min(window, whole.seq_len)
     caches = [torch.full((whole.batch, whole.groups, capacity, 5), torch.nan, dtype=torch.float64) for _ in range(2)]

@@ -12,7 +12,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,9 +98,7 @@ def _serve(pipe: Connection, work: Work, rank: int, size: int, store: str, timeo
         os.environ.pop(name, None)
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout
-        )
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
         work(rank, size, timeout, lambda number, row: pipe.send((number, row)))
         # Until every peer has received everything.
         dist.barrier()
@@ -155,6 +153,37 @@ class Team:
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)
         return values
+
+
+class TeamCase(Protocol):
+    """A case of some of the ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        ...
+
+    def run(self, team: Team, timeout: timedelta) -> Row:
+        """The row of the case. Collective over the team."""
+        ...
+
+
+# The ranks in teams, one partition after the other. Most teams do not begin at rank 0: a rank of the group that is
+# taken for one of the world, or the reverse, is an error there.
+PARTITIONS = (((0, 1, 2, 3, 4, 5),), ((0, 1, 2), (3, 4), (5,)), ((4, 5), (0, 1, 2, 3)))
+TEAM_SIZES = sorted({len(team) for partition in PARTITIONS for team in partition})
+
+
+def run_team_cases(cases: Sequence[TeamCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn) -> None:
+    """The cases, on the ranks of `rows_of_own_ranks`, as many as `PARTITIONS` have."""
+    members = [team for partition in PARTITIONS for team in partition]
+    assert size == sum(map(len, PARTITIONS[0]))
+    teams = [Team.make(team, rank, timeout) for team in members]
+    for team, numbers in zip(teams, distribute([case.ranks for case in cases], [*map(len, members)]), strict=True):
+        for number in numbers if team.rank >= 0 else ():
+            row = cases[number].run(team, timeout)
+            if team.rank == 0:
+                hand_in(number, row)
 
 
 def distribute(sizes: Sequence[int], teams: Sequence[int]) -> list[list[int]]:

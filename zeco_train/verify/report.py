@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from zeco_train.verify.config import LIMITS
 
 TENSORS = ("o", "dq", "dk", "dv", "dg", "dbeta", "R", "D_in", "carry_out", "dcarry_in")
 _TOKENS = TENSORS[:6]
@@ -171,30 +170,35 @@ def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
 
 _SLICE = 1 << 16
 
-_WIDTHS = (6, 13, 36, 23)
+_WIDTHS, _WIDTHS_OF_OWN = (6, 13, 36, 23), (6, 11, 86, 20)
 
 
-def header() -> str:
-    """The table's first line."""
+def header(*, own_ranks: bool = False) -> str:
+    """The first line of the table of the launched ranks, or of own ranks."""
     names = "".join(f"{name:>10}" for name in TENSORS)
-    return f"{_first('dtype', 'tokens', 'sequence', 'backend')}{names}{'ratio':>7}  {'worst':<16} verdict"
+    if own_ranks:
+        return f"{_first(_WIDTHS_OF_OWN, 'dtype', 'tokens', 'on ranks of its own', 'over')}{'error':>8}  verdict"
+    return f"{_first(_WIDTHS, 'dtype', 'tokens', 'sequence', 'backend')}{names}{'ratio':>7}  {'worst':<16} verdict"
 
 
 def line(row: Row) -> str:
     """A row of the table: errors from float64, the maximum over ranks."""
-    first = _first(row.dtype, f"{row.sp_size} × {row.tokens:,}", row.layout, row.backend)
+    widths = _WIDTHS_OF_OWN if row.on_own_ranks else _WIDTHS
+    first = _first(widths, row.dtype, f"{row.sp_size} × {row.tokens:,}", row.layout, row.backend)
     if row.reason:
         return f"{first} skipped: {row.reason}"
-    worst = {tensor: found for tensor in TENSORS if (found := row.worst(tensor)) is not None}
+    worst = {tensor: found for tensor in row.tensors if (found := row.worst(tensor)) is not None}
+    top = max(worst, key=lambda t: math.inf if math.isnan(worst[t][0]) else worst[t][0], default="")
+    verdict = f"FAILED: {'; '.join(row.failures)}" if row.failures else "ok"
+    if row.on_own_ranks:
+        return f"{first}{f'{worst[top][0]:.1e}' if top else '-':>8}  {verdict}"
     errors = "".join(f"{worst[t][0]:>10.1e}" if t in worst else f"{'-':>10}" for t in TENSORS)
     ratio = "-" if row.ratio is None else f"{row.ratio[0]:.2f}"
-    top = max(worst, key=lambda t: math.inf if math.isnan(worst[t][0]) else worst[t][0])
-    verdict = f"FAILED: {'; '.join(row.failures)}" if row.failures else "ok"
     return f"{first}{errors}{ratio:>7}  {f'{top} rank {worst[top][1]}':<16} {verdict}"
 
 
-def _first(*cells: str) -> str:
-    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+def _first(widths: Sequence[int], *cells: str) -> str:
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def summary(rows: list[Row]) -> str:
@@ -202,7 +206,7 @@ def summary(rows: list[Row]) -> str:
     failed = [row for row in rows if row.failures]
     skipped = sum(bool(row.reason) for row in rows)
     compared = len(rows) - skipped
-    limits = ", ".join(f"{name} ≤ {LIMITS[name]:.0e}" for name in dict.fromkeys(row.dtype for row in rows))
+    limits = ", ".join(dict.fromkeys(f"{row.dtype} ≤ {row.limit:.0e}" for row in rows if row.limit))
     text = (
         f"{compared - len(failed)} of {compared} comparisons ok ({limits}; ratio ≤ {LARGEST_RATIO}), {skipped} skipped"
     )

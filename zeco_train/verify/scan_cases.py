@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -29,15 +29,9 @@ from zeco_train.sp.registry import BACKENDS, Backend, SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 from zeco_train.verify.config import LIMITS
 from zeco_train.verify.covering import Cell, cover_pairs
-from zeco_train.verify.own_ranks import HandIn, Team, distribute
+from zeco_train.verify.own_ranks import TEAM_SIZES, Team
 from zeco_train.verify.report import Deviation, Row
 from zeco_train.verify.whole import DOCUMENTS, GROUPED, KNOWN, Expected, Results, Whole, exact_results
-
-SIZE = 6
-# The ranks in teams, one partition after the other. Most teams do not begin at rank 0: a rank of the group taken for
-# one of the world, or the reverse, is an error there.
-PARTITIONS = (((0, 1, 2, 3, 4, 5),), ((0, 1, 2), (3, 4), (5,)), ((4, 5), (0, 1, 2, 3)))
-TEAM_SIZES = sorted({len(team) for partition in PARTITIONS for team in partition})
 
 
 def _settings() -> dict[str, SPConfig]:
@@ -68,12 +62,51 @@ class ScanCase:
     Attributes:
         whole: the sequence of the first calls; the others vary it.
         scan: a key of `SCANS`, or `HALO`.
-        calls: a few calls only, for a long sequence.
+        few: a few calls only, for a long sequence.
     """
 
     whole: Whole
     scan: str
     few: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """See `own_ranks.TeamCase`."""
+        return self.whole.ranks
+
+    def run(self, team: Team, timeout: timedelta) -> Row:
+        """See `own_ranks.TeamCase`."""
+        wholes = _wholes(self)
+        shared = team.share([partial(_exact_arrays, whole) for whole in wholes.values()])
+        expected = {
+            name: Expected([{tensor: torch.from_numpy(x) for tensor, x in piece.items()} for piece in pieces])
+            for name, pieces in zip(wholes, shared, strict=True)
+        }
+        config = SPConfig() if self.scan == HALO else SCANS[self.scan]
+        topology = Topology.one_node(team.size)
+        halo = team.halos if self.scan == HALO else None
+        scan = build_scan(config, team.scans, timeout, None, halo, topology)
+        record = RecordingScan(scan)
+        deviations: dict[str, Deviation] = {}
+        # Waits are measured in training, which wraps every scan.
+        with scan.exposed.measuring() if self.whole.tokens % 2 else contextlib.nullcontext():
+            for call, name, piece, results in _calls(self, wholes, record, team.rank):
+                for tensor, (error, head) in expected[name].errors(results, piece).items():
+                    if tensor not in deviations or not error <= deviations[tensor].error:
+                        deviations[tensor] = Deviation(error, where=f"head {head}, {call}")
+        scan.drain()
+        whole = self.whole
+        return Row(
+            "fp64",
+            whole.tokens,
+            whole.ranks,
+            describe(whole),
+            self.scan,
+            tuple(team.gather(deviations)),
+            LIMITS["fp64"],
+            on_own_ranks=True,
+            uses=(f"operator {whole.operator}", f"scan {self.scan.split('/')[0].split(',')[0]}"),
+        )
 
 
 AXES = {
@@ -133,55 +166,6 @@ def scan_cases() -> list[ScanCase]:
     return cases
 
 
-def run_scan_cases(
-    cases: Sequence[ScanCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn
-) -> None:
-    """The cases on `SIZE` ranks of `rows_of_own_ranks`."""
-    members = [team for partition in PARTITIONS for team in partition]
-    teams = [Team.make(team, rank, timeout) for team in members]
-    of_teams = distribute([case.whole.ranks for case in cases], [team.size for team in teams])
-    for team, numbers in zip(teams, of_teams, strict=True):
-        for number in numbers if team.rank >= 0 else ():
-            row = run_scan_case(cases[number], team, timeout)
-            if team.rank == 0:
-                hand_in(number, row)
-
-
-def run_scan_case(case: ScanCase, team: Team, timeout: timedelta) -> Row:
-    """One case. Collective over its team."""
-    wholes = _wholes(case)
-    shared = team.share([partial(_exact_arrays, whole) for whole in wholes.values()])
-    expected = {
-        name: Expected([{tensor: torch.from_numpy(x) for tensor, x in piece.items()} for piece in pieces])
-        for name, pieces in zip(wholes, shared, strict=True)
-    }
-    config = SPConfig() if case.scan == HALO else SCANS[case.scan]
-    topology = Topology.one_node(team.size)
-    halo = team.halos if case.scan == HALO else None
-    scan = build_scan(config, team.scans, timeout, None, halo, topology)
-    record = RecordingScan(scan)
-    deviations: dict[str, Deviation] = {}
-    # Waits are measured in training, which wraps every scan.
-    with scan.exposed.measuring() if case.whole.tokens % 2 else contextlib.nullcontext():
-        for call, name, piece, results in _calls(case, wholes, record, team.rank):
-            for tensor, (error, head) in expected[name].errors(results, piece).items():
-                if tensor not in deviations or not error <= deviations[tensor].error:
-                    deviations[tensor] = Deviation(error, where=f"head {head}, {call}")
-    scan.drain()
-    whole = case.whole
-    return Row(
-        "fp64",
-        whole.tokens,
-        whole.ranks,
-        describe(whole),
-        case.scan,
-        tuple(team.gather(deviations)),
-        LIMITS["fp64"],
-        on_own_ranks=True,
-        uses=(f"operator {whole.operator}", f"scan {case.scan.split('/')[0].split(',')[0]}"),
-    )
-
-
 def _exact_arrays(whole: Whole) -> list[dict[str, NDArray[np.float64]]]:
     # Pickled faster than tensors.
     return [{name: x.contiguous().numpy() for name, x in piece.items()} for piece in exact_results(whole)]
@@ -189,9 +173,14 @@ def _exact_arrays(whole: Whole) -> list[dict[str, NDArray[np.float64]]]:
 
 def describe(whole: Whole) -> str:
     """The operator and its sequence, for the table."""
-    widths = f"w{whole.width} C{whole.value_dim}" if whole.operator == "short_conv" else (
-        f"H{whole.heads}" + (f"/{whole.groups}" if whole.groups < whole.heads else "")
-        + f" K{whole.key_dim} V{whole.value_dim}"
+    widths = (
+        f"w{whole.width} C{whole.value_dim}"
+        if whole.operator == "short_conv"
+        else (
+            f"H{whole.heads}"
+            + (f"/{whole.groups}" if whole.groups < whole.heads else "")
+            + f" K{whole.key_dim} V{whole.value_dim}"
+        )
     )
     words = [f"{whole.operator} B{whole.batch} {widths}"]
     words += [f"documents {whole.documents}"] if whole.documents else []

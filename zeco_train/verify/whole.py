@@ -224,9 +224,14 @@ def _recurrence(whole: Whole) -> list[Results]:
     leaves = [x for operands in pieces for x in operands.values() if x.requires_grad]
     states = [carry_in, *(after[cut] for cut in cuts[1:])]
     found = torch.autograd.grad(
-        [o, end], [*leaves, *states], [whole.tensors["do"], whole.tensors["dcarry_out"] * whole.carry], allow_unused=True
+        [o, end],
+        [*leaves, *states],
+        [whole.tensors["do"], whole.tensors["dcarry_out"] * whole.carry],
+        allow_unused=True,
     )
-    grads = iter(torch.zeros_like(x) if grad is None else grad for x, grad in zip([*leaves, *states], found, strict=True))
+    grads = iter(
+        torch.zeros_like(x) if grad is None else grad for x, grad in zip([*leaves, *states], found, strict=True)
+    )
     results: list[Results] = []
     for number, operands in enumerate(pieces):
         of_operands = {f"d{name}": next(grads) for name, x in operands.items() if x.requires_grad}
