@@ -21,8 +21,9 @@ from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.config import LIMITS, METHODS
 from zeco_train.verify.covering import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
-from zeco_train.verify.report import Deviation, Row
-from zeco_train.verify.whole import DOCUMENTS, SOFTMAX, Expected, Results, Whole
+from zeco_train.verify.report import Row
+from zeco_train.verify.scan_cases import Call, compare_calls
+from zeco_train.verify.whole import DOCUMENTS, SOFTMAX, Results, Whole
 
 # With the heads in parts, as between nodes.
 METHODS_IN_PARTS: dict[str, MethodSpec] = {
@@ -69,16 +70,12 @@ class AttentionCase:
             "other": replace(first, name=f"{whole.name} other", tokens=whole.tokens + 3, strided=True),
             "segments": whole,
         }
-        # A query that reads one key has no gradient.
-        beside = {"dq": "dv", "dk": "dv"}
-        expected = {name: Expected(exact_attention(one, self.window), beside) for name, one in wholes.items()}
         scan = LocalScan()
         scan.attention = build_attention(METHODS_IN_PARTS[self.method], team.attention, timeout)
-        deviations: dict[str, Deviation] = {}
-        for call, name, piece, results in _calls(self, wholes, scan, team.rank):
-            for tensor, (error, head) in expected[name].errors(results, piece).items():
-                if tensor not in deviations or not error <= deviations[tensor].error:
-                    deviations[tensor] = Deviation(error, where=f"head {head}, {call}")
+        calls = _calls(self, wholes, scan, team.rank)
+        # A query that reads one key has no gradient.
+        beside = {"dq": "dv", "dk": "dv"}
+        deviations = compare_calls(team, wholes, partial(exact_attention, window=self.window), calls, beside)
         words = [f"softmax B{whole.batch} H{whole.heads}/{whole.groups}"]
         words += [f"documents {whole.documents}"] if whole.documents else []
         words += [f"window {self.window}"] if self.window else []
@@ -89,7 +86,7 @@ class AttentionCase:
             whole.ranks,
             ", ".join(words),
             self.method,
-            tuple(team.gather(deviations)),
+            deviations,
             LIMITS["fp64"],
             on_own_ranks=True,
             uses=(f"method {self.method.split(':')[0]}",),
@@ -143,9 +140,7 @@ def exact_attention(whole: Whole, window: int | None) -> list[Results]:
     return [{name: parts[piece] for name, parts in split.items()} for piece in range(whole.num_pieces)]
 
 
-def _calls(
-    case: AttentionCase, wholes: dict[str, Whole], scan: LocalScan, rank: int
-) -> Iterator[tuple[str, str, int, Results]]:
+def _calls(case: AttentionCase, wholes: dict[str, Whole], scan: LocalScan, rank: int) -> Iterator[Call]:
     first, second = (_Pass(wholes[name], scan, rank, case.window) for name in ("first", "second"))
     second.backward()
     yield "the second call", "second", rank, second.results
@@ -161,7 +156,7 @@ def _calls(
         yield from _segments(wholes["segments"], scan, rank, case.window)
 
 
-def _segments(whole: Whole, scan: LocalScan, rank: int, window: int | None) -> Iterator[tuple[str, str, int, Results]]:
+def _segments(whole: Whole, scan: LocalScan, rank: int, window: int | None) -> Iterator[Call]:
     """Segments without gradients, as in validation, each with the keys and values of those before it in caches."""
     capacity = whole.seq_len if window is None else min(window, whole.seq_len)
     caches = [torch.full((whole.batch, whole.groups, capacity, 5), torch.nan, dtype=torch.float64) for _ in range(2)]

@@ -67,7 +67,8 @@ class VerifyConfig:
         methods: how they exchange what softmax attention reads; subset of those listed.
         dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
         tokens: tokens per rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs; 100 where all run.
-        sp_sizes: ranks that share a sequence; empty is every divisor of the world size.
+        sp_sizes: ranks that share a sequence; empty is every divisor of the world size, on CPUs where all run the
+            world size.
         batch, heads, key_dim, value_dim: B, H, K, V; in softmax attention V is K. Packed documents have a batch of 1.
         key_heads: heads of keys and values in softmax attention; null: half as many as of queries, if that is possible.
         window: keys that a query of softmax attention reads at most, itself among them; 0: no limit; null: no limit,
@@ -150,8 +151,9 @@ class VerifyConfig:
             ConfigError: a setting that the machine or the number of ranks does not support.
         """
         on_gpu = device.type == "cuda"
-        # Own ranks have long sequences.
-        on_cpu = [100] if self.selects_nothing else [100, 512]
+        # Own ranks have long sequences, and fewer ranks.
+        all_run = self.selects_nothing and not on_gpu
+        on_cpu = [100] if all_run else [100, 512]
         if self.huge and not on_gpu:
             raise ConfigError("huge", "true", "needs a CUDA device with about 60 GB (bf16) or 110 GB (fp32) of memory")
         legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -161,7 +163,7 @@ class VerifyConfig:
             self,
             dtypes=self.dtypes or (["fp32", "bf16"] if on_gpu else ["fp64", "fp32"]),
             tokens=self.tokens or ([1000, 16384] if on_gpu else on_cpu),
-            sp_sizes=self.sp_sizes or legal,
+            sp_sizes=self.sp_sizes or (legal[-1:] if all_run else legal),
         )
 
     @property

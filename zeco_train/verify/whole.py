@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -263,7 +262,7 @@ class Expected:
             largest norm of another tensor, or of their own in any head and shard.
     """
 
-    def __init__(self, pieces: list[Results], beside: Mapping[str, str] = MappingProxyType({"dg": "dg"})) -> None:
+    def __init__(self, pieces: list[Results], beside: Mapping[str, str]) -> None:
         self._pieces, self._beside = pieces, beside
         self._norms = {
             name: torch.stack([_by_head(name, piece[name]).norm(dim=1) for piece in pieces]) for name in pieces[0]
