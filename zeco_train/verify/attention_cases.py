@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class AttentionCase:
         )
 
 
-AXES = {
+AXES: dict[str, Sequence[Any]] = {
     "method": [*METHODS_IN_PARTS],
     "ranks": TEAM_SIZES,
     "documents": [None, *DOCUMENTS],
@@ -159,7 +160,8 @@ def _calls(case: AttentionCase, wholes: dict[str, Whole], scan: LocalScan, rank:
 def _segments(whole: Whole, scan: LocalScan, rank: int, window: int | None) -> Iterator[Call]:
     """Segments without gradients, as in validation, each with the keys and values of those before it in caches."""
     capacity = whole.seq_len if window is None else min(window, whole.seq_len)
-    caches = [torch.full((whole.batch, whole.groups, capacity, 5), torch.nan, dtype=torch.float64) for _ in range(2)]
+    shape = whole.batch, whole.groups, capacity
+    caches = [torch.full((*shape, dim), math.nan, dtype=torch.float64) for dim in (whole.key_dim, whole.value_dim)]
     for segment in range(whole.segments):
         piece, span = segment * whole.ranks + rank, whole.tokens * whole.ranks
         shard = replace(whole.shard(scan, piece), segment=(segment * span, (segment + 1) * span))

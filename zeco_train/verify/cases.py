@@ -26,7 +26,7 @@ from zeco_train.verify.attention_cases import attention_cases
 from zeco_train.verify.comparisons import Comparisons, Run
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, SOFTMAX, VerifyConfig
 from zeco_train.verify.huge import huge_deviations, huge_sequence
-from zeco_train.verify.own_ranks import PARTITIONS, OwnRanksError, rows_of_own_ranks, run_team_cases
+from zeco_train.verify.own_ranks import PARTITIONS, OwnRanksError, TeamCase, rows_of_own_ranks, run_team_cases
 from zeco_train.verify.reference import Place, exact, is_short, recurrence
 from zeco_train.verify.report import Row, deviations
 from zeco_train.verify.runs import run_backend, run_one_device
@@ -185,7 +185,7 @@ class Verification:
 
 
 def _rows_of_own_ranks(timeout: float) -> Iterator[Row]:
-    cases = [*scan_cases(), *attention_cases()]
+    cases: list[TeamCase] = [*scan_cases(), *attention_cases()]
     steps = step_cases()
     worlds = (
         (partial(run_team_cases, cases), sum(map(len, PARTITIONS[0])), len(cases)),

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,7 +55,7 @@ def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> 
         pipes: dict[Connection, BaseProcess] = {}
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
+            process: BaseProcess = context.Process(
                 target=_serve, args=(theirs, work, rank, size, str(Path(folder) / "store"), timeout), daemon=True
             )
             process.start()
@@ -103,7 +104,9 @@ def _serve(pipe: Connection, work: Work, rank: int, size: int, store: str, timeo
         # Until every peer has received everything.
         dist.barrier()
     except BaseException as error:  # a fault that is to be found may raise anything
-        pipe.send(f"rank {rank} of {size}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        text = (str(error) or frame.line or "").partition("\n")[0]
+        pipe.send(f"rank {rank} of {size}: {type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})")
     # Skip interpreter finalisation: destroying a group with pending operations would block.
     os._exit(0)
 

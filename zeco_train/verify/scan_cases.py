@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.topology import Topology
-from zeco_train.ops.mix import mix
+from zeco_train.ops.mix import mix_at
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import LaunchedScan, ScanRequest
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import BACKENDS, Backend, SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
@@ -85,7 +86,7 @@ class ScanCase:
         wholes = _wholes(self)
         # Waits are measured in training, which wraps every scan.
         with scan.exposed.measuring() if self.whole.tokens % 2 else contextlib.nullcontext():
-            calls = _calls(self, wholes, RecordingScan(scan), team.rank)
+            calls = _calls(self, wholes, scan, team.rank)
             deviations = compare_calls(team, wholes, exact_results, calls, {"dg": "dg"})
         scan.drain()
         whole = self.whole
@@ -102,7 +103,7 @@ class ScanCase:
         )
 
 
-AXES = {
+AXES: dict[str, Sequence[Any]] = {
     "operator": KNOWN,
     "scan": [*SCANS, HALO],
     "ranks": TEAM_SIZES,
@@ -234,7 +235,7 @@ def _wholes(case: ScanCase) -> dict[str, Whole]:
     return wholes | ({"segments": segmented} if segmented.segments > 1 else {})
 
 
-def _calls(case: ScanCase, wholes: dict[str, Whole], scan: RecordingScan, rank: int) -> Iterator[Call]:
+def _calls(case: ScanCase, wholes: dict[str, Whole], scan: ScanBackend, rank: int) -> Iterator[Call]:
     first = Pass(wholes["first"], scan, rank)
     if not case.few:
         second = Pass(wholes["second"], scan, rank)
@@ -244,7 +245,7 @@ def _calls(case: ScanCase, wholes: dict[str, Whole], scan: RecordingScan, rank: 
     yield "the first call", "first", rank, first.results
     if case.few:
         return
-    replay = Pass(wholes["first"], scan, rank, incoming=first.incoming)
+    replay = Pass(wholes["first"], scan, rank, incoming=first.received)
     other = Pass(wholes["other"], scan, rank)
     # Not from the last: two micro-batches.
     replay.backward()
@@ -258,7 +259,7 @@ def _calls(case: ScanCase, wholes: dict[str, Whole], scan: RecordingScan, rank: 
     yield "the last call", "second", rank, last.results
 
 
-def _segments(whole: Whole, scan: RecordingScan, rank: int) -> Iterator[Call]:
+def _segments(whole: Whole, scan: ScanBackend, rank: int) -> Iterator[Call]:
     """First passes of all segments but the last, then each forward and backward from the last."""
     carries, received = [whole.tensors["carry_in"] * whole.carry], []
     pieces = [segment * whole.ranks + rank for segment in range(whole.segments)]
@@ -267,7 +268,7 @@ def _segments(whole: Whole, scan: RecordingScan, rank: int) -> Iterator[Call]:
             one = Pass(whole, scan, piece, carry_in=carries[-1], want_carry=True)
         yield "a first pass of segments", "segments", piece, one.results
         assert one.carry_out is not None
-        received.append(one.incoming)
+        received.append(one.received)
         carries.append(one.carry_out)
     dcarry = whole.tensors["dcarry_out"] if whole.carry else None
     for piece, carry, incoming in reversed([*itertools.zip_longest(pieces, carries, received)]):
@@ -290,94 +291,47 @@ class Pass:
 
     Attributes:
         results: as of `exact_results`, those that are known.
-        incoming: the state received.
-        carry_out: the state after the segment.
+        received: the state to replay.
+        carry_out: the state after the segment, if it is wanted.
     """
 
     def __init__(
         self,
         whole: Whole,
-        scan: RecordingScan,
+        scan: ScanBackend,
         piece: int,
         incoming: Tensor | None = None,
         carry_in: Tensor | None = None,
         want_carry: bool | None = None,
     ) -> None:
-        self._whole, self._scan, self._piece = whole, scan, piece
-        self._leaves = whole.operands(piece)
+        self._whole, self._piece, self._leaves = whole, piece, whole.operands(piece)
+        operands = [*self._leaves.values()]
         if carry_in is None and whole.carry:
             carry_in = whole.tensors["carry_in"]
         self._carry_in = None if carry_in is None else carry_in.detach().clone().requires_grad_()
-        scan.received.clear()
-        self._o, self.carry_out = mix(
-            whole.operator,
-            [*self._leaves.values()],
-            whole.shard(scan, piece),
-            scale=whole.scale,
-            incoming_state=incoming,
-            carry_in=self._carry_in,
-            want_carry=whole.carry if want_carry is None else want_carry,
-        )
+        want_carry = whole.carry if want_carry is None else want_carry
+        place = whole.shard(scan, piece).place(whole.tokens, operands[0].device)
+        scale = whole.key_dim**-0.5 if whole.scale is None else whole.scale
+        boundary = Boundary(incoming, self._carry_in, want_carry)
+        self._o, crossing = mix_at(whole.operator, operands, scale, place, boundary)
         self.results: Results = {"o": self._o.detach()}
-        self.incoming = incoming
+        self.received, self.carry_out = crossing.received, crossing.carry_out if want_carry else None
         if incoming is None:
-            self.incoming = scan.received["R"]
-            if not OPERATORS[whole.operator].reads_whole:
-                self.results["R"] = self.incoming
-            else:
-                # What its outputs read is the state of the whole sequence.
-                self.incoming = scan.received["whole"]
+            self.results["R"] = self.received
             if self.carry_out is not None:
                 self.results["carry_out"] = self.carry_out.detach()
 
     def backward(self, dcarry_out: Tensor | None = None) -> None:
-        """Adds to the results; `dcarry_out`: None: that of the sequence, if the state after it is wanted."""
+        """Adds the gradients to the results.
+
+        Args:
+            dcarry_out: of the state after the segment, if it is wanted; None: that of the sequence.
+        """
         whole, leaves = self._whole, {name: x for name, x in self._leaves.items() if x.requires_grad}
         outputs, grads = [self._o], [whole.do(self._piece)]
         if self.carry_out is not None:
             outputs.append(self.carry_out)
             grads.append(whole.tensors["dcarry_out"] if dcarry_out is None else dcarry_out)
         inputs = [*leaves.values()] + ([] if self._carry_in is None else [self._carry_in])
-        self._scan.received.clear()
         found = torch.autograd.grad(outputs, inputs, grads)
-        names = [*(f"d{name}" for name in leaves), "dcarry_in"]
-        self.results |= dict(zip(names, found, strict=False))
-        if not OPERATORS[whole.operator].reads_whole:
-            self.results["D_in"] = self._scan.received["D_in"]
-
-
-class RecordingScan:
-    """Wrapper of a scan, and of the one beside it, that records what they receive in `received`.
-
-    By name: R and D_in, and of a scan forward whose carry is read the state of the whole sequence.
-    """
-
-    def __init__(self, scan: ScanBackend, received: Results | None = None) -> None:
-        self._scan, self.received = scan, {} if received is None else received
-        self.ends = scan.ends
-        self.neighbour = None if scan.neighbour is None else RecordingScan(scan.neighbour, self.received)
-
-    def launch(self, request: ScanRequest) -> LaunchedScan:
-        """See `StateScan`."""
-        return _Recorded(self._scan.launch(request), request.reverse, self.received)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    pending: LaunchedScan
-    reverse: bool
-    received: Results
-
-    def wait(self) -> Tensor:
-        state = self.pending.wait()
-        self.received["D_in" if self.reverse else "R"] = state.clone()
-        return state
-
-    def finish(self) -> None:
-        self.pending.finish()
-
-    def carry_out(self) -> Tensor:
-        state = self.pending.carry_out()
-        if not self.reverse:
-            self.received["whole"] = state.clone()
-        return state
+        self.results |= dict(zip([*(f"d{name}" for name in leaves), "dcarry_in"], found, strict=False))

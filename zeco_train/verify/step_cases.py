@@ -139,7 +139,7 @@ class StepCase:
 
 
 # Strategies with their shard sizes: -1 is the strategy's default.
-AXES = {
+AXES: dict[str, Sequence[Any]] = {
     "sharding": [*((each, -1) for each in Strategy), (Strategy.zero3, 2)],
     "sp_size": [4, 2],
     "recompute": [*Recompute],
@@ -163,12 +163,14 @@ def _is_possible(cell: Cell) -> bool:
 
 def step_cases() -> list[StepCase]:
     """All cases: mixers, scans, methods of softmax attention and windows in turn."""
-    mixers, scans, methods, windows = map(itertools.cycle, (MIXERS, _SCANS, METHODS, _WINDOWS))
+    mixers, scans, methods = (itertools.cycle(names) for names in (MIXERS, _SCANS, METHODS))
+    windows = itertools.cycle(_WINDOWS)
     cases = []
     for cell in cover_pairs(AXES, _is_possible):
         strategy, shard_size = cell.pop("sharding")
-        layers = {"attention": next(methods), "window": next(windows)} if cell.pop("is_hybrid") else {}
-        cases.append(StepCase(next(mixers), next(scans), strategy=strategy, shard_size=shard_size, **layers, **cell))
+        if cell.pop("is_hybrid"):
+            cell |= {"attention": next(methods), "window": next(windows)}
+        cases.append(StepCase(next(mixers), next(scans), strategy=strategy, shard_size=shard_size, **cell))
     return [*cases, *(StepCase(name, next(scans), masked=True) for name in unmasked_mixers()[:2])]
 
 

@@ -194,9 +194,9 @@ def exact_results(whole: Whole) -> list[Results]:
     """The exact results of each shard.
 
     Returns:
-        o, and the gradients of operands: of a convolution's weight and bias the shard's part. R, D_in: the state before
-        the shard and the gradient of the one after it. carry_out, dcarry_in: the state after the shard's segment and
-        the gradient of the one before it. Of an operator that reads the whole sequence, o and the gradients only.
+        o, and the gradients of operands: of a convolution's weight and bias the shard's part. R: the state before the
+        shard, or of the whole sequence for an operator that reads it. carry_out, dcarry_in: the state after the shard's
+        segment and the gradient of the one before it.
     """
     return _unmasked(whole) if OPERATORS[whole.operator].reads_whole else _recurrence(whole)
 
@@ -214,8 +214,8 @@ def _recurrence(whole: Whole) -> list[Results]:
         for a, b in itertools.pairwise(sorted({start, stop, *(cut for cut in cuts if start < cut < stop)})):
             piece, first = divmod(a, whole.tokens)
             inside = slice(first, first + b - a)
-            operands = (x[:, inside] if whole.has_tokens[name] else x for name, x in pieces[piece].items())
-            o, state = OPERATORS[whole.operator].naive(*operands, scale=whole.scale, initial_state=state)
+            parts = (x[:, inside] if whole.has_tokens[name] else x for name, x in pieces[piece].items())
+            o, state = OPERATORS[whole.operator].naive(*parts, scale=whole.scale, initial_state=state)
             outputs.append(o)
             # A node of its own: what later tokens make of the state.
             after[b] = state = state.clone()
@@ -238,19 +238,22 @@ def _recurrence(whole: Whole) -> list[Results]:
     of_states = [*grads]
     for number, result in enumerate(results):
         first = number // whole.ranks * whole.ranks
-        result |= {"R": states[number].detach(), "D_in": of_states[number + 1]}
-        result |= {"carry_out": states[first + whole.ranks].detach(), "dcarry_in": of_states[first]}
+        result |= {"R": states[number].detach(), "carry_out": states[first + whole.ranks].detach()}
+        result["dcarry_in"] = of_states[first]
     return results
 
 
 def _unmasked(whole: Whole) -> list[Results]:
     leaves = [whole.tensors[name].clone().requires_grad_() for name in whole.has_tokens]
-    o, _ = OPERATORS[whole.operator].naive(*leaves, scale=whole.scale)
+    o, state = OPERATORS[whole.operator].naive(*leaves, scale=whole.scale)
     grads = torch.autograd.grad(o, leaves, whole.tensors["do"])
     names = ("o", *(f"d{name}" for name in whole.has_tokens))
     found = dict(zip(names, (o.detach(), *grads), strict=True))
     split = {name: x.split(whole.tokens, 1) for name, x in found.items()}
-    return [{name: parts[piece] for name, parts in split.items()} for piece in range(whole.num_pieces)]
+    return [
+        {"R": state.detach()} | {name: parts[piece] for name, parts in split.items()}
+        for piece in range(whole.num_pieces)
+    ]
 
 
 class Expected:
@@ -290,5 +293,5 @@ class Expected:
 
 def _by_head(name: str, x: Tensor) -> Tensor:
     """[heads, …], of a convolution by channel."""
-    dim = {"dweight": 0, "dbias": 0, "R": 1, "D_in": 1, "carry_out": 1, "dcarry_in": 1}.get(name, 2)
+    dim = {"dweight": 0, "dbias": 0, "R": 1, "carry_out": 1, "dcarry_in": 1}.get(name, 2)
     return x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]
