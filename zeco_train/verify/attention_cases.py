@@ -24,7 +24,7 @@ from zeco_train.verify.covering import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
 from zeco_train.verify.report import Row
 from zeco_train.verify.scan_cases import Call, compare_calls
-from zeco_train.verify.whole import DOCUMENTS, SOFTMAX, Results, Whole
+from zeco_train.verify.whole import SOFTMAX, Results, Whole
 
 # With the heads in parts, as between nodes.
 METHODS_IN_PARTS: dict[str, MethodSpec] = {
@@ -96,9 +96,21 @@ class AttentionCase:
 
 AXES: dict[str, Sequence[Any]] = {
     "method": [*METHODS_IN_PARTS],
-    "ranks": TEAM_SIZES,
-    "documents": [None, *DOCUMENTS],
-    "window": [*WINDOWS],
+    "ranks": TEAM_SIZES[1:],
+    # Documents and windows, which each method meets together.
+    "masks": [
+        (None, "none"),
+        (None, "of 2"),
+        (None, "inside a shard"),
+        (None, "over shards"),
+        ("spanning", "none"),
+        ("at edges", "none"),
+        ("many", "none"),
+        ("one border", "of 2"),
+        ("spanning", "over shards"),
+        ("at edges", "inside a shard"),
+        ("many", "over shards"),
+    ],
     "heads": [(1, 1), (3, 1), (4, 4), (4, 2), (6, 3), (12, 12), (12, 4)],
     "tokens": [1, 7, 24, 37],
     "batch": [1, 2],
@@ -110,7 +122,7 @@ def _is_possible(cell: Cell) -> bool:
     (heads, key_heads), ranks = cell["heads"], cell["ranks"]
     if METHODS_IN_PARTS[cell["method"]].heads_problem(heads, key_heads, ranks) is not None:
         return False
-    return not (cell["documents"] and cell["batch"] > 1)
+    return not (cell["masks"][0] and cell["batch"] > 1)
 
 
 def attention_cases() -> list[AttentionCase]:
@@ -118,8 +130,10 @@ def attention_cases() -> list[AttentionCase]:
     cases = []
     for number, cell in enumerate(cover_pairs(AXES, _is_possible)):
         method, (heads, groups) = cell.pop("method"), cell.pop("heads")
-        window = WINDOWS[cell.pop("window")](cell["tokens"])
-        whole = Whole(name=str(number), operator=SOFTMAX, heads=heads, groups=groups, key_dim=5, value_dim=5, **cell)
+        documents, kind = cell.pop("masks")
+        window = WINDOWS[kind](cell["tokens"])
+        shape = {"heads": heads, "groups": groups, "key_dim": 5, "value_dim": 5}
+        whole = Whole(name=str(number), operator=SOFTMAX, documents=documents, **shape, **cell)
         cases.append(AttentionCase(method, whole, window))
     return cases
 

@@ -15,17 +15,23 @@ _Pair = tuple[str, int, str, int]
 _CANDIDATES, _TRIES = 24, 200
 
 
-def cover_pairs(axes: Mapping[str, Sequence[Any]], is_possible: Callable[[Cell], bool]) -> list[Cell]:
+def cover_pairs(
+    axes: Mapping[str, Sequence[Any]], is_possible: Callable[[Cell], bool], given: Sequence[Cell] = ()
+) -> list[Cell]:
     """Cases that have each pair of values of two axes which some possible case has; the same in every process.
 
     Args:
         axes: the values of each axis.
         is_possible: whether these values can be together.
+        given: cases that there are already; not in the result.
     """
     generator = random.Random(0)
     missing: dict[_Pair, None] = {}
     for a, b in itertools.combinations(axes, 2):
         missing |= dict.fromkeys((a, i, b, j) for i in range(len(axes[a])) for j in range(len(axes[b])))
+    for cell in given:
+        for pair in _pairs({axis: values.index(cell[axis]) for axis, values in axes.items()}):
+            missing.pop(pair, None)
     chosen: list[Cell] = []
     while missing:
         a, i, b, j = next(iter(missing))

@@ -55,6 +55,8 @@ def _settings() -> dict[str, SPConfig]:
 
 
 SCANS = _settings()
+# H and V: fewer columns than ranks, columns that no number of ranks or blocks divides, blocks along values of one head.
+_SHAPES = ((1, 1), (1, 6), (2, 3), (1, 5), (3, 4), (2, 1), (2, 6), (5, 3), (1, 7))
 # Beside a backend's own scan, of a convolution's inputs.
 HALO = "halo"
 
@@ -109,11 +111,11 @@ AXES: dict[str, Sequence[Any]] = {
     "ranks": TEAM_SIZES,
     "documents": [None, *DOCUMENTS],
     "carry": [False, True],
-    "tokens": [1, 5, 37, 64, 70, 130],
+    "tokens": [1, 5, 37, 64, 70],
     # H and heads of keys.
-    "heads": [(1, 1), (2, 1), (3, 3), (4, 2)],
-    "dims": [(5, 3), (4, 6), (3, 1), (2, 5), (8, 8)],
-    "batch": [1, 2],
+    "heads": [(1, 1), (2, 1), (3, 3), (4, 4), (6, 2)],
+    "dims": [(5, 3), (4, 6), (3, 1), (2, 5), (16, 20)],
+    "batch": [1, 2, 3],
     "segments": [1, 2, 3],
     "strided": [False, True],
     "scale": [None, 0.7],
@@ -131,14 +133,17 @@ def _is_possible(cell: Cell) -> bool:
         return False
     if scan == HALO and not (is_conv and cell["tokens"] >= cell["width"] - 1):
         return False
-    if scan == "dp" and ranks > 1:
-        return False
-    if scan.startswith("lane, ") and ranks % (per_node := int(scan.split()[1])) and per_node < ranks:
+    if scan != HALO and not _fits(scan, ranks):
         return False
     # The recurrence is slow.
-    if cell["tokens"] * ranks * cell["segments"] > 450:
+    if cell["tokens"] * ranks * cell["segments"] > 300:
         return False
     return not ((cell["documents"] and cell["batch"] > 1) or (groups < heads and operator not in GROUPED))
+
+
+def _fits(scan: str, ranks: int) -> bool:
+    per_node = SCANS[scan].all_scan.ranks_per_node or 1
+    return ranks == 1 or (scan != "dp" and (ranks % per_node == 0 or per_node > ranks))
 
 
 def scan_cases() -> list[ScanCase]:
@@ -152,6 +157,18 @@ def scan_cases() -> list[ScanCase]:
             cell["scale"] = 1.0
         shape = {"heads": heads, "groups": groups, "key_dim": key_dim, "value_dim": value_dim}
         cases.append(ScanCase(Whole(name=str(number), **shape, **cell), scan))
+    # Every scan on each number of ranks, with both kinds of transitions: what it cuts along heads and values, and which
+    # ranks forward what, depends on these together.
+    numbers = itertools.count()
+    for scan, ranks, operator in itertools.product(SCANS, TEAM_SIZES[1:], ("gla", "delta")):
+        if _fits(scan, ranks):
+            number = next(numbers)
+            heads, value_dim = _SHAPES[number % len(_SHAPES)]
+            whole = Whole(
+                f"shape {number}", operator, 3, ranks, heads=heads, groups=heads, key_dim=3, value_dim=value_dim,
+                batch=1 + number % 2, carry=number // 2 % 2 == 0,
+            )  # fmt: skip
+            cases.append(ScanCase(whole, scan, few=True))
     # Many chunks on each of two ranks.
     for operator in KNOWN:
         groups, scale = (1 if operator in GROUPED else 2), (1.0 if operator == "short_conv" else None)

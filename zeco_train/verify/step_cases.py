@@ -151,7 +151,7 @@ AXES: dict[str, Sequence[Any]] = {
 }
 # In turn, since they meet in cases of their own.
 _SCANS = [*(name for name in SHARING if name != "zeco"), "zeco", "chain/2", "two_shot", "doubling", "lane, 2 a node"]
-_WINDOWS = (None, 7, 60)
+_WINDOWS = (None, 7, 60, 7)
 
 
 def _is_possible(cell: Cell) -> bool:
@@ -162,11 +162,22 @@ def _is_possible(cell: Cell) -> bool:
 
 
 def step_cases() -> list[StepCase]:
-    """All cases: mixers, scans, methods of softmax attention and windows in turn."""
+    """All cases: each mixer in segments, then pairs; mixers, scans, methods and windows in turn."""
     mixers, scans, methods = (itertools.cycle(names) for names in (MIXERS, _SCANS, METHODS))
     windows = itertools.cycle(_WINDOWS)
+    # Carries, replays and positions of each mixer, those of its convolutions, too.
+    turns = {axis: itertools.cycle(values) for axis, values in AXES.items()}
+    in_segments: list[Cell] = []
+    for number in range(len(MIXERS)):
+        cell = {axis: next(turn) for axis, turn in turns.items()}
+        has_documents = number // 2 % 2 == 0
+        cell |= {"segments": 2 + 2 * (number % 3 == 2), "is_hybrid": False, "documents": has_documents}
+        recompute = cell["recompute"] if number % 2 else Recompute.full
+        in_segments.append(
+            cell | {"micro_batches": 2 if has_documents else cell["micro_batches"], "recompute": recompute}
+        )
     cases = []
-    for cell in cover_pairs(AXES, _is_possible):
+    for cell in (*in_segments, *cover_pairs(AXES, _is_possible, in_segments)):
         strategy, shard_size = cell.pop("sharding")
         if cell.pop("is_hybrid"):
             cell |= {"attention": next(methods), "window": next(windows)}
