@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,8 +25,8 @@ from zeco_train.system.signals import die_with_launcher
 from zeco_train.verify.report import Row
 
 T = TypeVar("T")
-# Hands in the row of a case, by the case's number.
-HandIn = Callable[[int, Row], None]
+# Hands in the row of a case.
+HandIn = Callable[[Row], None]
 # (rank, size, longest wait for a peer, hand in)
 Work = Callable[[int, int, timedelta, HandIn], None]
 
@@ -34,7 +36,7 @@ class OwnRanksError(Exception):
 
 
 def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> Iterator[Row]:
-    """Run `work` on `size` new processes over gloo; the rows of its cases in order, as they come.
+    """Run `work` on `size` new processes over gloo; the rows of its cases as they come.
 
     The processes are forked from one that has imported torch and the trainer: imports would take each of them seconds.
 
@@ -49,64 +51,58 @@ def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> 
     """
     context = multiprocessing.get_context("forkserver")
     # A first call of a custom op imports torch._dynamo.
-    context.set_forkserver_preload([__name__, "torch._dynamo", "zeco_train.verify.scan_cases"])
-    found: dict[int, Row] = {}
+    context.set_forkserver_preload([__name__, "torch._dynamo", "zeco_train.verify.step_cases"])
     with tempfile.TemporaryDirectory(prefix="zeco-verify-") as folder:
-        pipes: dict[Connection, BaseProcess] = {}
-        for rank in range(size):
-            ours, theirs = context.Pipe(duplex=False)
-            process: BaseProcess = context.Process(
-                target=_serve, args=(theirs, work, rank, size, str(Path(folder) / "store"), timeout), daemon=True
+        ours, theirs = context.Pipe(duplex=False)
+        lock = context.Lock()
+        processes: list[BaseProcess] = [
+            context.Process(
+                target=_serve,
+                args=(theirs, lock, work, rank, size, str(Path(folder) / "store"), timeout),
+                daemon=True,
             )
-            process.start()
-            theirs.close()
-            pipes[ours] = process
+            for rank in range(size)
+        ]
         try:
-            open_ends = set(pipes)
-            for number in range(count):
-                while number not in found:
-                    _receive(open_ends, found, timeout)
-                yield found.pop(number)
+            for process in processes:
+                process.start()
+            for _ in range(count):
+                # Beyond the ranks' own timeout, whose error says which rank waited for which.
+                if not ours.poll(timeout.total_seconds() + 15.0):
+                    raise OwnRanksError(f"no end within {timeout.total_seconds():g} s")
+                if isinstance(answer := ours.recv(), str):
+                    raise OwnRanksError(answer)
+                yield answer
         finally:
-            for pipe, process in pipes.items():
+            for process in processes:
                 process.kill()
                 process.join()
-                pipe.close()
+            ours.close()
+            theirs.close()
 
 
-def _receive(open_ends: set[Connection], found: dict[int, Row], timeout: timedelta) -> None:
-    # Beyond the ranks' own timeout, whose error says which rank waited for which.
-    ready = wait(list(open_ends), timeout.total_seconds() + 15.0)
-    if not ready:
-        raise OwnRanksError(f"no end within {timeout.total_seconds():g} s" if open_ends else "its ranks are gone")
-    for pipe in ready:
-        assert isinstance(pipe, Connection)
-        try:
-            answer = pipe.recv()
-        except EOFError:
-            open_ends.remove(pipe)
-            continue
-        if isinstance(answer, str):
-            raise OwnRanksError(answer)
-        number, row = answer
-        found[number] = row
-
-
-def _serve(pipe: Connection, work: Work, rank: int, size: int, store: str, timeout: timedelta) -> None:
+def _serve(pipe: Connection, lock: Lock, work: Work, rank: int, size: int, store: str, timeout: timedelta) -> None:
     die_with_launcher()
+    # A terminal sends it to every process of the job; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The launcher's variables are of its own ranks.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     torch.set_num_threads(1)
+
+    def send(answer: Row | str) -> None:
+        with lock:
+            pipe.send(answer)
+
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
-        work(rank, size, timeout, lambda number, row: pipe.send((number, row)))
+        work(rank, size, timeout, send)
         # Until every peer has received everything.
         dist.barrier()
     except BaseException as error:  # a fault that is to be found may raise anything
         *_, frame = traceback.extract_tb(error.__traceback__)
         text = (str(error) or frame.line or "").partition("\n")[0]
-        pipe.send(f"rank {rank} of {size}: {type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})")
+        send(f"rank {rank} of {size}: {type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})")
     # Skip interpreter finalisation: destroying a group with pending operations would block.
     os._exit(0)
 
@@ -186,7 +182,7 @@ def run_team_cases(cases: Sequence[TeamCase], rank: int, size: int, timeout: tim
         for number in numbers if team.rank >= 0 else ():
             row = cases[number].run(team, timeout)
             if team.rank == 0:
-                hand_in(number, row)
+                hand_in(row)
 
 
 def distribute(sizes: Sequence[int], teams: Sequence[int]) -> list[list[int]]:
