@@ -1,14 +1,19 @@
-"""Runs all cases on all ranks together: sequences × dtypes × group sizes × backends, then softmax attention."""
+"""Runs all cases: sequences × dtypes × group sizes × backends on the launched ranks, softmax attention, and own ranks.
+
+Where no setting selects cases, `verify` then starts ranks of its own for what needs more ranks than were launched, or
+the trainer around them (`own_ranks.py`).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.distributed.mesh import Launch, ProcessMesh, gather, init_mesh
@@ -17,13 +22,21 @@ from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanTransport
 from zeco_train.verify.attention import AttentionCases
+from zeco_train.verify.attention_cases import attention_cases
 from zeco_train.verify.comparisons import Comparisons, Run
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, SOFTMAX, VerifyConfig
 from zeco_train.verify.huge import huge_deviations, huge_sequence
+from zeco_train.verify.own_ranks import PARTITIONS, OwnRanksError, TeamCase, rows_of_own_ranks, run_team_cases
 from zeco_train.verify.reference import Place, exact, is_short, recurrence
 from zeco_train.verify.report import Row, deviations
 from zeco_train.verify.runs import run_backend, run_one_device
-from zeco_train.verify.sequences import Sequence
+from zeco_train.verify.scan_cases import scan_cases
+from zeco_train.verify.sequences import VERIFIED
+from zeco_train.verify.sequences import Sequence as TokenSequence
+from zeco_train.verify.step_cases import SIZE, run_step_cases, step_cases
+
+# Longest wait of own ranks for each other: they compute milliseconds.
+_OWN_SECONDS = 60.0
 
 
 class Verification:
@@ -31,6 +44,7 @@ class Verification:
 
     Args:
         config: resolved.
+        everything: no setting selects cases: every operator, and ranks of its own.
         enter: called with a description of the current phase of this rank.
 
     Raises:
@@ -38,9 +52,14 @@ class Verification:
     """
 
     def __init__(
-        self, config: VerifyConfig, launch: Launch, device: torch.device, enter: Callable[[str], None]
+        self,
+        config: VerifyConfig,
+        launch: Launch,
+        device: torch.device,
+        enter: Callable[[str], None],
+        everything: bool = False,
     ) -> None:
-        self._config, self._launch, self._enter = config, launch, enter
+        self._config, self._launch, self._enter, self._everything = config, launch, enter, everything
         self._timeout = timedelta(seconds=config.timeout)
         self._compare = Comparisons(launch.world_size, device, enter)
         self._meshes = {size: init_mesh(launch, size, device, self._timeout) for size in config.sp_sizes}
@@ -56,12 +75,36 @@ class Verification:
         for operator in config.operators:
             if operator == SOFTMAX:
                 yield from AttentionCases(config, self._meshes, self._compare).rows()
-                continue
-            for mesh, tokens, (documents, carry), dtype in itertools.product(
-                self._meshes.values(), config.tokens, config.layouts, config.dtypes
-            ):
-                yield from self._sequence(mesh, self._make(mesh, operator, tokens, dtype, documents, carry), dtype)
-                self._compare.free()
+            else:
+                yield from self._operator(operator, self._meshes, config.tokens)
+        if self._everything:
+            if self._compare.device.type == "cuda":
+                # On CPUs own ranks have them. Compiling their kernels takes longest, so each has one size.
+                widest = {size: mesh for size, mesh in self._meshes.items() if size == max(self._meshes)}
+                for operator in VERIFIED:
+                    if operator not in config.operators:
+                        yield from self._operator(operator, widest, [min(config.tokens)])
+            yield from self._own_ranks()
+
+    def _operator(self, operator: str, meshes: Mapping[int, ProcessMesh], tokens: Sequence[int]) -> Iterator[Row]:
+        config = self._config
+        for mesh, number, (documents, carry), dtype in itertools.product(
+            meshes.values(), tokens, config.layouts, config.dtypes
+        ):
+            yield from self._sequence(mesh, self._make(mesh, operator, number, dtype, documents, carry), dtype)
+            self._compare.free()
+
+    def _own_ranks(self) -> Iterator[Row]:
+        """Rows of the ranks that rank 0 starts; the other launched ranks get them from it."""
+        rows = _rows_of_own_ranks(self._config.timeout) if self._launch.rank == 0 else iter(())
+        while True:
+            self._enter("exact cases on ranks of its own, started by rank 0")
+            row = [next(rows, None)]
+            if self._launch.world_size > 1:
+                dist.broadcast_object_list(row, src=0)
+            if row[0] is None:
+                return
+            yield row[0]
 
     def drain(self) -> None:
         """Wait until no communication is in flight; call before destroying the groups."""
@@ -70,9 +113,9 @@ class Verification:
 
     def _make(
         self, mesh: ProcessMesh, operator: str, tokens: int, dtype: str, documents: bool, carry: bool
-    ) -> Sequence:
+    ) -> TokenSequence:
         config = self._config
-        return Sequence(
+        return TokenSequence(
             # Each group of ranks has values of its own.
             name=f"{config.seed} {mesh.dp_rank} {dtype} {tokens} {documents}",
             tokens=tokens,
@@ -87,7 +130,7 @@ class Verification:
             operator=operator,
         )
 
-    def _sequence(self, mesh: ProcessMesh, sequence: Sequence, dtype: str) -> Iterator[Row]:
+    def _sequence(self, mesh: ProcessMesh, sequence: TokenSequence, dtype: str) -> Iterator[Row]:
         """One sequence: the reference, one device, then every backend."""
         place, compare = Place.of(mesh), self._compare
         layout = ("documents" if sequence.documents else "one document") + (", carry" if sequence.carry else "")
@@ -104,13 +147,13 @@ class Verification:
         runs = self._runs(mesh, sequence, part, place)
         yield from compare.rows(row, expected, run_one_device(sequence, part, place), runs)
 
-    def _runs(self, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place) -> Iterator[Run]:
+    def _runs(self, mesh: ProcessMesh, sequence: TokenSequence, part: dict[str, Tensor], place: Place) -> Iterator[Run]:
         for backend in self._config.backends:
             if _applies(BACKENDS[backend], mesh.sp_size) and (mesh.sp_size, backend) not in self._skipped:
                 yield backend, partial(self._run, backend, mesh, sequence, part, place)
 
     def _run(
-        self, backend: str, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place
+        self, backend: str, mesh: ProcessMesh, sequence: TokenSequence, part: dict[str, Tensor], place: Place
     ) -> tuple[dict[str, Tensor], str]:
         """The results of a backend, or the reason why these ranks cannot run it, in which case none of them does."""
         key = mesh.sp_size, backend
@@ -139,6 +182,20 @@ class Verification:
             layout = f"{sequence.heads} heads, carry"
             yield Row(dtype, sequence.tokens, 1, layout, "one device", found, LIMITS[dtype])
             self._compare.free()
+
+
+def _rows_of_own_ranks(timeout: float) -> Iterator[Row]:
+    cases: list[TeamCase] = [*scan_cases(), *attention_cases()]
+    steps = step_cases()
+    worlds = (
+        (partial(run_team_cases, cases), sum(map(len, PARTITIONS[0])), len(cases)),
+        (partial(run_step_cases, steps), SIZE, len(steps)),
+    )
+    for work, size, count in worlds:
+        try:
+            yield from rows_of_own_ranks(work, size, count, timedelta(seconds=min(timeout, _OWN_SECONDS)))
+        except OwnRanksError as error:
+            yield Row("fp64", 0, size, "on ranks of its own", "", problem=str(error), on_own_ranks=True)
 
 
 def _applies(config: SPConfig, sp_size: int) -> bool:

@@ -21,6 +21,7 @@ from zeco_train.system.paths import warn_of_replacing
 from zeco_train.verify import report
 from zeco_train.verify.cases import Verification
 from zeco_train.verify.config import VerifyConfig, describe
+from zeco_train.verify.coverage import not_covered
 from zeco_train.verify.report import Row
 
 _ADVICE = Advice(
@@ -43,6 +44,7 @@ def _verify(arguments: list[str], job: Job) -> int:
         return 0
     config = load_settings(VerifyConfig, arguments)
     device = find_device(config.device, launch)
+    everything = config.selects_nothing
     config = config.resolve(device, launch.world_size)
     slow = check_kernels("kernels", config.kernels, config.calls, device)
     if launch.rank == 0:
@@ -51,7 +53,7 @@ def _verify(arguments: list[str], job: Job) -> int:
     torch.set_float32_matmul_precision("highest")
     started = time.monotonic()
     job.enter("joining the other ranks")
-    verification = Verification(config, launch, device, job.enter)
+    verification = Verification(config, launch, device, job.enter, everything)
     job.guard(timedelta(seconds=config.timeout))
     machine: dict[str, Any] = {}
     if launch.rank == 0:
@@ -63,11 +65,15 @@ def _verify(arguments: list[str], job: Job) -> int:
         print(report.header(), flush=True)
     rows: list[Row] = []
     for row in verification.rows():
-        rows.append(row)
         if launch.rank == 0:
+            if row.on_own_ranks and not (rows and rows[-1].on_own_ranks):
+                print(f"\n{report.header(own_ranks=True)}", flush=True)
             print(report.line(row), flush=True)
+        rows.append(row)
     verification.drain()
     if launch.rank == 0:
+        if everything:
+            print("\nnot covered here:", *not_covered(rows, device, launch), sep="\n- ", flush=True)
         print(f"\n{report.summary(rows)}, {time.monotonic() - started:.0f} s", flush=True)
         if config.out is not None:
             results = {"machine": machine, "config": to_plain(config), "rows": [row.as_dict() for row in rows]}

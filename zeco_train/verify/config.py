@@ -52,6 +52,8 @@ METHODS: dict[str, MethodSpec] = {
     # Without a window, too, each rank computes its own queries.
     "all_gather:unpaired": dataclasses.replace(ALL_GATHER, build=partial(AllGather, paired=False)),
 }
+# Settings that select no cases.
+_OF_ALL_CASES = ("seed", "device", "timeout", "out")
 # Settings without effect on softmax attention, and those that only softmax attention has.
 _OF_STATES, _OF_SOFTMAX = ("backends", "value_dim", "carry"), ("methods", "key_heads", "window")
 
@@ -60,13 +62,17 @@ _OF_STATES, _OF_SOFTMAX = ("backends", "value_dim", "carry"), ("methods", "key_h
 class VerifyConfig:
     """Settings of `python -m zeco_train.verify`.
 
+    Without a setting that selects cases, all run: gla and softmax on the launched ranks, on GPUs every operator; then
+    operators, scans, methods and training steps in fp64 on up to 6 ranks of its own, on this machine's CPU.
+
     Attributes:
         operator: one of those listed; null: gla, and then softmax with the fewest tokens.
         backends: how ranks exchange states; subset of those listed.
         methods: how they exchange what softmax attention reads; subset of those listed.
         dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
-        tokens: tokens per rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs.
-        sp_sizes: ranks that share a sequence; empty is every divisor of the world size.
+        tokens: tokens per rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs; 100 where all run.
+        sp_sizes: ranks that share a sequence; empty is every divisor of the world size, on CPUs where all run the
+            world size.
         batch, heads, key_dim, value_dim: B, H, K, V; in softmax attention V is K. Packed documents have a batch of 1.
         key_heads: heads of keys and values in softmax attention; null: half as many as of queries, if that is possible.
         window: keys that a query of softmax attention reads at most, itself among them; 0: no limit; null: no limit,
@@ -151,6 +157,9 @@ class VerifyConfig:
             ConfigError: a setting that the machine or the number of ranks does not support.
         """
         on_gpu = device.type == "cuda"
+        # Own ranks have long sequences, and fewer ranks.
+        all_run = self.selects_nothing and not on_gpu
+        on_cpu = [100] if all_run else [100, 512]
         if self.huge and not on_gpu:
             raise ConfigError("huge", "true", "needs a CUDA device with about 60 GB (bf16) or 110 GB (fp32) of memory")
         legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -159,9 +168,14 @@ class VerifyConfig:
         return dataclasses.replace(
             self,
             dtypes=self.dtypes or (["fp32", "bf16"] if on_gpu else ["fp64", "fp32"]),
-            tokens=self.tokens or ([1000, 16384] if on_gpu else [100, 512]),
-            sp_sizes=self.sp_sizes or legal,
+            tokens=self.tokens or ([1000, 16384] if on_gpu else on_cpu),
+            sp_sizes=self.sp_sizes or (legal[-1:] if all_run else legal),
         )
+
+    @property
+    def selects_nothing(self) -> bool:
+        """Whether no setting selects cases, so that all run; before `resolve`."""
+        return self == VerifyConfig(**{name: getattr(self, name) for name in _OF_ALL_CASES})
 
     @property
     def operators(self) -> list[str]:

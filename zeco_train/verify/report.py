@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zeco_train.verify.config import LIMITS
-
-TENSORS = ("o", "dq", "dk", "dv", "dg", "R", "D_in", "carry_out", "dcarry_in")
-_TOKENS = TENSORS[:5]
+TENSORS = ("o", "dq", "dk", "dv", "dg", "dbeta", "R", "D_in", "carry_out", "dcarry_in")
+_TOKENS = TENSORS[:6]
 # Sequence parallelism regroups sums, as another chunking on one device (into as many pieces) does: both are the same
 # kind of noise, whose norms fluctuate: 1.05 at most on 4 H200s, 1.07 on CPUs. A scan that loses precision exceeds it.
 LARGEST_RATIO = 1.25
@@ -32,15 +31,27 @@ class Deviation:
             heads.
         ratio: norm of the difference from one device, relative to that of another chunking on it; None if one device
             has no such tensor.
+        where: the head, and which of several calls, or the parameter.
     """
 
     error: float
     ratio: float | None = None
+    where: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One backend on one sequence; `deviations` by world rank and tensor. Skipped if there is a `reason`."""
+    """One backend on one sequence.
+
+    Attributes:
+        dtype, tokens, sp_size, layout, backend: what was compared; tokens of a rank.
+        deviations: by rank and tensor.
+        limit: of the errors.
+        reason: why it was skipped.
+        problem: why there are no results.
+        on_own_ranks: not on the launched ones.
+        uses: parts of the trainer that took part, such as "scan chain".
+    """
 
     dtype: str
     tokens: int
@@ -50,6 +61,14 @@ class Row:
     deviations: tuple[dict[str, Deviation], ...] = ()
     limit: float = 0.0
     reason: str = ""
+    problem: str = ""
+    on_own_ranks: bool = False
+    uses: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the tensors that were compared."""
+        return [*dict.fromkeys(tensor for ranks in self.deviations for tensor in ranks)]
 
     def worst(self, tensor: str) -> tuple[float, int] | None:
         """The largest error of a tensor and its rank; None if no rank has the tensor."""
@@ -71,11 +90,15 @@ class Row:
     @property
     def failures(self) -> list[str]:
         """Failures, one per tensor, the largest error first. NaN is a failure."""
+        if self.problem:
+            return [self.problem]
         wrong = []
-        for tensor in TENSORS:
+        for tensor in self.tensors:
             worst = self.worst(tensor)
             if worst is not None and not worst[0] <= self.limit:
-                wrong.append((worst[0], f"{tensor} on rank {worst[1]} is off by {worst[0]:.1e} > {self.limit:.0e}"))
+                error, rank = worst
+                where = f" ({where})" if (where := self.deviations[rank][tensor].where) else ""
+                wrong.append((error, f"{tensor} on rank {rank}{where} is off by {error:.1e} > {self.limit:.0e}"))
         wrong.sort(key=lambda pair: -math.inf if math.isnan(pair[0]) else -pair[0])
         texts = [text for _, text in wrong]
         if self.ratio is not None and not self.ratio[0] <= LARGEST_RATIO:
@@ -91,7 +114,8 @@ class Row:
             {tensor: {"error": d.error, "ratio": d.ratio} for tensor, d in sorted(deviations.items())}
             for deviations in self.deviations
         ]
-        head = {name: getattr(self, name) for name in ("dtype", "tokens", "sp_size", "layout", "backend", "limit")}
+        fields = ("dtype", "tokens", "sp_size", "layout", "backend", "limit", "on_own_ranks")
+        head = {name: getattr(self, name) for name in fields}
         return head | {"skipped": self.reason, "ok": not self.failures, "failures": self.failures, "ranks": ranks}
 
 
@@ -146,30 +170,35 @@ def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
 
 _SLICE = 1 << 16
 
-_WIDTHS = (6, 13, 36, 23)
+_WIDTHS, _WIDTHS_OF_OWN = (6, 13, 36, 23), (6, 11, 86, 20)
 
 
-def header() -> str:
-    """The table's first line."""
+def header(*, own_ranks: bool = False) -> str:
+    """The first line of the table of the launched ranks, or of own ranks."""
     names = "".join(f"{name:>10}" for name in TENSORS)
-    return f"{_first('dtype', 'tokens', 'sequence', 'backend')}{names}{'ratio':>7}  {'worst':<16} verdict"
+    if own_ranks:
+        return f"{_first(_WIDTHS_OF_OWN, 'dtype', 'tokens', 'on ranks of its own', 'over')}{'error':>8}  verdict"
+    return f"{_first(_WIDTHS, 'dtype', 'tokens', 'sequence', 'backend')}{names}{'ratio':>7}  {'worst':<16} verdict"
 
 
 def line(row: Row) -> str:
     """A row of the table: errors from float64, the maximum over ranks."""
-    first = _first(row.dtype, f"{row.sp_size} × {row.tokens:,}", row.layout, row.backend)
+    widths = _WIDTHS_OF_OWN if row.on_own_ranks else _WIDTHS
+    first = _first(widths, row.dtype, f"{row.sp_size} × {row.tokens:,}", row.layout, row.backend)
     if row.reason:
         return f"{first} skipped: {row.reason}"
-    worst = {tensor: found for tensor in TENSORS if (found := row.worst(tensor)) is not None}
+    worst = {tensor: found for tensor in row.tensors if (found := row.worst(tensor)) is not None}
+    top = max(worst, key=lambda t: math.inf if math.isnan(worst[t][0]) else worst[t][0], default="")
+    verdict = f"FAILED: {'; '.join(row.failures)}" if row.failures else "ok"
+    if row.on_own_ranks:
+        return f"{first}{f'{worst[top][0]:.1e}' if top else '-':>8}  {verdict}"
     errors = "".join(f"{worst[t][0]:>10.1e}" if t in worst else f"{'-':>10}" for t in TENSORS)
     ratio = "-" if row.ratio is None else f"{row.ratio[0]:.2f}"
-    top = max(worst, key=lambda t: math.inf if math.isnan(worst[t][0]) else worst[t][0])
-    verdict = f"FAILED: {'; '.join(row.failures)}" if row.failures else "ok"
     return f"{first}{errors}{ratio:>7}  {f'{top} rank {worst[top][1]}':<16} {verdict}"
 
 
-def _first(*cells: str) -> str:
-    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+def _first(widths: Sequence[int], *cells: str) -> str:
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def summary(rows: list[Row]) -> str:
@@ -177,7 +206,7 @@ def summary(rows: list[Row]) -> str:
     failed = [row for row in rows if row.failures]
     skipped = sum(bool(row.reason) for row in rows)
     compared = len(rows) - skipped
-    limits = ", ".join(f"{name} ≤ {LIMITS[name]:.0e}" for name in dict.fromkeys(row.dtype for row in rows))
+    limits = ", ".join(dict.fromkeys(f"{row.dtype} ≤ {row.limit:.0e}" for row in rows if row.limit))
     text = (
         f"{compared - len(failed)} of {compared} comparisons ok ({limits}; ratio ≤ {LARGEST_RATIO}), {skipped} skipped"
     )

@@ -44,6 +44,8 @@ class RecordingScan:
 
     def __init__(self, scan: StateScan) -> None:
         self._scan = scan
+        # Where no state passes through a rank, its transition is left out, as without this wrapper.
+        self.ends: tuple[bool, bool] = getattr(scan, "ends", (False, False))
         self.received: dict[str, Tensor] = {}
 
     def launch(self, request: ScanRequest) -> _Received:

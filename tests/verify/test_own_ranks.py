@@ -1,0 +1,295 @@
+"""The exact cases that `verify` runs on ranks of its own: what they cover, and planted faults that they find."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.registry import MIXERS
+from tests.support.commands import TORCHRUN, Command
+from tests.support.distributed import run_distributed
+from zeco_train.collectives import chain, neighbour, rounds, serial
+from zeco_train.distributed.mesh import Launch
+from zeco_train.ops import mix
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.sp.attention import ring
+from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.routes import Routes
+from zeco_train.training.step import TrainingStep
+from zeco_train.verify import attention_cases, scan_cases, step_cases
+from zeco_train.verify.attention_cases import AttentionCase
+from zeco_train.verify.coverage import not_covered
+from zeco_train.verify.covering import cover_pairs
+from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, TeamCase, distribute, rows_of_own_ranks
+from zeco_train.verify.report import Deviation, Row, line
+from zeco_train.verify.scan_cases import HALO, SCANS, ScanCase
+from zeco_train.verify.step_cases import StepCase
+from zeco_train.verify.whole import KNOWN, SOFTMAX, Expected, Whole, exact_results
+
+pytestmark = pytest.mark.numeric
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def test_covering_cases_have_every_possible_pair() -> None:
+    axes = {"a": [0, 1, 2], "b": ["x", "y"], "c": [False, True], "d": [1, 2]}
+
+    def is_possible(cell: dict[str, Any]) -> bool:
+        return not (cell["a"] == 1 and cell["c"])
+
+    cells = cover_pairs(axes, is_possible)
+    assert all(map(is_possible, cells))
+    for (a, of_a), (b, of_b) in itertools.combinations(axes.items(), 2):
+        wanted = {(x, y) for x, y in itertools.product(of_a, of_b) if not (a == "a" and b == "c" and x == 1 and y)}
+        assert {(cell[a], cell[b]) for cell in cells} == wanted
+    assert len(cells) < 12
+
+
+def test_cases_have_every_operator_with_every_scan_and_every_method() -> None:
+    cases = scan_cases.scan_cases()
+    assert [*OPERATORS] == KNOWN, "give the dimensions of a new operator's operands in verify/whole.py"
+    found = {(case.whole.operator, case.scan) for case in cases}
+    assert found >= set(itertools.product(KNOWN, SCANS))
+    assert ("short_conv", HALO) in found
+    assert {case.method.split(":")[0] for case in attention_cases.attention_cases()} == {*METHODS}
+    assert {case.mixer for case in step_cases.step_cases()} == {*MIXERS}
+
+
+def test_cases_go_to_teams_of_their_size_in_turn() -> None:
+    assert distribute([2, 3, 2, 2, 3], [3, 2, 2]) == [[1, 4], [0, 3], [2]]
+
+
+# A case that passes, a fault in it, and what the row says of it.
+CHAIN = ScanCase(Whole("a test", "gla", 6, 3, heads=1, value_dim=6, carry=True, segments=2), "chain/2")
+LASP1 = ScanCase(Whole("a test", "gated_delta", 6, 3, heads=2, carry=True), "lasp1")
+LANE = ScanCase(Whole("a test", "scalar_decay", 5, 3, heads=3), "lane, 1 a node")
+CONVOLUTION = ScanCase(Whole("a test", "short_conv", 4, 3, scale=1.0), HALO)
+DOCUMENTS = ScanCase(Whole("a test", "kda", 7, 3, heads=2, documents="spanning", segments=3), "lasp2")
+UNMASKED = ScanCase(Whole("a test", "unmasked", 5, 3, heads=2, groups=2), "doubling")
+RING = AttentionCase("ring", Whole("a test", SOFTMAX, 6, 3, heads=2, segments=2), None)
+GATHERED = AttentionCase("all_gather", Whole("a test", SOFTMAX, 6, 3, heads=2, groups=1, documents="spanning"), None)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
+    """`wrong` gets the original, and then the arguments."""
+    original = getattr(owner, name)
+    with mock.patch.object(owner, name, lambda *args, **named: wrong(original, *args, **named)):
+        yield
+
+
+def _joined_in_reverse(join: Callable[..., Tensor], parts: list[Tensor], along_values: int) -> Tensor:
+    return join(parts[::-1], along_values)
+
+
+def _no_decay_on_the_middle_rank(fold: Callable[..., Tensor], state: Tensor, transition: Tensor, x: Tensor) -> Tensor:
+    if dist.get_rank() == 1:
+        return state + x
+    return fold(state, transition, x)
+
+
+def _replays_of_nothing(op: Callable[..., Any], *args: Any) -> Any:
+    *before, boundary = args
+    if boundary.incoming_state is not None:
+        boundary = boundary._replace(incoming_state=torch.zeros_like(boundary.incoming_state))
+    return op(*before, boundary)
+
+
+class _KeptHalo:
+    """The first call's message again in all later ones of that size."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, run: Callable[..., None], job: Any) -> None:
+        run(job)
+        if not job.wire.is_first:
+            job.scan.incoming._value = self._kept.setdefault((job.request.reverse, *job._incoming.shape), job._incoming)
+
+
+def _off_in_the_last_head(op: Callable[..., Any], *args: Any) -> Any:
+    o, crossing = op(*args)
+    factors = torch.ones(o.shape[2], 1, dtype=o.dtype)
+    factors[-1] += 1e-9
+    return o * factors, crossing
+
+
+FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
+    "blocks joined in reverse": (CHAIN, lambda: _replaced(chain, "_join", _joined_in_reverse), "R on rank"),
+    "no decay on the middle rank": (
+        LASP1,
+        lambda: _replaced(serial, "fold", _no_decay_on_the_middle_rank),
+        "R on rank 2 (head",
+    ),
+    "rounds without decays": (LANE, lambda: mock.patch.object(rounds, "fold", lambda s, t, x: s + x), "R on rank 2"),
+    "replays of nothing": (DOCUMENTS, lambda: _replaced(scan_cases, "mix_at", _replays_of_nothing), "a replay"),
+    "a stale halo": (CONVOLUTION, lambda: _replaced(neighbour._Neighbour, "run", _KeptHalo()), "the second call"),
+    "outputs of the states before": (
+        UNMASKED,
+        lambda: mock.patch.object(mix, "_whole", lambda one: one.wait()),
+        "o on",
+    ),
+    "an error in the last head": (
+        DOCUMENTS,
+        lambda: _replaced(scan_cases, "mix_at", _off_in_the_last_head),
+        "(head 1, ",
+    ),
+    "far gradients lost": (
+        RING,
+        lambda: mock.patch.object(ring._Partials, "add", return_value=None),
+        "dk on rank 0",
+    ),
+    "paired halves swapped": (
+        GATHERED,
+        lambda: _replaced(Routes, "start", lambda start, self, xs, what: start(self, [x.flip(1) for x in xs], what)),
+        "o on rank",
+    ),
+}
+
+
+def failures_of_faults(rank: int, world_size: int) -> dict[str, tuple[list[str], list[str]]]:
+    """Failures of the case of each fault, without and with the fault."""
+    team, found = Team.make(range(world_size), rank, TIMEOUT), {}
+    for name, (case, fault, _) in FAULTS.items():
+        sound = case.run(team, TIMEOUT).failures
+        with fault():
+            found[name] = sound, case.run(team, TIMEOUT).failures
+    dist.barrier()  # keep ranks alive until their peers have received everything
+    return found
+
+
+def test_planted_faults_fail_with_tensor_rank_head_and_call() -> None:
+    first, *others = run_distributed(failures_of_faults, 3)
+    assert all(other == first for other in others), "all ranks judge alike"
+    for name, (_, _, said) in FAULTS.items():
+        sound, failures = first[name]
+        assert not sound, name
+        assert any(said in failure for failure in failures), (name, failures)
+
+
+def losses_of_steps(rank: int, world_size: int, fault: str) -> list[list[str]]:
+    """Failures of two training steps, with a fault."""
+    case = StepCase("mamba2", "chain/3", segments=2, documents=True, recompute=step_cases.Recompute.full)
+    rows: list[Row] = []
+    faults = {
+        "none": contextlib.nullcontext,
+        "a segment's carry forgotten": lambda: _replaced(TrainingStep, "_run_forward", _forgets_carries),
+        "no gradient of carries": lambda: _replaced(TrainingStep, "_run_backward", _forgets_carry_grads),
+    }
+    with faults[fault]():
+        step_cases.run_step_cases([case], rank, world_size, TIMEOUT, rows.append)
+    dist.barrier()
+    return [row.failures for row in rows]
+
+
+def _forgets_carries(run: Callable[..., Any], step: Any, batch: Any, carries: Any) -> tuple[Tensor, ...]:
+    states = run(step, batch, carries)
+    return *states[: len(carries)], *(torch.zeros_like(state) for state in states[len(carries) :])
+
+
+def _forgets_carry_grads(run: Callable[..., Any], step: Any, *args: Any, last: bool) -> tuple[Tensor, ...]:
+    share, *grads = run(step, *args, last=last)
+    return share, *(torch.zeros_like(grad) for grad in grads)
+
+
+@pytest.mark.slow
+def test_training_steps_find_planted_faults() -> None:
+    for fault, said in (("none", ""), ("a segment's carry forgotten", "loss"), ("no gradient of carries", "gradients")):
+        [failures] = run_distributed(losses_of_steps, step_cases.SIZE, fault)[0]
+        assert bool(failures) == (fault != "none"), failures
+        assert any(said in failure for failure in failures) or fault == "none", failures
+
+
+@pytest.mark.parametrize("operator", ["gla", "delta"])
+def test_exact_results_equal_one_run_of_the_recurrence(operator: str) -> None:
+    """Without documents the pieces' results are those of the whole sequence at once."""
+    whole = Whole("a test", operator, 5, 2, segments=2, heads=2, groups=2, carry=True)
+    leaves = {name: whole.tensors[name].clone().requires_grad_() for name in whole.has_tokens}
+    carry = whole.tensors["carry_in"].clone().requires_grad_()
+    o, state = OPERATORS[operator].naive(*leaves.values(), initial_state=carry)
+    outputs, of_outputs = [o, state], [whole.tensors["do"], whole.tensors["dcarry_out"]]
+    *grads, dcarry = torch.autograd.grad(outputs, [*leaves.values(), carry], of_outputs)
+    pieces = exact_results(whole)
+    torch.testing.assert_close(torch.cat([piece["o"] for piece in pieces], 1), o)
+    for name, grad in zip(leaves, grads, strict=True):
+        torch.testing.assert_close(torch.cat([piece[f"d{name}"] for piece in pieces], 1), grad)
+    torch.testing.assert_close(pieces[-1]["carry_out"], state)
+    torch.testing.assert_close(pieces[0]["dcarry_in"], dcarry)
+    torch.testing.assert_close(pieces[1]["carry_out"], pieces[2]["R"])
+
+
+def test_documents_restart_and_others_cannot_see_them() -> None:
+    whole = Whole("a test", "gla", 6, 3, documents="at edges")
+    assert whole.borders == [0, 6, 17, 18]
+    segments = exact_results(dataclasses.replace(whole, ranks=1, segments=3))
+    assert not segments[1]["dcarry_in"].any(), "a document begins at the first token of the second shard"
+    assert segments[2]["dcarry_in"].any()
+
+
+def test_an_error_is_that_of_the_worst_head_and_names_it() -> None:
+    ones = torch.ones(1, 3, 4, 2, dtype=torch.float64)
+    expected, off = Expected([{"o": ones}, {"o": ones}], {}), ones.clone()
+    off[:, :, 2] += 1e-9
+    error, head = expected.errors({"o": off}, 1)["o"]
+    assert head == 2
+    assert error == pytest.approx(1e-9, rel=1e-6)
+    off[0, 0, 1, 0] = torch.nan
+    error, head = expected.errors({"o": off}, 1)["o"]
+    assert head == 1
+    assert math.isnan(error)
+    row = Row("fp64", 3, 2, "gla", "chain", ({}, {"o": Deviation(error, where="head 1, a replay")}), 1e-12)
+    assert row.failures == ["o on rank 1 (head 1, a replay) is off by nan > 1e-12"]
+    assert "FAILED: o on rank 1 (head 1" in line(row)
+
+
+def test_what_did_not_run_is_said() -> None:
+    launch = Launch(0, 2, 0, 2)
+    rows = [Row("fp64", 5, 3, "", "", uses=("operator gla", "mixer kda")), Row("fp64", 5, 4, "", "", reason="no GPU")]
+    lines = not_covered(rows, torch.device("cpu"), launch)
+    assert any("Triton kernels" in text for text in lines)
+    (operators,) = [text for text in lines if text.startswith("operator:")]
+    assert "delta" in operators
+    assert " gla" not in operators
+    assert any("more than 4 ranks" in text for text in lines)
+
+
+def hands_in(rank: int, size: int, timeout: timedelta, hand_in: HandIn) -> None:
+    """Work of own ranks: a row of each, and one that is missing."""
+    hand_in(Row("fp64", rank, size, "", ""))
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("a planted error")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_rows_of_own_ranks_come_and_an_error_ends_them() -> None:
+    rows = rows_of_own_ranks(hands_in, 2, 3, TIMEOUT)
+    assert {next(rows).tokens, next(rows).tokens} == {0, 1}
+    with pytest.raises(OwnRanksError, match="rank 1 of 2: ValueError: a planted error"):
+        next(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_defaults_pass_on_two_ranks_and_say_what_they_do_not_cover(tmp_path: Path) -> None:
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    with Command([*launcher, "-m", "zeco_train.verify", "device=cpu"], tmp_path) as run:
+        outcome = run.wait()
+    assert outcome.code == 0, outcome
+    table = outcome.out.splitlines()
+    assert table[-1].startswith("ok: ")
+    assert "not covered here:" in table
+    assert not [row for row in table if row.startswith(("- operator:", "- scan:", "- mixer:", "- method:"))]

@@ -1,0 +1,206 @@
+"""Every method of softmax attention on ranks of `verify`'s own, in fp64: calls, replays, and caches of keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.attend import attend_at
+from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
+from zeco_train.sp.attention.method import MethodSpec
+from zeco_train.sp.attention.registry import build_attention
+from zeco_train.sp.attention.ulysses import ULYSSES, Ulysses
+from zeco_train.sp.dp import LocalScan
+from zeco_train.verify.config import LIMITS, METHODS
+from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.own_ranks import TEAM_SIZES, Team
+from zeco_train.verify.report import Row
+from zeco_train.verify.scan_cases import Call, compare_calls
+from zeco_train.verify.whole import SOFTMAX, Results, Whole
+
+# With the heads in parts, as between nodes.
+METHODS_IN_PARTS: dict[str, MethodSpec] = {
+    **METHODS,
+    "all_gather:2 parts": replace(ALL_GATHER, build=partial(AllGather, num_parts=2)),
+    "ulysses:2 parts": replace(ULYSSES, build=partial(Ulysses, num_parts=2)),
+}
+# The windows, by tokens of a shard.
+WINDOWS = {
+    "none": lambda tokens: None,
+    "of 2": lambda tokens: 2,
+    "inside a shard": lambda tokens: max(2, tokens // 2),
+    "over shards": lambda tokens: 2 * tokens + 1,
+}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One method on one sequence.
+
+    Attributes:
+        method: a key of `METHODS_IN_PARTS`.
+        whole: the sequence of the first calls; the heads of keys are its groups. Its segments go one after another
+            through caches.
+        window: keys that a query reads at most.
+    """
+
+    method: str
+    whole: Whole
+    window: int | None
+
+    @property
+    def ranks(self) -> int:
+        """See `own_ranks.TeamCase`."""
+        return self.whole.ranks
+
+    def run(self, team: Team, timeout: timedelta) -> Row:
+        """See `own_ranks.TeamCase`."""
+        whole = self.whole
+        first = replace(whole, segments=1)
+        wholes = {
+            "first": first,
+            "second": replace(first, name=f"{whole.name} second"),
+            "other": replace(first, name=f"{whole.name} other", tokens=whole.tokens + 3, strided=True),
+            "segments": whole,
+        }
+        scan = LocalScan()
+        scan.attention = build_attention(METHODS_IN_PARTS[self.method], team.attention, timeout)
+        calls = _calls(self, wholes, scan, team.rank)
+        # A query that reads one key has no gradient.
+        beside = {"dq": "dv", "dk": "dv"}
+        deviations = compare_calls(team, wholes, partial(exact_attention, window=self.window), calls, beside)
+        words = [f"softmax B{whole.batch} H{whole.heads}/{whole.groups}"]
+        words += [f"documents {whole.documents}"] if whole.documents else []
+        words += [f"window {self.window}"] if self.window else []
+        words += [f"{whole.segments} segments"] * (whole.segments > 1)
+        return Row(
+            "fp64",
+            whole.tokens,
+            whole.ranks,
+            ", ".join(words),
+            self.method,
+            deviations,
+            LIMITS["fp64"],
+            on_own_ranks=True,
+            uses=(f"method {self.method.split(':')[0]}",),
+        )
+
+
+AXES: dict[str, Sequence[Any]] = {
+    "method": [*METHODS_IN_PARTS],
+    "ranks": TEAM_SIZES[1:],
+    # Documents and windows, which each method meets together.
+    "masks": [
+        (None, "none"),
+        (None, "of 2"),
+        (None, "inside a shard"),
+        (None, "over shards"),
+        ("spanning", "none"),
+        ("at edges", "none"),
+        ("many", "none"),
+        ("one border", "of 2"),
+        ("spanning", "over shards"),
+        ("at edges", "inside a shard"),
+        ("many", "over shards"),
+    ],
+    "heads": [(1, 1), (3, 1), (4, 4), (4, 2), (6, 3), (12, 12), (12, 4)],
+    "tokens": [1, 7, 24, 37],
+    "batch": [1, 2],
+    "segments": [1, 2, 3],
+}
+
+
+def _is_possible(cell: Cell) -> bool:
+    (heads, key_heads), ranks = cell["heads"], cell["ranks"]
+    if METHODS_IN_PARTS[cell["method"]].heads_problem(heads, key_heads, ranks) is not None:
+        return False
+    return not (cell["masks"][0] and cell["batch"] > 1)
+
+
+def attention_cases() -> list[AttentionCase]:
+    """All cases."""
+    cases = []
+    for number, cell in enumerate(cover_pairs(AXES, _is_possible)):
+        method, (heads, groups) = cell.pop("method"), cell.pop("heads")
+        documents, kind = cell.pop("masks")
+        window = WINDOWS[kind](cell["tokens"])
+        shape = {"heads": heads, "groups": groups, "key_dim": 5, "value_dim": 5}
+        whole = Whole(name=str(number), operator=SOFTMAX, documents=documents, **shape, **cell)
+        cases.append(AttentionCase(method, whole, window))
+    return cases
+
+
+def exact_attention(whole: Whole, window: int | None) -> list[Results]:
+    """o, dq, dk and dv of each shard by the formula over all pairs of tokens, with a mask by definition."""
+    leaves = [whole.tensors[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    q, k, v = leaves
+    repeats = whole.heads // whole.groups
+    scores = torch.einsum("bihk,bjhk->bhij", q, k.repeat_interleave(repeats, 2)) / math.sqrt(whole.key_dim)
+    query, key = torch.arange(whole.seq_len)[:, None], torch.arange(whole.seq_len)
+    seen = (key <= query) & (query - key < (window or whole.seq_len))
+    document = torch.bucketize(torch.arange(whole.seq_len), torch.tensor(whole.borders), right=True)
+    seen &= document[:, None] == document
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    o = torch.einsum("bhij,bjhv->bihv", weights, v.repeat_interleave(repeats, 2))
+    found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, whole.tensors["do"]), strict=True))
+    split = {name: x.split(whole.tokens, 1) for name, x in ({"o": o.detach()} | found).items()}
+    return [{name: parts[piece] for name, parts in split.items()} for piece in range(whole.num_pieces)]
+
+
+def _calls(case: AttentionCase, wholes: dict[str, Whole], scan: LocalScan, rank: int) -> Iterator[Call]:
+    first, second = (_Pass(wholes[name], scan, rank, case.window) for name in ("first", "second"))
+    second.backward()
+    yield "the second call", "second", rank, second.results
+    first.backward()
+    yield "the first call", "first", rank, first.results
+    replay = _Pass(wholes["first"], scan, rank, case.window, first.kept)
+    other = _Pass(wholes["other"], scan, rank, case.window)
+    replay.backward()
+    yield "a replay", "first", rank, replay.results
+    other.backward()
+    yield "a call of another shape", "other", rank, other.results
+    if case.whole.segments > 1:
+        yield from _segments(wholes["segments"], scan, rank, case.window)
+
+
+def _segments(whole: Whole, scan: LocalScan, rank: int, window: int | None) -> Iterator[Call]:
+    """Segments without gradients, as in validation, each with the keys and values of those before it in caches."""
+    capacity = whole.seq_len if window is None else min(window, whole.seq_len)
+    shape = whole.batch, whole.groups, capacity
+    caches = [torch.full((*shape, dim), math.nan, dtype=torch.float64) for dim in (whole.key_dim, whole.value_dim)]
+    for segment in range(whole.segments):
+        piece, span = segment * whole.ranks + rank, whole.tokens * whole.ranks
+        shard = replace(whole.shard(scan, piece), segment=(segment * span, (segment + 1) * span))
+        q, k, v = whole.operands(piece).values()
+        place = shard.place(whole.tokens, q.device)
+        with torch.no_grad():
+            o, _ = attend_at(q, k, v, whole.key_dim**-0.5, place, [Boundary(None, x, True) for x in caches], window)
+        yield "a segment after caches", "segments", piece, {"o": o}
+
+
+class _Pass:
+    """A forward pass of a shard, and its backward pass; `kept`: what a replay needs, of an earlier pass if given."""
+
+    def __init__(
+        self, whole: Whole, scan: LocalScan, rank: int, window: int | None, kept: Sequence[Tensor] = ()
+    ) -> None:
+        self._whole, self._rank, self._leaves = whole, rank, [*whole.operands(rank).values()]
+        shard: SequenceShard = whole.shard(scan, rank)
+        boundaries = [Boundary(x) for x in kept] or [Boundary(), Boundary()]
+        place = shard.place(whole.tokens, self._leaves[0].device)
+        q, k, v = self._leaves
+        self._o, crossings = attend_at(q, k, v, whole.key_dim**-0.5, place, boundaries, window)
+        self.kept = [crossing.received.clone() for crossing in crossings]
+        self.results: Results = {"o": self._o.detach()}
+
+    def backward(self) -> None:
+        grads = torch.autograd.grad(self._o, self._leaves, self._whole.do(self._rank))
+        self.results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))

@@ -1,0 +1,199 @@
+"""Ranks that `verify` starts itself, processes on this machine's CPU, for what needs more ranks than were launched."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Lock
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from zeco_train.system.signals import die_with_launcher
+from zeco_train.verify.report import Row
+
+T = TypeVar("T")
+# Hands in the row of a case.
+HandIn = Callable[[Row], None]
+# (rank, size, longest wait for a peer, hand in)
+Work = Callable[[int, int, timedelta, HandIn], None]
+
+
+class OwnRanksError(Exception):
+    """A rank failed, or no row came in time."""
+
+
+def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> Iterator[Row]:
+    """Run `work` on `size` new processes over gloo; the rows of its cases as they come.
+
+    The processes are forked from one that has imported torch and the trainer: imports would take each of them seconds.
+
+    Args:
+        work: of each rank; one rank hands in the row of each case. Must be importable.
+        size: number of ranks.
+        count: number of cases, and so of rows.
+        timeout: longest wait for a peer, and for the next row.
+
+    Raises:
+        OwnRanksError: a rank failed, or no row came in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # A first call of a custom op imports torch._dynamo.
+    context.set_forkserver_preload([__name__, "torch._dynamo", "zeco_train.verify.step_cases"])
+    with tempfile.TemporaryDirectory(prefix="zeco-verify-") as folder:
+        ours, theirs = context.Pipe(duplex=False)
+        lock = context.Lock()
+        processes: list[BaseProcess] = [
+            context.Process(
+                target=_serve,
+                args=(theirs, lock, work, rank, size, str(Path(folder) / "store"), timeout),
+                daemon=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for _ in range(count):
+                # Beyond the ranks' own timeout, whose error says which rank waited for which.
+                if not ours.poll(timeout.total_seconds() + 15.0):
+                    raise OwnRanksError(f"no end within {timeout.total_seconds():g} s")
+                if isinstance(answer := ours.recv(), str):
+                    raise OwnRanksError(answer)
+                yield answer
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            ours.close()
+            theirs.close()
+
+
+def _serve(pipe: Connection, lock: Lock, work: Work, rank: int, size: int, store: str, timeout: timedelta) -> None:
+    die_with_launcher()
+    # A terminal sends it to every process of the job; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The launcher's variables are of its own ranks.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    torch.set_num_threads(1)
+
+    def send(answer: Row | str) -> None:
+        with lock:
+            pipe.send(answer)
+
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
+        work(rank, size, timeout, send)
+        # Until every peer has received everything.
+        dist.barrier()
+    except BaseException as error:  # a fault that is to be found may raise anything
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        text = (str(error) or frame.line or "").partition("\n")[0]
+        send(f"rank {rank} of {size}: {type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})")
+    # Skip interpreter finalisation: destroying a group with pending operations would block.
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class Team:
+    """Some of the ranks, which share a sequence.
+
+    Attributes:
+        members: their ranks in the world.
+        rank: of this process among them; < 0: it is none of them.
+        scans, halos: groups of forward and of reverse scans.
+        attention: group of softmax attention.
+        control: group for the exchange of references and results.
+    """
+
+    members: tuple[int, ...]
+    rank: int
+    scans: tuple[ProcessGroup, ProcessGroup]
+    halos: tuple[ProcessGroup, ProcessGroup]
+    attention: ProcessGroup
+    control: ProcessGroup
+
+    @classmethod
+    def make(cls, members: Sequence[int], rank: int, timeout: timedelta) -> Team:
+        """Collective over the world."""
+        groups = [dist.new_group(list(members), timeout=timeout) for _ in range(6)]
+        own = members.index(rank) if rank in members else -1
+        return cls(tuple(members), own, (groups[0], groups[1]), (groups[2], groups[3]), groups[4], groups[5])
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    def share(self, makers: Sequence[Callable[[], T]]) -> list[T]:
+        """The result of each function, which one member calls, the next one the next function. Collective."""
+        own = {number: make() for number, make in enumerate(makers) if number % self.size == self.rank}
+        found: dict[int, T] = {}
+        for part in self.gather(own):
+            found |= part
+        return [found[number] for number in range(len(makers))]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all members. Collective."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+
+class TeamCase(Protocol):
+    """A case of some of the ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        ...
+
+    def run(self, team: Team, timeout: timedelta) -> Row:
+        """The row of the case. Collective over the team."""
+        ...
+
+
+# The ranks in teams, one partition after the other. Most teams do not begin at rank 0: a rank of the group that is
+# taken for one of the world, or the reverse, is an error there.
+PARTITIONS = (((0, 1, 2, 3, 4, 5),), ((0, 1, 2), (3, 4), (5,)), ((4, 5), (0, 1, 2, 3)))
+TEAM_SIZES = sorted({len(team) for partition in PARTITIONS for team in partition})
+
+
+def run_team_cases(cases: Sequence[TeamCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn) -> None:
+    """The cases, on the ranks of `rows_of_own_ranks`, as many as `PARTITIONS` have."""
+    members = [team for partition in PARTITIONS for team in partition]
+    assert size == sum(map(len, PARTITIONS[0]))
+    teams = [Team.make(team, rank, timeout) for team in members]
+    for team, numbers in zip(teams, distribute([case.ranks for case in cases], [*map(len, members)]), strict=True):
+        for number in numbers if team.rank >= 0 else ():
+            row = cases[number].run(team, timeout)
+            if team.rank == 0:
+                hand_in(row)
+
+
+def distribute(sizes: Sequence[int], teams: Sequence[int]) -> list[list[int]]:
+    """Cases by team: of the teams of a case's size each takes every so many.
+
+    Args:
+        sizes: ranks of each case.
+        teams: ranks of each team.
+    """
+    turns = {size: itertools.cycle([i for i, team in enumerate(teams) if team == size]) for size in set(teams)}
+    cases: list[list[int]] = [[] for _ in teams]
+    for number, size in enumerate(sizes):
+        cases[next(turns[size])].append(number)
+    return cases

@@ -1,0 +1,382 @@
+"""Training steps of tiny models on ranks of `verify`'s own, in fp64, against one rank.
+
+The trainer's own step, loader and parallel strategies run on 4 ranks; the other side is the whole model on one rank:
+whole sequences, autograd, no segments, no recomputation, no FSDP2, and clipping as written below. So this finds faults
+in places that no other case names, in whatever the trainer combines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from data.documents import Documents
+from data.loader import DataSplit, SequenceLoader, Source
+from data.masking import TaskConfig, TaskName, for_task
+from data.reader import SequenceSource
+from data.store import TokenStore
+from data.store_writer import StoreWriter
+from models.attn import AttnConfig
+from models.config import LanguageModelConfig
+from models.language_model import LanguageModel
+from models.mixers.gla import GLAConfig
+from models.parameters import parameter_rules
+from models.registry import MIXERS, unmasked_mixers
+from models.spec import spec_of
+from zeco_train.config.schema import Dtype, TrainConfig
+from zeco_train.distributed.exchange import build_exchange
+from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.seam import SequenceShard
+from zeco_train.sp.attention.registry import METHODS, AttentionChoice
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.registry import SHARING
+from zeco_train.training.build import build_model
+from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
+from zeco_train.training.step import TrainingStep
+from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.own_ranks import HandIn, Team
+from zeco_train.verify.report import Deviation, Row
+from zeco_train.verify.scan_cases import SCANS
+
+SIZE = 4
+STEPS = 2
+# Divisible by ranks × segments; no shard is a multiple of a chunk.
+SEQ_LEN = 96
+_SEED, _VOCAB = 3, 29
+_GRAD_CLIP = 1.0
+# Each step's Adam divides by roots of sums of squares, which enlarges rounding; 1e-12 at most was seen.
+LIMIT = 1e-10
+# Document starts, by sequence in turn: at an edge of two shards and inside of them, over whole shards, many, none.
+_STARTS = ((0, 24, 30, 72, 73), (0, 7, 48), (0, 1, 2, 11, 12, 13, 47, 95), (), (5, 85))
+# Weights are ten times larger than usual, so that every path matters; states live long.
+_WIDTHS = GLAConfig(
+    vocab_size=_VOCAB,
+    hidden_size=24,
+    num_layers=2,
+    num_heads=3,
+    intermediate_size=20,
+    expand_k=0.5,
+    expand_v=1.25,
+    gate_low_rank_dim=5,
+    gate_logit_normalizer=16,
+    initializer_range=0.2,
+)
+# What a mixer needs besides: two heads of Mamba-2 share keys and queries.
+_OWN: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 6, "head_dim": 8, "n_groups": 3, "state_size": 5, "intermediate_size": 0}
+}
+_ATTN = AttnConfig(every=2, num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True, gate=True)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """Training of one model.
+
+    Attributes:
+        mixer: its name; with `attention` every second layer is softmax attention.
+        scan: a key of `verify.scan_cases.SCANS`.
+        sp_size: ranks that share a sequence.
+        window: of softmax attention.
+        masked: the model reads in both directions, and learns masked tokens.
+        micro_batches: of a step, on each rank.
+        shard_size, strategy, recompute, segments, documents, optim: settings of the trainer.
+    """
+
+    mixer: str
+    scan: str
+    _: dataclasses.KW_ONLY
+    sp_size: int = SIZE
+    strategy: Strategy = Strategy.zero2
+    shard_size: int = -1
+    recompute: Recompute = Recompute.none
+    segments: int = 1
+    documents: bool = False
+    micro_batches: int = 2
+    optim: str = "adamw"
+    attention: str | None = None
+    window: int | None = None
+    masked: bool = False
+
+    @property
+    def model(self) -> LanguageModelConfig:
+        """Shape of the model."""
+        known = MIXERS[self.mixer].config_class
+        widths = {each.name for each in dataclasses.fields(LanguageModelConfig)} | {"expand_k", "expand_v"}
+        shared = {
+            each.name: getattr(_WIDTHS, each.name)
+            for each in dataclasses.fields(known)
+            if each.name in widths - {"mixer", "name"} or each.name in ("gate_low_rank_dim", "gate_logit_normalizer")
+        }
+        attn = AttnConfig() if self.attention is None else replace(_ATTN, window=self.window)
+        return known(**{**shared, "attn": attn, "causal": not self.masked, **_OWN.get(self.mixer, {})})
+
+    @property
+    def global_batch(self) -> int:
+        """Two sequences on each rank."""
+        return 2 * SIZE // self.sp_size
+
+    @property
+    def optimizer(self) -> OptimConfig:
+        """Its settings."""
+        return OptimConfig(lr=1e-2, name=OptimizerName[self.optim])
+
+
+# Strategies with their shard sizes: -1 is the strategy's default.
+AXES: dict[str, Sequence[Any]] = {
+    "sharding": [*((each, -1) for each in Strategy), (Strategy.zero3, 2)],
+    "sp_size": [4, 2],
+    "recompute": [*Recompute],
+    "segments": [1, 2, 4],
+    "documents": [False, True],
+    "micro_batches": [1, 2],
+    "optim": [*OPTIMIZERS],
+    "is_hybrid": [False, True],
+}
+# In turn, since they meet in cases of their own.
+_SCANS = [*(name for name in SHARING if name != "zeco"), "zeco", "chain/2", "two_shot", "doubling", "lane, 2 a node"]
+_WINDOWS = (None, 7, 60, 7)
+
+
+def _is_possible(cell: Cell) -> bool:
+    if cell["is_hybrid"] and cell["segments"] > 1:
+        return False
+    # With documents a pass has one sequence.
+    return not (cell["documents"] and cell["micro_batches"] == 1)
+
+
+def step_cases() -> list[StepCase]:
+    """All cases: each mixer in segments, then pairs; mixers, scans, methods and windows in turn."""
+    mixers, scans, methods = (itertools.cycle(names) for names in (MIXERS, _SCANS, METHODS))
+    windows = itertools.cycle(_WINDOWS)
+    # Carries, replays and positions of each mixer, those of its convolutions, too.
+    turns = {axis: itertools.cycle(values) for axis, values in AXES.items()}
+    in_segments: list[Cell] = []
+    for number in range(len(MIXERS)):
+        cell = {axis: next(turn) for axis, turn in turns.items()}
+        has_documents = number // 2 % 2 == 0
+        cell |= {"segments": 2 + 2 * (number % 3 == 2), "is_hybrid": False, "documents": has_documents}
+        recompute = cell["recompute"] if number % 2 else Recompute.full
+        in_segments.append(
+            cell | {"micro_batches": 2 if has_documents else cell["micro_batches"], "recompute": recompute}
+        )
+    cases = []
+    for cell in (*in_segments, *cover_pairs(AXES, _is_possible, in_segments)):
+        strategy, shard_size = cell.pop("sharding")
+        if cell.pop("is_hybrid"):
+            cell |= {"attention": next(methods), "window": next(windows)}
+        cases.append(StepCase(next(mixers), next(scans), strategy=strategy, shard_size=shard_size, **cell))
+    return [*cases, *(StepCase(name, next(scans), masked=True) for name in unmasked_mixers()[:2])]
+
+
+@dataclass
+class Result:
+    """Results of the steps, unsharded and the same on every rank.
+
+    Attributes:
+        numbers: losses and norms of each step, and the loss of validation after them, by name.
+        gradients: of the first step, and weights after the last, by parameter.
+    """
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    weights: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+
+
+def run_step_cases(cases: Sequence[StepCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn) -> None:
+    """The cases on `SIZE` ranks of `rows_of_own_ranks`."""
+    team = Team.make(range(size), rank, timeout)
+    launch, device = Launch(rank, size, rank), torch.device("cpu")
+    meshes = {sp_size: init_mesh(launch, sp_size, device, timeout) for sp_size in (2, 4)}
+    with tempfile.TemporaryDirectory(prefix="zeco-verify-") as folder:
+        store = write_store(Path(folder) / "store")
+        wanted = [*dict.fromkeys(map(_alone, cases))]
+        expected = dict(zip(wanted, team.share([partial(train_alone, case, store) for case in wanted]), strict=True))
+        for case in cases:
+            result = train(case, meshes[case.sp_size], store)
+            row = _compare(case, result, expected[_alone(case)], team)
+            if rank == 0:
+                hand_in(row)
+
+
+def _alone(case: StepCase) -> StepCase:
+    """The case that has the same results on one rank, without all that may not change them."""
+    return StepCase(
+        case.mixer,
+        "dp",
+        sp_size=case.sp_size,
+        documents=case.documents,
+        optim=case.optim,
+        attention=None if case.attention is None else "one rank",
+        window=case.window,
+        masked=case.masked,
+    )
+
+
+def _compare(case: StepCase, result: Result, expected: Result, team: Team) -> Row:
+    deviations = {}
+    for name, number in result.numbers.items():
+        wanted = expected.numbers[name]
+        deviations[name] = Deviation(abs(number - wanted) / abs(wanted))
+    for name in ("gradients", "weights"):
+        ours, theirs = getattr(result, name), getattr(expected, name)
+        errors = {of: _relative(ours.get(of, np.full(1, np.nan)), x) for of, x in theirs.items()}
+        worst = max(errors, key=lambda of: math.inf if math.isnan(errors[of]) else errors[of])
+        deviations[name] = Deviation(errors[worst], where=worst)
+    words = [f"{case.mixer} model" + f" and softmax by {case.attention}" * (case.attention is not None)]
+    words += [f"window {case.window}"] if case.window else []
+    words += [case.strategy.value + (f" of {case.shard_size}" if case.shard_size > 0 else "")]
+    words += [f"recompute {case.recompute.value}"] * (case.recompute is not Recompute.none)
+    words += [f"{case.segments} segments"] * (case.segments > 1)
+    words += ["documents"] * case.documents + ["masked tokens"] * case.masked
+    words += [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1) + [case.optim]
+    return Row(
+        "fp64",
+        SEQ_LEN // case.sp_size,
+        case.sp_size,
+        ", ".join(words),
+        case.scan,
+        tuple(team.gather(deviations)),
+        LIMIT,
+        on_own_ranks=True,
+        uses=(
+            f"mixer {case.mixer}",
+            f"scan {case.scan.split('/')[0].split(',')[0]}",
+            f"strategy {case.strategy.value}",
+            f"optimizer {case.optim}",
+            f"recompute {case.recompute.value}",
+        ),
+    )
+
+
+def _relative(x: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
+    # A lower bound of one layer has no gradient.
+    off, norm = float(np.linalg.norm(x - expected)), float(np.linalg.norm(expected))
+    return 0.0 if off == 0 else off / norm if norm else math.inf
+
+
+def write_store(folder: Path) -> Path:
+    """A store of ten sequences with documents, and one more token."""
+    starts = [turn * SEQ_LEN + start for turn, of_one in enumerate(_STARTS * 2) for start in of_one]
+    num_tokens = 2 * len(_STARTS) * SEQ_LEN + 1
+    tokens = np.random.default_rng(0).integers(3, _VOCAB, num_tokens)
+    with StoreWriter(folder, vocab_size=_VOCAB, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append(tokens, np.diff([*starts, num_tokens]).tolist())
+        writer.finish("sources")
+    return folder
+
+
+def _loader(case: StepCase, split: DataSplit, store: Path) -> SequenceLoader:
+    task = TaskConfig(TaskName.mlm if case.masked else TaskName.lm, mask_fraction=0.3)
+    sources: Sequence[SequenceSource] = [Source(Documents(TokenStore.open(store)))]
+    return SequenceLoader(for_task(sources, task, _VOCAB), split, seed=_SEED, global_batch=case.global_batch)
+
+
+def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
+    """Train on the ranks of a mesh by the trainer's step. Collective."""
+    settings = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
+    model = build_model(case.model, settings, case.strategy, mesh, _SEED, case.shard_size)
+    config = SCANS[case.scan]
+    if case.attention is not None:
+        config = replace(config, attention=AttentionChoice[case.attention])
+    scan = build_exchange(config, case.model, mesh, SEQ_LEN, torch.float64)
+    step = TrainingStep(
+        model,
+        build_optimizer(parameter_rules(model), case.optimizer, torch.float64),
+        scan,
+        mesh,
+        strategy=case.strategy,
+        grad_clip=_GRAD_CLIP,
+        tokens_per_step=case.global_batch * SEQ_LEN,
+        seq_len=SEQ_LEN,
+    )
+    micro_batch = 2 // case.micro_batches
+    loader = _loader(case, mesh.split(SEQ_LEN, micro_batch, documents=case.documents, segments=case.segments), store)
+    result = Result()
+    for number in range(STEPS):
+        step.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        with scan.exposed.measuring():
+            for micro_step in range(loader.micro_steps):
+                last = micro_step == loader.micro_steps - 1
+                batches = [loader.batch(number * case.global_batch, micro_step, part) for part in range(case.segments)]
+                share = step.backward(batches, last=last)
+                assert share is not None
+                loss += share
+        if number == 0:
+            result.gradients = {name: _full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        loss_value, norm = step.update(loss).read()
+        result.numbers |= {f"loss of step {number}": loss_value, f"norm of step {number}": norm}
+    held_out = torch.zeros((), dtype=torch.float64)
+    for micro_step in range(loader.micro_steps):
+        held_out += step.loss([loader.batch(0, micro_step, part) for part in range(case.segments)])
+    dist.all_reduce(held_out)
+    result.numbers["loss of validation"] = held_out.item()
+    result.weights = {name: _full(p) for name, p in model.named_parameters()}
+    scan.drain()
+    return result
+
+
+def train_alone(case: StepCase, store: Path) -> Result:
+    """Train on this rank alone, whole sequences at once."""
+    with torch.device("meta"):
+        model = spec_of(case.model).build().to(torch.float64)
+    model.to_empty(device="cpu")
+    model.init_weights(_SEED)
+    optimizer = build_optimizer(parameter_rules(model), case.optimizer, torch.float64)
+    scan, batch = LocalScan(), 1 if case.documents else case.global_batch
+    loader = _loader(case, DataSplit(SEQ_LEN, batch, reset_state_at_document=case.documents), store)
+    result = Result()
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = sum(_losses(model, scan, loader, number * case.global_batch))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if number == 0:
+            result.gradients = {name: grad.numpy().copy() for name, grad in grads.items()}
+        norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
+        # In fp32, as the trainer hands it to the optimizer.
+        divisor = max(1.0, float(((norm + 1e-6) / _GRAD_CLIP).float()))
+        for grad in grads.values():
+            grad /= divisor
+        optimizer.step()
+        result.numbers |= {f"loss of step {number}": loss.item(), f"norm of step {number}": norm.item()}
+    with torch.no_grad():
+        tokens = float(loader.batch(0, 0).step_labels or case.global_batch * SEQ_LEN)
+        result.numbers["loss of validation"] = tokens * float(sum(_losses(model, scan, loader, 0)))
+    result.weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return result
+
+
+def _losses(model: LanguageModel, scan: LocalScan, loader: SequenceLoader, consumed: int) -> Iterator[Tensor]:
+    """Each batch's part of the mean loss of a step."""
+    for micro_step in range(loader.micro_steps):
+        batch = loader.batch(consumed, micro_step)
+        shard = SequenceShard(scan, 0, SEQ_LEN, batch.cu_seqlens, batch.before, batch.borders)
+        labels = batch.step_labels or loader.global_batch * SEQ_LEN
+        loss = model(batch.input_ids, shard, batch.labels)
+        assert isinstance(loss, Tensor)
+        yield loss / labels
+
+
+def _full(tensor: Tensor) -> NDArray[np.float64]:
+    """Unsharded. Collective."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().copy()

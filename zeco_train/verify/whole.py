@@ -1,0 +1,297 @@
+"""Whole sequences of any operator in fp64, and their exact results by the recurrence, token by token under autograd.
+
+No code of the operators' passes, of scans or of documents inside a shard is involved: the oracle of every exact case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeco_train.ops.passes import Kind
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import SequenceShard, StateScan
+
+Results = dict[str, Tensor]
+# Dimensions of operands by name, a letter each: batch, tokens, heads of keys (G) and values (H), widths; of a
+# convolution channels and width.
+_DIMS = {
+    "q": "BTGK", "k": "BTGK", "v": "BTHV", "beta": "BTH", "log_decay": "H", "x": "BTC", "weight": "C1W", "bias": "C"
+}  # fmt: skip
+# Softmax attention, beside the operators: heads of values are those of keys.
+SOFTMAX = "softmax"
+_OF_SOFTMAX = {"q": "BTHK", "k": "BTGK", "v": "BTGV"}
+# Operators with a decay for each channel, and those whose heads of values may share one of keys.
+_BY_CHANNEL = ("gla", "kda")
+GROUPED = ("scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
+KNOWN = [name for name, operator in OPERATORS.items() if set(operator.operands) <= {*_DIMS, "g"}]
+
+
+def _dims_of(operator: str) -> Mapping[str, str]:
+    """Dimensions of the operands of an operator, in its order."""
+    if operator == SOFTMAX:
+        return _OF_SOFTMAX
+    of_decays = "BTHK" if operator in _BY_CHANNEL else "BTH"
+    return {name: of_decays if name == "g" else _DIMS[name] for name in OPERATORS[operator].operands}
+
+
+# Starts of documents among `pieces` shards of t tokens each, in order: several inside of the first shard, and one over
+# all that follow but the last; at shards' first and last tokens; many in every shard, some of one token; one.
+DOCUMENTS: Mapping[str, Callable[[int, int], set[int]]] = {
+    "spanning": lambda t, pieces: {t // 3, t // 2, (pieces - 1) * t + t // 2},
+    "at edges": lambda t, pieces: {p * t for p in range(1, pieces, 2)} | {pieces * t - 1},
+    "many": lambda t, pieces: {p * t + place for p in range(pieces) for place in {1, 2, t // 2, t - 1}},
+    "one border": lambda t, pieces: {max(1, pieces // 2 * t)},
+}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A sequence, identical on every rank, as shards in order: of a first segment those of all ranks, then of a second.
+
+    Attributes:
+        name: seeds the values.
+        operator: its name.
+        tokens: of a shard.
+        ranks, segments: P, M.
+        batch, heads, groups, key_dim, value_dim: B, H, heads of keys, K, V; of a convolution V is its channels.
+        width: of a convolution.
+        documents: a key of `DOCUMENTS`; None: one document. The batch is 1 with them.
+        carry: it has an initial state, and a gradient of the final one. The first document is then a continuation.
+        strided: operands are not contiguous, as they are views of larger tensors.
+        scale: of the outputs; None: K^-1/2.
+    """
+
+    name: str
+    operator: str
+    tokens: int
+    ranks: int
+    segments: int = 1
+    batch: int = 1
+    heads: int = 1
+    groups: int = 1
+    key_dim: int = 4
+    value_dim: int = 4
+    width: int = 4
+    documents: str | None = None
+    carry: bool = False
+    strided: bool = False
+    scale: float | None = None
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of shards."""
+        return self.ranks * self.segments
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.tokens * self.num_pieces
+
+    @property
+    def has_tokens(self) -> dict[str, bool]:
+        """Operands by name, and whether they have a token dimension."""
+        return {name: "T" in dims for name, dims in _dims_of(self.operator).items()}
+
+    @property
+    def borders(self) -> list[int]:
+        """Document borders, from 0 to `seq_len`."""
+        starts = set() if self.documents is None else DOCUMENTS[self.documents](self.tokens, self.num_pieces)
+        return [0, *sorted(start for start in starts if 0 < start < self.seq_len), self.seq_len]
+
+    @cached_property
+    def tensors(self) -> Results:
+        """The operands, do, carry_in and dcarry_out, of all tokens."""
+        values = {name: self._operand(name, dims) for name, dims in _dims_of(self.operator).items()}
+        values["do"] = self._random("do", *self._shape("BTC" if "x" in values else "BTHV"))
+        state = self.state_shape
+        return values | {name: self._random(name, *state) for name in ("carry_in", "dcarry_out")}
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """(B, H, K, V)."""
+        if "x" in self.has_tokens:
+            return self.batch, 1, self.width - 1, self.value_dim
+        return self.batch, self.heads, self.key_dim, self.value_dim
+
+    def shard(self, scan: StateScan, piece: int) -> SequenceShard:
+        """Position of a shard."""
+        start = piece * self.tokens
+        if self.documents is None:
+            return SequenceShard(scan, start, self.seq_len)
+        inside = [border - start for border in self.borders if start < border < start + self.tokens]
+        begin = max(border for border in self.borders if border <= start)
+        before = start - begin + (self.carry and begin == 0)
+        cu_seqlens = torch.tensor([0, *inside, self.tokens])
+        return SequenceShard(scan, start, self.seq_len, cu_seqlens, before, torch.tensor(self.borders))
+
+    def operands(self, piece: int) -> Results:
+        """The operands of a shard, as leaves."""
+        found = {}
+        for name, has_tokens in self.has_tokens.items():
+            x = self.tensors[name]
+            x = x[:, piece * self.tokens : (piece + 1) * self.tokens] if has_tokens else x
+            if self.strided and has_tokens:
+                x = x.transpose(1, 2).contiguous().transpose(1, 2)
+            # Decays that are constants ask for no gradient.
+            found[name] = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(name != "log_decay")
+        return found
+
+    def do(self, piece: int) -> Tensor:
+        """The gradient of a shard's outputs."""
+        return self.tensors["do"][:, piece * self.tokens : (piece + 1) * self.tokens]
+
+    def _shape(self, dims: str) -> list[int]:
+        sizes = {"B": self.batch, "T": self.seq_len, "G": self.groups, "H": self.heads, "1": 1}
+        sizes |= {"K": self.key_dim, "V": self.value_dim, "C": self.value_dim, "W": self.width}
+        return [sizes[dim] for dim in dims]
+
+    def _operand(self, name: str, dims: str) -> Tensor:
+        shape = self._shape(dims)
+        if name == "g":
+            rates = self._rates() if len(shape) == 4 else self._rates()[:, 0]
+            return -rates * (0.5 + self._random(name, *shape).sigmoid())
+        if name == "log_decay":
+            return -self._rates()[:, 0]
+        if name == "beta":
+            return self._strengths() * (0.5 + 0.5 * self._random(name, *shape).sigmoid())
+        x = self._random(name, *shape)
+        # Longer keys would make the transitions of a delta rule expansions.
+        has_matrices = self.operator != SOFTMAX and OPERATORS[self.operator].kind is Kind.matrix
+        return F.normalize(x, dim=-1) if name == "k" and has_matrices else x
+
+    def _rates(self) -> Tensor:
+        """Decays per token, [H, K]: by head weak, so that a state outlives several shards; none; all kinds; medium."""
+        weak, channels = 0.7 / self.tokens, torch.arange(self.key_dim, dtype=torch.float64)
+        kinds = [
+            weak * (1 + channels) / (1 + channels.mean()),
+            torch.zeros(self.key_dim, dtype=torch.float64),
+            torch.tensor([0.0, weak, 0.2, 20.0] * self.key_dim)[: self.key_dim].double(),
+            torch.full((self.key_dim,), 3 * weak, dtype=torch.float64),
+        ]
+        return torch.stack([kinds[head % 4] for head in range(self.heads)])
+
+    def _strengths(self) -> Tensor:
+        """Largest β, [H]: by head so weak that a state outlives several shards; 2, close to a reflection; and 1."""
+        weak = min(1.0, 0.7 * self.key_dim / self.tokens)
+        return torch.tensor([(weak, 2.0, weak, 1.0)[head % 4] for head in range(self.heads)], dtype=torch.float64)
+
+    def _random(self, what: str, *shape: int) -> Tensor:
+        # Not `hash`, which differs between processes.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self} {what}".encode()))
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def exact_results(whole: Whole) -> list[Results]:
+    """The exact results of each shard.
+
+    Returns:
+        o, and the gradients of operands: of a convolution's weight and bias the shard's part. R: the state before the
+        shard, or of the whole sequence for an operator that reads it. carry_out, dcarry_in: the state after the shard's
+        segment and the gradient of the one before it.
+    """
+    return _unmasked(whole) if OPERATORS[whole.operator].reads_whole else _recurrence(whole)
+
+
+def _recurrence(whole: Whole) -> list[Results]:
+    cuts = range(0, whole.seq_len + 1, whole.tokens)
+    pieces = [whole.operands(piece) for piece in range(whole.num_pieces)]
+    # Without a carry it is the state that a trainer starts from.
+    carry_in = (whole.tensors["carry_in"] * whole.carry).requires_grad_()
+    continues = whole.documents is None or whole.carry
+    after: dict[int, Tensor] = {}
+    outputs = []
+    for start, stop in itertools.pairwise(whole.borders):
+        state = carry_in if start == 0 and continues else None
+        for a, b in itertools.pairwise(sorted({start, stop, *(cut for cut in cuts if start < cut < stop)})):
+            piece, first = divmod(a, whole.tokens)
+            inside = slice(first, first + b - a)
+            parts = (x[:, inside] if whole.has_tokens[name] else x for name, x in pieces[piece].items())
+            o, state = OPERATORS[whole.operator].naive(*parts, scale=whole.scale, initial_state=state)
+            outputs.append(o)
+            # A node of its own: what later tokens make of the state.
+            after[b] = state = state.clone()
+    o, end = torch.cat(outputs, 1), after[whole.seq_len]
+    leaves = [x for operands in pieces for x in operands.values() if x.requires_grad]
+    states = [carry_in, *(after[cut] for cut in cuts[1:])]
+    found = torch.autograd.grad(
+        [o, end],
+        [*leaves, *states],
+        [whole.tensors["do"], whole.tensors["dcarry_out"] * whole.carry],
+        allow_unused=True,
+    )
+    grads = iter(
+        torch.zeros_like(x) if grad is None else grad for x, grad in zip([*leaves, *states], found, strict=True)
+    )
+    results: list[Results] = []
+    for number, operands in enumerate(pieces):
+        of_operands = {f"d{name}": next(grads) for name, x in operands.items() if x.requires_grad}
+        results.append({"o": o[:, cuts[number] : cuts[number + 1]].detach(), **of_operands})
+    of_states = [*grads]
+    for number, result in enumerate(results):
+        first = number // whole.ranks * whole.ranks
+        result |= {"R": states[number].detach(), "carry_out": states[first + whole.ranks].detach()}
+        result["dcarry_in"] = of_states[first]
+    return results
+
+
+def _unmasked(whole: Whole) -> list[Results]:
+    leaves = [whole.tensors[name].clone().requires_grad_() for name in whole.has_tokens]
+    o, state = OPERATORS[whole.operator].naive(*leaves, scale=whole.scale)
+    grads = torch.autograd.grad(o, leaves, whole.tensors["do"])
+    names = ("o", *(f"d{name}" for name in whole.has_tokens))
+    found = dict(zip(names, (o.detach(), *grads), strict=True))
+    split = {name: x.split(whole.tokens, 1) for name, x in found.items()}
+    return [
+        {"R": state.detach()} | {name: parts[piece] for name, parts in split.items()}
+        for piece in range(whole.num_pieces)
+    ]
+
+
+class Expected:
+    """The exact results of all shards of a sequence, to compare with.
+
+    Args:
+        pieces: as of `exact_results`, by shard.
+        beside: tensors that are small differences of large numbers, so that rounding is relative to a hundredth of the
+            largest norm of another tensor, or of their own in any head and shard.
+    """
+
+    def __init__(self, pieces: list[Results], beside: Mapping[str, str]) -> None:
+        self._pieces, self._beside = pieces, beside
+        self._norms = {
+            name: torch.stack([_by_head(name, piece[name]).norm(dim=1) for piece in pieces]) for name in pieces[0]
+        }
+
+    def errors(self, results: Results, piece: int) -> dict[str, tuple[float, int]]:
+        """Of each tensor of a shard the error of its worst head, relative to the norm of that head, and the head.
+
+        A head's norm counts as at least a thousandth of that in the shard where it is largest.
+        """
+        errors = {}
+        for name, actual in results.items():
+            wanted, norms = self._pieces[piece][name], self._norms[name]
+            if actual.shape != wanted.shape:
+                errors[name] = (math.nan, 0)
+                continue
+            least = self._norms[self._beside[name]].max() / 1e2 if name in self._beside else norms.amax(0) / 1e3
+            off = _by_head(name, actual - wanted).norm(dim=1)
+            # An expected 0 must be matched exactly.
+            error = torch.where(off == 0, 0.0, off / torch.maximum(norms[piece], least))
+            head = int(error.nan_to_num(math.inf).argmax())
+            errors[name] = (float(error[head]), head)
+        return errors
+
+
+def _by_head(name: str, x: Tensor) -> Tensor:
+    """[heads, …], of a convolution by channel."""
+    dim = {"dweight": 0, "dbias": 0, "R": 1, "carry_out": 1, "dcarry_in": 1}.get(name, 2)
+    return x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]
