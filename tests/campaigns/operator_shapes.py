@@ -6,7 +6,7 @@ Are outputs and gradients right at any head dims, lengths, decays and strides, a
 its tensors? Each input and each fresh buffer lies between a guard band of NaN and one of canaries, and fresh buffers
 are filled with NaN. Cases are drawn from a seed. Processes share the GPU; one that dies, for example by an illegal
 memory access, fails its case and is replaced. After `--seconds` the run ends: it prints a table by operator and dtype,
-writes all cases to FOLDER, and looks at the machine code of all compiled kernels.
+writes all cases to FOLDER.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ ALL = (*HEADS, "softmax", "short_conv")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # Limits of the relative error, norm over norm, written before the first run. What each is relative to was made precise
-# after it, for delta rules (`sizes_of`, `errors_of`) and for dg of scalar decays. bf16 rounds each operand of a product
-# by 2^-9/√3 rms; two to four in a row make 2 to 5e-3 where many numbers are averaged, and twice that where few are.
+# after it, for delta rules (`sizes_of`, `errors_of`), dg of scalar decays and softmax. bf16 rounds each operand of a
+# product by 2^-9/√3 rms; two to four in a row make 2 to 5e-3 where many numbers are averaged, and twice that where few are.
 # fp32 products are exact to 2^-20 or so; sums of decays in a chunk round relative to the sum. A delta rule solves a
 # system of 64 equations a chunk: its error grows with the strength β. The gradients of decays and strengths are sums
 # that cancel.
@@ -81,6 +81,8 @@ PAIRS = [
 ]  # fmt: skip
 LENGTHS = (1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 193, 257, 300)
 LONG = (1000, 2049, 4096)
+# Tokens up to which the recurrence is the reference. Processes that share a GPU wait for each other at each launch.
+NAIVE = {"cuda": 129, "cpu": 320}
 DECAYS = ("none", "initial", "weak", "strong", "vanishing", "resets", "erased", "mixed")
 LAYOUTS = ("contiguous", "halves", "heads first", "odd offset", "expanded do")
 
@@ -403,12 +405,16 @@ def _mixed(case: Case, operands: list[Tensor], shard: SequenceShard, carry: Tens
 
 
 def expected_of(case: Case, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The recurrence in fp64, or for long sequences the chunked passes in fp64, which use none of the kernels."""
+    """The recurrence in fp64; beyond two chunks the chunked passes in fp64, in fewer launches.
+
+    They use none of the kernels, and CI compares them with the recurrence.
+    """
     wide = {name: x.double() for name, x in values.items()}
     if case.operator == "softmax":
         return differentiate(case, wide, lambda operands, carry: (_softmax(case, *operands), None))
     shard = _shard(case)
-    if case.T > 320:
+    longest = NAIVE[DEVICE.type]
+    if longest < case.T:
         return differentiate(case, wide, lambda operands, carry: _mixed(case, operands, shard, carry))
     pieces = shard.place(case.T, DEVICE).pieces
     of_documents = {} if pieces is None else {"pieces": pieces}
@@ -468,6 +474,10 @@ def sizes_of(case: Case, values: dict[str, Tensor], expected: dict[str, Tensor])
         # transitions are I less a sum of products: what remains of a state is as exact as the state was
         for name, entering in (("carry_out", "carry_in"), ("dcarry_in", "dcarry_out")):
             sizes[name] = max(sizes[name], 0.05 * values[entering].norm().item())
+    if case.operator == "softmax":
+        # differences of numbers of size 1: with a single key there is nothing left
+        for name in ("dq", "dk"):
+            sizes[name] = max(sizes[name], 1e-2 * math.sqrt(expected[name].numel()))
     return sizes
 
 
@@ -560,7 +570,7 @@ def campaign(arguments: argparse.Namespace) -> int:
     for number in range(arguments.processes):
         results |= _read(folder / f"worker_{number}.jsonl")[0]
     failed = report(cases, results, folder)
-    return max(failed, min(1, check_compiled()))
+    return max(failed, min(1, check_compiled())) if arguments.code else failed
 
 
 def report(cases: list[Case], results: dict[int, dict[str, Any]], folder: Path) -> int:
@@ -615,7 +625,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[*ALL])
-    parser.add_argument("--case")
+    parser.add_argument("--code", action="store_true", help="look at the machine code of all compiled kernels, too")
+    parser.add_argument("--case", help="'Case(...)': one case, in this process")
     parser.add_argument("--worker", type=int)
     parser.add_argument("--deadline", type=float)
     arguments = parser.parse_args()
