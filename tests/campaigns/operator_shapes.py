@@ -51,10 +51,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # Limits of the relative error, norm over norm, written before the first run. What each is relative to was made precise
 # after it, for delta rules (`sizes_of`, `errors_of`), dg of scalar decays and softmax. bf16 rounds each operand of a
-# product by 2^-9/√3 rms; two to four in a row make 2 to 5e-3 where many numbers are averaged, and twice that where few are.
-# fp32 products are exact to 2^-20 or so; sums of decays in a chunk round relative to the sum. A delta rule solves a
-# system of 64 equations a chunk: its error grows with the strength β. The gradients of decays and strengths are sums
-# that cancel.
+# product by 2^-9/√3 rms; two to four in a row make 2 to 5e-3 where many numbers are averaged, and twice that where
+# few are. fp32 products are exact to 2^-20 or so; sums of decays in a chunk round relative to the sum. A delta rule
+# solves a system of 64 equations a chunk: its error grows with the strength β. The gradients of decays and strengths
+# are sums that cancel.
 LIMITS: dict[tuple[str, str], dict[str, float]] = {
     ("linear", "bf16"): {"default": 1e-2, "dg": 2e-2},
     ("linear", "fp32"): {"default": 1e-4, "dg": 3e-4},

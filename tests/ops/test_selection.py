@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.campaigns import slow_paths
 from zeco_train.ops import gated_norm, selection
+from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.selection import (
     Call,
     KernelRule,
@@ -24,6 +26,7 @@ from zeco_train.ops.selection import (
     stored_slow_downs,
 )
 from zeco_train.ops.softmax import attention, cache, flash, sdpa
+from zeco_train.sp.dp import LocalScan
 
 GPU = torch.device("cuda")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -138,3 +141,14 @@ def test_products_in_place_of_flash_attention_keep_fp32_sums_of_bf16_heads() -> 
         assert found.dtype is FP32
         # Rounding of fp32; sums in bf16 are off by 2⁻⁹ and more.
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_code_for_any_head_dims_asks_with_numbers() -> None:
+    """A second model in a process has other head dims, which a compiler then takes for symbols."""
+    shard = SequenceShard(LocalScan(), 0, 20)
+    compiled = torch.compile(lambda *x: mix("scalar_decay", x, shard)[0], backend="eager", dynamic=True)
+    torch._dynamo.reset()
+    for dim in (8, 12):
+        operands = *(torch.randn(1, 20, 2, dim) for _ in range(3)), -torch.rand(1, 20, 2)
+        torch.testing.assert_close(compiled(*operands), mix("scalar_decay", operands, shard)[0])
+    torch._dynamo.reset()

@@ -31,7 +31,8 @@ class KeptOptions(Generic[Tuning]):
 
     def options_for(self, k: torch.Tensor, v: torch.Tensor) -> Tuning:
         """The options for keys [B, T, G, K] and values [B, T, H, V] like these, of bf16 or fp32."""
-        case = k.device, k.dtype, max(k.shape[-1], v.shape[-1])
+        # Sizes may be symbols of a compiler, which are no keys of a cache.
+        case = k.device, k.dtype, int(max(k.shape[-1], v.shape[-1]))
         if case not in self._found:
             self._found[case] = self._find_on(*case)
         return self._found[case]

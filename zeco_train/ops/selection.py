@@ -58,9 +58,9 @@ class KernelRule:
             values: [..., V].
             wide: decays and strengths.
         """
-        # Sizes may be symbols of a compiler, which are no keys of a cache: only a rule that needs them reads them.
+        # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
         is_limited = self.largest is not None or self.row_bytes > 1
-        dims = (tokens.shape[-1], values.shape[-1]) if is_limited else (0, 0)
+        dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
         return _problem(self, tokens.device.type, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
 
 

@@ -103,7 +103,8 @@ KEPT: dict[Key, Tuning] = {
 
 def options_for(k: torch.Tensor, v: torch.Tensor) -> Tuning:
     """The options for keys [B, T, H, K] and values [B, T, H, V] like these, of bf16 or fp32."""
-    return _find_on(k.device, k.dtype, k.shape[-1], v.shape[-1])
+    # Sizes may be symbols of a compiler, which are no keys of a cache.
+    return _find_on(k.device, k.dtype, int(k.shape[-1]), int(v.shape[-1]))
 
 
 @cache
