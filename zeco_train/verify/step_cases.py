@@ -172,10 +172,9 @@ def step_cases() -> list[StepCase]:
         cell |= {"micro_batches": 2} if cell["documents"] else {}
         given.append(cell if number % 2 else cell | {"recompute": Recompute.full})
     mixers = itertools.chain(_IN_SEGMENTS, itertools.cycle([name for name in MIXERS if name not in _IN_SEGMENTS]))
-    scans, methods, windows, shardings, optimizers = (
-        itertools.cycle(values)
-        for values in (_SCANS, METHODS, _WINDOWS, _SHARDINGS, (*OPTIMIZERS, *OPTIMIZERS, "adamw"))
-    )
+    scans, methods = itertools.cycle(_SCANS), itertools.cycle(METHODS)
+    windows, shardings = itertools.cycle(_WINDOWS), itertools.cycle(_SHARDINGS)
+    optimizers = itertools.cycle((*OPTIMIZERS, *OPTIMIZERS, "adamw"))
     cases = []
     for cell in (*given, *cover_pairs(AXES, _is_possible, given)):
         strategy, shard_size = next(shardings)
