@@ -76,7 +76,7 @@ class VerifyConfig:
         documents: packed documents that straddle ranks (true), one document (false), or both (null).
         carry: the sequence has an initial state and returns its final state. null: only without packed documents.
         huge: instead of the other cases, values and chunk states of more than 2³¹ elements, on each GPU separately.
-        seed: of all inputs.
+        seed: of all inputs on the launched ranks.
         device: auto takes CUDA devices if there are any.
         timeout: seconds that a rank waits for another, including the others' float64 reference.
         out: a JSON file for the results.
