@@ -7,7 +7,7 @@ the trainer around them (`own_ranks.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -31,8 +31,7 @@ from zeco_train.verify.reference import Place, exact, is_short, recurrence
 from zeco_train.verify.report import Row, deviations
 from zeco_train.verify.runs import run_backend, run_one_device
 from zeco_train.verify.scan_cases import scan_cases
-from zeco_train.verify.sequences import VERIFIED
-from zeco_train.verify.sequences import Sequence as TokenSequence
+from zeco_train.verify.sequences import VERIFIED, Sequence
 from zeco_train.verify.step_cases import SIZE, run_step_cases, step_cases
 
 # Longest wait of own ranks for each other: they compute milliseconds.
@@ -86,7 +85,7 @@ class Verification:
                         yield from self._operator(operator, widest, [min(config.tokens)])
             yield from self._own_ranks()
 
-    def _operator(self, operator: str, meshes: Mapping[int, ProcessMesh], tokens: Sequence[int]) -> Iterator[Row]:
+    def _operator(self, operator: str, meshes: Mapping[int, ProcessMesh], tokens: list[int]) -> Iterator[Row]:
         config = self._config
         for mesh, number, (documents, carry), dtype in itertools.product(
             meshes.values(), tokens, config.layouts, config.dtypes
@@ -113,9 +112,9 @@ class Verification:
 
     def _make(
         self, mesh: ProcessMesh, operator: str, tokens: int, dtype: str, documents: bool, carry: bool
-    ) -> TokenSequence:
+    ) -> Sequence:
         config = self._config
-        return TokenSequence(
+        return Sequence(
             # Each group of ranks has values of its own.
             name=f"{config.seed} {mesh.dp_rank} {dtype} {tokens} {documents}",
             tokens=tokens,
@@ -130,7 +129,7 @@ class Verification:
             operator=operator,
         )
 
-    def _sequence(self, mesh: ProcessMesh, sequence: TokenSequence, dtype: str) -> Iterator[Row]:
+    def _sequence(self, mesh: ProcessMesh, sequence: Sequence, dtype: str) -> Iterator[Row]:
         """One sequence: the reference, one device, then every backend."""
         place, compare = Place.of(mesh), self._compare
         layout = ("documents" if sequence.documents else "one document") + (", carry" if sequence.carry else "")
@@ -147,13 +146,13 @@ class Verification:
         runs = self._runs(mesh, sequence, part, place)
         yield from compare.rows(row, expected, run_one_device(sequence, part, place), runs)
 
-    def _runs(self, mesh: ProcessMesh, sequence: TokenSequence, part: dict[str, Tensor], place: Place) -> Iterator[Run]:
+    def _runs(self, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place) -> Iterator[Run]:
         for backend in self._config.backends:
             if _applies(BACKENDS[backend], mesh.sp_size) and (mesh.sp_size, backend) not in self._skipped:
                 yield backend, partial(self._run, backend, mesh, sequence, part, place)
 
     def _run(
-        self, backend: str, mesh: ProcessMesh, sequence: TokenSequence, part: dict[str, Tensor], place: Place
+        self, backend: str, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place
     ) -> tuple[dict[str, Tensor], str]:
         """The results of a backend, or the reason why these ranks cannot run it, in which case none of them does."""
         key = mesh.sp_size, backend

@@ -81,7 +81,7 @@ class VerifyConfig:
         carry: the sequence has an initial state and returns its final state. null: only without packed documents.
         kernels: of dtypes and shapes that kernels on GPUs do not serve, as `train.kernels`.
         huge: instead of the other cases, values and chunk states of more than 2³¹ elements, on each GPU separately.
-        seed: of all inputs.
+        seed: of all inputs on the launched ranks.
         device: auto takes CUDA devices if there are any.
         timeout: seconds that a rank waits for another, including the others' float64 reference.
         out: a JSON file for the results.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -11,9 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -53,35 +53,43 @@ def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> 
     # A first call of a custom op imports torch._dynamo.
     context.set_forkserver_preload([__name__, "torch._dynamo", "zeco_train.verify.step_cases"])
     with tempfile.TemporaryDirectory(prefix="zeco-verify-") as folder:
-        ours, theirs = context.Pipe(duplex=False)
-        lock = context.Lock()
-        processes: list[BaseProcess] = [
-            context.Process(
-                target=_serve,
-                args=(theirs, lock, work, rank, size, str(Path(folder) / "store"), timeout),
-                daemon=True,
-            )
-            for rank in range(size)
-        ]
+        pipes: dict[Connection, BaseProcess] = {}
         try:
-            for process in processes:
+            for rank in range(size):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = theirs, work, rank, size, str(Path(folder) / "store"), timeout
+                process: BaseProcess = context.Process(target=_serve, args=arguments, daemon=True)
+                pipes[ours] = process
                 process.start()
-            for _ in range(count):
-                # Beyond the ranks' own timeout, whose error says which rank waited for which.
-                if not ours.poll(timeout.total_seconds() + 15.0):
-                    raise OwnRanksError(f"no end within {timeout.total_seconds():g} s")
-                if isinstance(answer := ours.recv(), str):
-                    raise OwnRanksError(answer)
-                yield answer
+                theirs.close()
+            yield from itertools.islice(_answers([*pipes], timeout), count)
         finally:
-            for process in processes:
+            for pipe, process in pipes.items():
                 process.kill()
                 process.join()
-            ours.close()
-            theirs.close()
+                pipe.close()
 
 
-def _serve(pipe: Connection, lock: Lock, work: Work, rank: int, size: int, store: str, timeout: timedelta) -> None:
+def _answers(pipes: list[Connection], timeout: timedelta) -> Iterator[Row]:
+    while pipes:
+        # Beyond the ranks' own timeout, whose error says which rank waited for which.
+        ready = wait(pipes, timeout.total_seconds() + 15.0)
+        if not ready:
+            raise OwnRanksError(f"no row within {timeout.total_seconds():g} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                pipes.remove(pipe)
+                continue
+            if isinstance(answer, str):
+                raise OwnRanksError(answer)
+            yield answer
+    raise OwnRanksError("its ranks ended before they had all rows")
+
+
+def _serve(pipe: Connection, work: Work, rank: int, size: int, store: str, timeout: timedelta) -> None:
     die_with_launcher()
     # A terminal sends it to every process of the job; the one that started this one ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,19 +98,18 @@ def _serve(pipe: Connection, lock: Lock, work: Work, rank: int, size: int, store
         os.environ.pop(name, None)
     torch.set_num_threads(1)
 
-    def send(answer: Row | str) -> None:
-        with lock:
-            pipe.send(answer)
-
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
-        work(rank, size, timeout, send)
+        work(rank, size, timeout, pipe.send)
         # Until every peer has received everything.
         dist.barrier()
     except BaseException as error:  # a fault that is to be found may raise anything
         *_, frame = traceback.extract_tb(error.__traceback__)
         text = (str(error) or frame.line or "").partition("\n")[0]
-        send(f"rank {rank} of {size}: {type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})")
+        with contextlib.suppress(OSError):  # whoever reads has ended
+            pipe.send(
+                f"rank {rank} of {size}: {type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
+            )
     # Skip interpreter finalisation: destroying a group with pending operations would block.
     os._exit(0)
 

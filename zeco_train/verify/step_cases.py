@@ -138,20 +138,21 @@ class StepCase:
         return OptimConfig(lr=1e-2, name=OptimizerName[self.optim])
 
 
-# Strategies with their shard sizes: -1 is the strategy's default.
 AXES: dict[str, Sequence[Any]] = {
-    "sharding": [*((each, -1) for each in Strategy), (Strategy.zero3, 2)],
     "sp_size": [4, 2],
     "recompute": [*Recompute],
     "segments": [1, 2, 4],
     "documents": [False, True],
     "micro_batches": [1, 2],
-    "optim": [*OPTIMIZERS],
     "is_hybrid": [False, True],
 }
-# In turn, since they meet in cases of their own.
+# In turn: they meet in cases of their own, or hardly touch each other. Strategies with their shard sizes: -1 is the
+# strategy's default.
+_SHARDINGS = [*((each, -1) for each in Strategy), (Strategy.zero3, 2)]
 _SCANS = [*(name for name in SHARING if name != "zeco"), "zeco", "chain/2", "two_shot", "doubling", "lane, 2 a node"]
 _WINDOWS = (None, 7, 60, 7)
+# Each with states of its own between segments; the other mixers share their forward pass with one of these.
+_IN_SEGMENTS = ("gla", "linear", "retnet", "hgrn2", "mamba2", "gated_deltanet", "delta_net", "kda")
 
 
 def _is_possible(cell: Cell) -> bool:
@@ -162,27 +163,26 @@ def _is_possible(cell: Cell) -> bool:
 
 
 def step_cases() -> list[StepCase]:
-    """All cases: each mixer in segments, then pairs; mixers, scans, methods and windows in turn."""
-    mixers, scans, methods = (itertools.cycle(names) for names in (MIXERS, _SCANS, METHODS))
-    windows = itertools.cycle(_WINDOWS)
-    # Carries, replays and positions of each mixer, those of its convolutions, too.
+    """All cases: mixers in segments, then pairs with the other mixers first; and one with masked tokens."""
     turns = {axis: itertools.cycle(values) for axis, values in AXES.items()}
-    in_segments: list[Cell] = []
-    for number in range(len(MIXERS)):
+    given: list[Cell] = []
+    for number, _ in enumerate(_IN_SEGMENTS):
         cell = {axis: next(turn) for axis, turn in turns.items()}
-        has_documents = number // 2 % 2 == 0
-        cell |= {"segments": 2 + 2 * (number % 3 == 2), "is_hybrid": False, "documents": has_documents}
-        recompute = cell["recompute"] if number % 2 else Recompute.full
-        in_segments.append(
-            cell | {"micro_batches": 2 if has_documents else cell["micro_batches"], "recompute": recompute}
-        )
+        cell |= {"segments": 2 + 2 * (number % 3 == 2), "is_hybrid": False, "documents": number // 2 % 2 == 0}
+        cell |= {"micro_batches": 2} if cell["documents"] else {}
+        given.append(cell if number % 2 else cell | {"recompute": Recompute.full})
+    mixers = itertools.chain(_IN_SEGMENTS, itertools.cycle([name for name in MIXERS if name not in _IN_SEGMENTS]))
+    scans, methods = itertools.cycle(_SCANS), itertools.cycle(METHODS)
+    windows, shardings = itertools.cycle(_WINDOWS), itertools.cycle(_SHARDINGS)
+    optimizers = itertools.cycle((*OPTIMIZERS, *OPTIMIZERS, "adamw"))
     cases = []
-    for cell in (*in_segments, *cover_pairs(AXES, _is_possible, in_segments)):
-        strategy, shard_size = cell.pop("sharding")
+    for cell in (*given, *cover_pairs(AXES, _is_possible, given)):
+        strategy, shard_size = next(shardings)
         if cell.pop("is_hybrid"):
             cell |= {"attention": next(methods), "window": next(windows)}
-        cases.append(StepCase(next(mixers), next(scans), strategy=strategy, shard_size=shard_size, **cell))
-    return [*cases, *(StepCase(name, next(scans), masked=True) for name in unmasked_mixers()[:2])]
+        scan, optim = next(scans), next(optimizers)
+        cases.append(StepCase(next(mixers), scan, strategy=strategy, shard_size=shard_size, optim=optim, **cell))
+    return [*cases, StepCase(unmasked_mixers()[0], next(scans), masked=True)]
 
 
 @dataclass
