@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,6 +302,8 @@ def _become(copy: Copy, main: Callable[[], object], output: Path, environment: M
     tempfile.tempdir, sys.dont_write_bytecode = None, True
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]
+    # Ranks that a judge starts import what is here.
+    sys.modules["__main__"] = types.ModuleType("__main__")
     sys.path[:] = [str(copy.tree), *(path for path in sys.path if Path(path or ".").resolve() != REPOSITORY)]
     try:
         code = main()
