@@ -29,8 +29,8 @@ from zeco_train.verify.whole import SOFTMAX, Results, Whole
 # With the heads in parts, as between nodes.
 METHODS_IN_PARTS: dict[str, MethodSpec] = {
     **METHODS,
-    "all_gather:2 parts": replace(ALL_GATHER, build=partial(AllGather, num_parts=2)),
-    "ulysses:2 parts": replace(ULYSSES, build=partial(Ulysses, num_parts=2)),
+    "all_gather:3 parts": replace(ALL_GATHER, build=partial(AllGather, num_parts=3)),
+    "ulysses:3 parts": replace(ULYSSES, build=partial(Ulysses, num_parts=3)),
 }
 # The windows, by tokens of a shard.
 WINDOWS = {
@@ -135,7 +135,9 @@ def attention_cases() -> list[AttentionCase]:
         shape = {"heads": heads, "groups": groups, "key_dim": 5, "value_dim": 5}
         whole = Whole(name=str(number), operator=SOFTMAX, documents=documents, **shape, **cell)
         cases.append(AttentionCase(method, whole, window))
-    return cases
+    # More queries than the block that PyTorch's kernel is given at once.
+    long = Whole("long", SOFTMAX, ranks=2, tokens=600, heads=2, groups=1, key_dim=5, value_dim=5)
+    return [*cases, *(AttentionCase(method, long, None) for method in METHODS)]
 
 
 def exact_attention(whole: Whole, window: int | None) -> list[Results]:
