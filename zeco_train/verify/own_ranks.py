@@ -59,9 +59,9 @@ def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> 
                 ours, theirs = context.Pipe(duplex=False)
                 arguments = theirs, work, rank, size, str(Path(folder) / "store"), timeout
                 process: BaseProcess = context.Process(target=_serve, args=arguments, daemon=True)
-                pipes[ours] = process
                 process.start()
                 theirs.close()
+                pipes[ours] = process
             yield from itertools.islice(_answers([*pipes], timeout), count)
         finally:
             for pipe, process in pipes.items():

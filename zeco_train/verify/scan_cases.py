@@ -55,8 +55,11 @@ def _settings() -> dict[str, SPConfig]:
 
 
 SCANS = _settings()
-# H and V: fewer columns than ranks, columns that no number of ranks or blocks divides, blocks along values of one head.
-_SHAPES = ((1, 1), (1, 6), (2, 3), (1, 5), (3, 4), (2, 1), (2, 6), (5, 3), (1, 7))
+# H and V: fewer columns than ranks or blocks, and blocks along the values of one head; and columns of several heads,
+# whose borders are not those of the ranks' slices.
+_NARROW, _WIDE = ((1, 1), (1, 6), (2, 3), (1, 5), (2, 1), (2, 6), (1, 7)), ((3, 7), (5, 5), (4, 5), (3, 4), (5, 3))
+# Algorithms that send states whole.
+_WHOLE = ("lasp1", "lasp2", "zeco", "doubling")
 # Beside a backend's own scan, of a convolution's inputs.
 HALO = "halo"
 
@@ -159,11 +162,11 @@ def scan_cases() -> list[ScanCase]:
         cases.append(ScanCase(Whole(name=str(number), **shape, **cell), scan))
     # Every scan on each number of ranks, with both kinds of transitions: what it cuts along heads and values, and which
     # ranks forward what, depends on these together.
-    numbers = itertools.count()
-    for scan, ranks, operator in itertools.product(SCANS, TEAM_SIZES[1:], ("gla", "delta")):
-        if _fits(scan, ranks):
+    numbers, shapes = itertools.count(), (itertools.cycle(_NARROW), itertools.cycle(_WIDE))
+    for scan, ranks, operator, wide in itertools.product(SCANS, TEAM_SIZES[1:], ("gla", "delta"), (False, True)):
+        if _fits(scan, ranks) and not (scan in _WHOLE and wide):
             number = next(numbers)
-            heads, value_dim = _SHAPES[number % len(_SHAPES)]
+            heads, value_dim = next(shapes[wide])
             whole = Whole(
                 f"shape {number}", operator, 3, ranks, heads=heads, groups=heads, key_dim=3, value_dim=value_dim,
                 batch=1 + number % 2, carry=number // 2 % 2 == 0,
