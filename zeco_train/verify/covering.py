@@ -12,7 +12,7 @@ Cell = dict[str, Any]
 _Pair = tuple[str, int, str, int]
 
 # Random completions of a case of which the best is taken, and tries to find a possible one at all.
-_CANDIDATES, _TRIES = 24, 200
+_CANDIDATES, _TRIES = 24, 1_000
 
 
 def cover_pairs(
@@ -25,7 +25,7 @@ def cover_pairs(
         is_possible: whether these values can be together.
         given: cases that there are already; not in the result.
     """
-    generator = random.Random(0)
+    generator, sizes = random.Random(0), {axis: len(values) for axis, values in axes.items()}
     missing: dict[_Pair, None] = {}
     for a, b in itertools.combinations(axes, 2):
         missing |= dict.fromkeys((a, i, b, j) for i in range(len(axes[a])) for j in range(len(axes[b])))
@@ -38,7 +38,7 @@ def cover_pairs(
         best: dict[str, int] | None = None
         most = found = 0
         for _ in range(_TRIES):
-            indices = {axis: generator.randrange(len(values)) for axis, values in axes.items()} | {a: i, b: j}
+            indices = {axis: int(generator.random() * size) for axis, size in sizes.items()} | {a: i, b: j}
             if not is_possible(_cell(axes, indices)):
                 continue
             new = sum(pair in missing for pair in _pairs(indices))
