@@ -355,7 +355,7 @@ def _first_failure(output: Path, codes: list[int] | None) -> str:
     if codes is None:
         return "did not end"
     lines = [" ".join(line.split()) for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    failures = [line for line in lines if any(sign in line for sign in (*_FAILURES, "error:"))]
-    if failures:
-        return failures[0][:300]
+    for signs in (_FAILURES, ("error:", "Error:")):
+        if failures := [line for line in lines if any(sign in line for sign in signs)]:
+            return failures[0][:300]
     return f"exit code {max(codes)}: {lines[-1][:240] if lines else ''}" if any(codes) else ""

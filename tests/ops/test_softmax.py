@@ -132,3 +132,18 @@ def test_keys_that_no_query_reads_do_not_matter() -> None:
     grads = attend_backward(queries["do"], queries["q"], k, v, found, span, 0, SCALE)
     assert all(grad.isfinite().all() for grad in grads)
     assert (grads[1][:, :6] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_channels_need_not_lie_side_by_side(name: str) -> None:
+    """The kernel of CPUs reads them as if they did."""
+    torch.manual_seed(0)
+    tensors = {each: torch.randn(1, 7, 2, 4, dtype=torch.float64) for each in ("q", "k", "v", "do")}
+    strided = {**tensors, name: tensors[name].mT.contiguous().mT}
+    span, results = Span(0, 7), []
+    for x in (tensors, strided):
+        attended = attend(x["q"], x["k"], x["v"], span, 0, 0.5)
+        grads = attend_backward(x["do"], x["q"], x["k"], x["v"], attended, span, 0, 0.5)
+        results.append((attended.o, attended.lse, *grads))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

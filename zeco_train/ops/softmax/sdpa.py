@@ -111,6 +111,8 @@ def _blocks(q: Tensor, k: Tensor, span: Span, key_start: int) -> Iterator[_Block
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
     """[B, H, tokens, D] of a block, with a head of keys and values for each of queries."""
+    # The kernel of CPUs takes channels to lie side by side and does not check it.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     repeats = q.shape[2] // k.shape[2]
     keys, values = (x[:, block.keys].repeat_interleave(repeats, dim=2).transpose(1, 2) for x in (k, v))
     return q[:, block.queries].transpose(1, 2), keys, values
