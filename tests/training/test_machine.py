@@ -7,6 +7,7 @@ import torch
 
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
+from zeco_train.ops.selection import stored_slow_downs
 from zeco_train.training.machine import check_machine, slow_paths
 
 FP8 = ["name=x", "train.matmul=fp8"]
@@ -62,9 +63,10 @@ def test_what_kernels_do_not_serve_is_named_and_refused_on_request(settings: lis
 def test_published_shapes_name_the_measured_slow_down() -> None:
     retnet = load_config(["name=x", "model=retnet_1b", "model.num_heads=8", "train.dtype=bf16"])
     (path,) = slow_paths(retnet, torch.device("cuda"))
-    assert path.slow_down == 7
+    # Of the nearest measured head dims.
+    assert path.slow_down in {row.slow_down for row in stored_slow_downs().rows if row.operator == "fixed_decay"}
     what = "layers 0 to 19 (retnet): fixed_decay of K 256, V 512 in bf16"
-    assert str(path).startswith(f"{what} runs in PyTorch, about 7 times as slow as kernels")
+    assert str(path).startswith(f"{what} runs in PyTorch, about {path.slow_down:.3g} times as slow as kernels")
     assert str(path).endswith("head dims K 256, V 512 have no kernels, at most 256 each")
 
 
