@@ -103,6 +103,7 @@ def test_products_use_random_operands_and_little_memory() -> None:
 def test_products_memory_is_subtracted_from_other_rows() -> None:
     config = ModelConfig.load(QUICK)
     session = mock.Mock(spec=Session, on_cuda=False, rank=0, world_size=1, gather=lambda value: [value])
+    session.device = torch.device("cpu")
     measurement = _Measurement(config.run_config(ModelSettings(heads=2)), config, session, mock.Mock())
     ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
     ceiling.held_gb = 1.5

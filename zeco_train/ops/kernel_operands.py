@@ -27,6 +27,11 @@ def dense(x: Tensor) -> Tensor:
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
 
+def padded_dim(size: int) -> int:
+    """The head dim that the kernels compute with: the next multiple of 16."""
+    return size + -size % _ALIGNMENT
+
+
 def with_padded_heads(passes: Passes) -> Passes:
     """The same passes for head dims of any size: K and V are padded with zeros to multiples of 16 where necessary.
 

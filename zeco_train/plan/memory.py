@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from models.activations import Part, TokenTensor
 from models.spec import BlockSpec, Shape
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.kernel_operands import padded_dim
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
@@ -243,7 +244,8 @@ def _kept_state_bytes(case: Case, block: BlockSpec) -> float:
     """
     if not block.state_shapes or case.in_pytorch(block):
         return 0.0
-    name, (heads, key_dim, value_dim) = block.operators[-1], block.state_shape
+    name, heads = block.operators[-1], block.state_shape[0]
+    key_dim, value_dim = map(padded_dim, block.state_shape[1:])
     if name == "gla":
         return case.tokens / calibration.GLA_CHUNK * heads * key_dim * value_dim * case.compute_bytes
     columns = value_dim + (key_dim if OPERATORS[name].kind is Kind.matrix else 0)
