@@ -24,7 +24,7 @@ from models.activations import Activations, Part, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, Shared
 from models.mlp import MLP
-from models.modules import RMSNorm
+from models.modules import Embedding, RMSNorm
 from models.parameters import MATRIX, ParameterRule, parameter_rules
 from models.states import StateOf, TokenCache
 from zeco_train.ops import accumulation_dtype
@@ -164,7 +164,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: LanguageModelConfig, mixers: Sequence[type[Mixer]]) -> None:
         super().__init__()
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, mixer, layer) for layer, mixer in enumerate(mixers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norms)
         self.wide_residual = config.has_wide_residual

@@ -16,10 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from models.parameters import BIAS, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.gated_norm import gated_norm, norm_grads, normalise, swish_and_slope
+
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding`, whose gradient is summed in fp32 (fp64 for fp64) on CPUs, too, and rounded once.
+
+    torch's CPU kernel adds up the rows of a token in the weight's dtype. In bf16 a sum of hundreds of rows stops growing.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ids [...] int64 → [..., size]."""
+        return _EmbeddingFunction.apply(input, self.weight)
 
 
 class _Norm(nn.Module):
@@ -162,6 +174,24 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return (_swish(gate) * up).to(gate.dtype)
     return _SwiGLUFunction.apply(gate, up)
+
+
+class _EmbeddingFunction(torch.autograd.Function):
+    """ids [...], w [N, D] → w[ids] [..., D];  dw[i] = Σ dy over the ids i."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = weight.shape[0]
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        # The CUDA kernel sums in fp32 itself.
+        wide = dy if dy.is_cuda else dy.to(accumulation_dtype(dy.dtype))
+        return None, torch.ops.aten.embedding_dense_backward(wide, ids, ctx.rows, -1, False).to(dy.dtype)
 
 
 class _RMSNormFunction(torch.autograd.Function):
