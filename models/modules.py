@@ -26,7 +26,7 @@ from zeco_train.ops.gated_norm import gated_norm, norm_grads, normalise, swish_a
 class Embedding(nn.Embedding):
     """`torch.nn.Embedding`, whose gradient is summed in fp32 (fp64 for fp64) on CPUs, too, and rounded once.
 
-    torch's CPU kernel adds up the rows of a token in the weight's dtype. In bf16 a sum of hundreds of rows stops growing.
+    torch's CPU kernel adds up the rows of a token in their dtype, and a sum of hundreds of rows in bf16 stops growing.
     """
 
     def forward(self, input: Tensor) -> Tensor:
