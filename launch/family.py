@@ -105,7 +105,7 @@ class Case:
         options = self.options
         own = ["+experiment=quickstart", f"model={self.mixer}_{options.size}", f"train.dtype={options.dtype}"]
         own += [f"model.attn.every={self.every}"] if self.every else []
-        own += [f"train.steps={options.steps}", "train.log_every=1", *options.settings, f"sp={self.backend}"]
+        own += ["sched=constant", f"train.steps={options.steps}", "train.log_every=1", *options.settings, f"sp={self.backend}"]
         return [*own, f"name={self.name}", f"run_dir='{self.run_dir}'"]
 
     def check(self) -> Config:

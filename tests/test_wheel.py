@@ -55,7 +55,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_wheel_trains_generates_and_exports(site: Path, home: Path) -> None:
-    done = _run(home, site, "-m", "zeco_train", "train", *TINY, "sched=wsd")
+    done = _run(home, site, "-m", "zeco_train", "train", *TINY, "sched=wsd", "sched.warmup_steps=1")
     assert done.returncode == 0, done.stderr
     assert "results in runs/default" in done.stdout
     for arguments in (

@@ -179,6 +179,22 @@ def test_keep_limits_checkpoints_and_load_reads_weights(tmp_path: Path) -> None:
     assert [row["step"] for row in runs["loaded"]["rows"]] == [1]
 
 
+def test_changed_settings_are_told_with_their_first_step(tmp_path: Path) -> None:
+    run = [f"run_dir={tmp_path / 'run'}", "name=run", "checkpoint.every=0"]
+    assert "from step" not in train_here(*run, "train.steps=1").out
+    assert "from step" not in train_here(*run, "train.steps=1").out
+    changed = ["train.steps=2", "optim.lr=1e-2", "optim.grad_clip=0", "sched=constant"]
+    outcome = train_here(*run, *changed, "data.micro_batch=2")
+    assert outcome.code == 0, outcome.err
+    assert [line for line in outcome.out.splitlines() if line.startswith("from step 2 on: ")] == [
+        "from step 2 on: train.steps=2, before 1",
+        "from step 2 on: data.micro_batch=2, before 1",
+        "from step 2 on: optim.lr=0.01, before 0.001",
+        "from step 2 on: optim.grad_clip=0.0, before 1.0",
+        "from step 2 on: sched.kind=constant, before cosine",
+    ]
+
+
 @pytest.mark.slow
 def test_run_ended_before_first_checkpoint_starts_again(tmp_path: Path) -> None:
     settings = [f"run_dir={tmp_path / 'run'}", "train.steps=3", "checkpoint.every=100"]

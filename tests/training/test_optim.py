@@ -44,17 +44,32 @@ def test_warm_up_is_linear(kind: str) -> None:
 def test_wsd_is_stable_then_falls_linearly() -> None:
     rates = _rates("wsd", decay_fraction=0.2)
     assert rates[10:80] == [2.0] * 70
-    assert rates[80] == 2.0
-    differences = [a - b for a, b in pairwise(rates[80:])]
-    assert differences == pytest.approx([2.0 * 0.9 / 20] * 19)
-    assert rates[-1] == pytest.approx(2.0 * (0.1 + 0.9 / 20))
+    differences = [a - b for a, b in pairwise(rates[79:])]
+    assert differences == pytest.approx([2.0 * 0.9 / 20] * 20)
 
 
 def test_cosine_ends_at_the_minimum() -> None:
     rates = _rates("cosine")
     assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 45 / 90))))
-    assert rates[-1] == pytest.approx(0.2)
     assert all(a > b for a, b in pairwise(rates[10:]))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("steps", [11, 100])
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_last_step_has_the_minimum(kind: str, steps: int, ratio: float) -> None:
+    assert _rates(kind, steps=steps, min_ratio=ratio)[-1] == pytest.approx(2.0 * ratio)
+
+
+def test_warm_up_that_reaches_into_the_decay_is_refused() -> None:
+    """The rate would fall by a jump."""
+    schedule = ScheduleConfig(ScheduleKind.wsd, warmup_steps=80, decay_fraction=0.2)
+    schedule.check_steps(100)
+    rates = [learning_rate(step, 100, 1.0, schedule) for step in range(1, 101)]
+    assert max(abs(a - b) for a, b in pairwise(rates)) < 0.05
+    with pytest.raises(ConfigError, match="^sched.warmup_steps=80: .* begins after step 79; allowed: 0 to 79"):
+        schedule.check_steps(99)
+    ScheduleConfig(ScheduleKind.cosine, warmup_steps=80).check_steps(50)
 
 
 def test_constant_schedule_stays_at_peak() -> None:
@@ -63,7 +78,6 @@ def test_constant_schedule_stays_at_peak() -> None:
 
 def test_run_shorter_than_warm_up_ends_below_peak() -> None:
     assert _rates("cosine", steps=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert _rates("wsd", steps=1, warmup_steps=0) == [2.0]
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,7 @@ def read_state(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        cause = cause_of(error)
-        if "Missing key in checkpoint state_dict: optim.state." in cause:
-            cause = f"{cause.strip('. ')}: saved with another optimizer; take that one (optim=)"
-        raise CheckpointError(f"{path}: loading failed: {cause}") from error
+        raise CheckpointError(f"{path}: loading failed: {cause_of(error)}") from error
 
 
 class _Reader(FileSystemReader):

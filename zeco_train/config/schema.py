@@ -158,6 +158,7 @@ class Config:
             value = getattr(self, section.name)
             if hasattr(value, "validate"):
                 value.validate()
+        self.sched.check_steps(self.train.steps)
         check_config(self.data)
         check_attention(self.model, self.sp, self.train.segments)
         check_task(self.task, self.model, self.data, self.train.segments)
@@ -183,6 +184,7 @@ class Config:
             "seed": self.seed,
             "train.dtype": self.train.dtype.value,
             "train.matmul": self.train.matmul.value,
+            "optim.name": self.optim.name.value,
             **by_key("model", to_plain(self.model)),
             **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
             **{f"task.{key}": task[key] for key in of_task},

@@ -32,8 +32,10 @@ from zeco_train.lifecycle.logs import LOG_FOLDER
 from zeco_train.system.files import take_lock, write_durably
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_small
+from zeco_train.system.stored_values import by_key, read_values
 
 IDENTITY_FILE = "identity.json"
+_CONFIG_FILE = "config.yaml"
 # Locked by the process that trains in the folder. Never replaced by rename, unlike `identity.json`: that would lose the
 # lock.
 _LOCK = "lock"
@@ -73,6 +75,7 @@ class RunFolder:
     Attributes:
         mark: random text by which other ranks recognise the folder (see `check_shared`).
         has_begun: whether an earlier start has initialised the folder.
+        changes: after `begin`, the settings that differ from the last start's, a line each.
         lock_problem: why the file system cannot lock, in which case a second start goes undetected; usually None.
 
     Raises:
@@ -82,7 +85,7 @@ class RunFolder:
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self.path, self._identity = path, identity
-        self.mark = secrets.token_hex(16)
+        self.mark, self.changes = secrets.token_hex(16), list[str]()
         self.lock_problem: str | None = None
         self._lock: int | None = None
         self._begun = False
@@ -122,7 +125,13 @@ class RunFolder:
             if not ((self.path / RECORD_FILE).exists() or (self.path / METRICS_FILE).exists()):
                 record_checkpoint(self.path, None)
             self._begun = True
-            _write_config(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+            before, now = _last_settings(self.path), _flat(config)
+            self.changes = [
+                f"{key}={_text(now[key])}, before {_text(value)}"
+                for key, value in before.items()
+                if key in now and now[key] != value
+            ]
+            _write_config(self.path / _CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(dict(config))))
             with (self.path / "overrides.txt").open("a") as file:
                 file.write(shlex.join(overrides) + "\n")
 
@@ -252,7 +261,9 @@ def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
 
 
 def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    stored = {key: value for key, value in _ALWAYS_BEFORE.items() if key in wanted} | dict(stored)
+    # The optimizer was in the configuration before it was in the identity.
+    implied = _ALWAYS_BEFORE | {"optim.name": _last_settings(run_dir).get("optim.name", "adamw")}
+    stored = {key: value for key, value in implied.items() if key in wanted} | dict(stored)
     for key in sorted({*stored, *wanted}):
         if comparable(stored.get(key)) == comparable(wanted.get(key)):
             continue
@@ -263,6 +274,21 @@ def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]
         if not complete_checkpoints(run_dir):
             weights = "or remove that one, which has no checkpoint yet"
         raise CheckpointError(f"{problem}; for a new run, take another name {weights}")
+
+
+def _last_settings(run_dir: Path) -> dict[str, Any]:
+    """The settings of the last start, by key; none if they cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return _flat(read_values(run_dir / _CONFIG_FILE))
+    return {}
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for name, part in config.items() for key, value in by_key(name, part).items()}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _write_config(path: Path, text: str) -> None:

@@ -241,6 +241,9 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     recorder = _build_recorder(config, run.path, mesh)
     facts = environment(mesh.device) if mesh.is_main else {}
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
+    if run.folder is not None and progress.step < train.steps:
+        for change in run.folder.changes:
+            recorder.note(f"from step {progress.step + 1} on: {change}")
     sources, held_out = (
         for_task(some, config.task, config.model.vocab_size) for some in (run.data.train, run.data.validation)
     )

@@ -29,7 +29,8 @@ class ScheduleConfig:
         kind: the schedule's shape.
         warmup_steps: steps of linear growth from 0 to the peak; a shorter run warms up to its end.
         decay_fraction: `wsd` only, the last fraction of the run, in which the rate decays linearly.
-        min_ratio: the last step's learning rate, relative to the peak.
+        min_ratio: the last step's learning rate, relative to the peak; `wsd` and `cosine` only, and in a run longer
+            than its warm-up.
     """
 
     kind: ScheduleKind = ScheduleKind.cosine
@@ -46,6 +47,18 @@ class ScheduleConfig:
         ):
             if not is_right:
                 raise ConfigError(f"sched.{name}", getattr(self, name), allowed)
+
+    def check_steps(self, steps: int) -> None:
+        """Raise `ConfigError` for a warm-up that reaches into the decay, in a run of so many steps."""
+        latest = steps - self.decay_steps(steps)
+        if self.kind is ScheduleKind.wsd and self.warmup_steps > latest:
+            decay = f"with train.steps={steps} and sched.decay_fraction={self.decay_fraction:g} the decay begins"
+            allowed = f"{decay} after step {latest}; allowed: 0 to {latest}, or another sched"
+            raise ConfigError("sched.warmup_steps", self.warmup_steps, allowed)
+
+    def decay_steps(self, steps: int) -> int:
+        """Steps of the decay of `wsd` in a run of so many steps, at least 1."""
+        return max(1, round(self.decay_fraction * steps))
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
         """Keys that have an effect only with another setting: (key, that setting, whether it is set)."""
@@ -65,9 +78,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
             cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
             ratio = schedule.min_ratio + (1 - schedule.min_ratio) * cosine
         case ScheduleKind.wsd:
-            decay_steps = max(1, round(schedule.decay_fraction * steps))
-            # The last step has 1 / decay_steps left, not 0: a step with learning rate 0 would be wasted.
-            remaining = min(1.0, (steps - step + 1) / decay_steps)
+            remaining = min(1.0, (steps - step) / schedule.decay_steps(steps))
             ratio = schedule.min_ratio + (1 - schedule.min_ratio) * remaining
     return peak * ratio
 
