@@ -105,8 +105,8 @@ class Case:
         options = self.options
         own = ["+experiment=quickstart", f"model={self.mixer}_{options.size}", f"train.dtype={options.dtype}"]
         own += [f"model.attn.every={self.every}"] if self.every else []
-        own += ["sched=constant", f"train.steps={options.steps}", "train.log_every=1", *options.settings, f"sp={self.backend}"]
-        return [*own, f"name={self.name}", f"run_dir='{self.run_dir}'"]
+        own += ["sched=constant", f"train.steps={options.steps}", "train.log_every=1", *options.settings]
+        return [*own, f"sp={self.backend}", f"name={self.name}", f"run_dir='{self.run_dir}'"]
 
     def check(self) -> Config:
         """Load and check the run's configuration.

@@ -67,7 +67,7 @@ def test_warm_up_that_reaches_into_the_decay_is_refused() -> None:
     schedule.check_steps(100)
     rates = [learning_rate(step, 100, 1.0, schedule) for step in range(1, 101)]
     assert max(abs(a - b) for a, b in pairwise(rates)) < 0.05
-    with pytest.raises(ConfigError, match="^sched.warmup_steps=80: .* begins after step 79; allowed: 0 to 79"):
+    with pytest.raises(ConfigError, match=r"^sched\.warmup_steps=80: .* begins after step 79; allowed: 0 to 79"):
         schedule.check_steps(99)
     ScheduleConfig(ScheduleKind.cosine, warmup_steps=80).check_steps(50)
 
