@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,14 +168,18 @@ def test_plot_without_finite_values(tmp_path: Path) -> None:
         plot_run(tmp_path)
 
 
+def make_recorder(
+    run_dir: Path, total_steps: int, rank: int = 0, world_size: int = 1, device: str = "cpu", **settings: Any
+) -> Recorder:
+    mesh: Any = SimpleNamespace(rank=rank, world_size=world_size, is_main=rank == 0, device=torch.device(device))
+    return Recorder(run_dir, mesh, NoLogger(), total_steps, tokens_per_step=1000, flops_per_token=3e9, **settings)
+
+
 def record(
     run_dir: Path, steps: list[StepResult], rank: int = 0, world_size: int = 1, device: str = "cpu", **settings: Any
 ) -> list[dict[str, Any]]:
     """The rows of a run that logs every second step; 1,000 tokens a step."""
-    mesh: Any = SimpleNamespace(rank=rank, world_size=world_size, is_main=rank == 0, device=torch.device(device))
-    recorder = Recorder(
-        run_dir, mesh, NoLogger(), total_steps=len(steps), tokens_per_step=1000, flops_per_token=3e9, **settings
-    )
+    recorder = make_recorder(run_dir, len(steps), rank, world_size, device, **settings)
     progress = Progress()
     recorder.start(progress, to_plain(load_config(["sp.size=1"])), {})
     for result in steps:
@@ -189,6 +194,35 @@ def record(
 
 def step_result(seconds: float = 0.5, data_seconds: float = 0.0, exposed: float | None = None) -> StepResult:
     return StepResult(5.0, 1.5, 3e-4, seconds, data_seconds, [0], exposed)
+
+
+def test_rows_tell_the_time_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four steps of 0.5 s with two validations of 3 s and saves of 1 s: 4 s and 10 s for two steps."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    recorder = make_recorder(tmp_path, total_steps=4)
+    progress = Progress()
+    recorder.start(progress, to_plain(load_config(["sp.size=1"])), {})
+    for step in (1, 2, 3, 4):
+        now[0] += 0.5
+        progress.advance(4, 1000)
+        recorder.add(step_result(), progress)
+        if step % 2 == 0:
+            with recorder.timing("validation_seconds"):
+                now[0] += 3
+            recorder.write(progress, None)
+        for _ in range(step):
+            with recorder.timing("save_seconds"):
+                now[0] += 1
+    summary = recorder.summarise()
+    recorder.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["tokens_per_second"] for row in rows] == [2000, 2000]
+    assert [row["job_tokens_per_second"] for row in rows] == [2000 / 5, 2000 / 9]
+    assert [row["validation_seconds"] for row in rows] == [1.5, 1.5]
+    assert [row["save_seconds"] for row in rows] == [0.5, 2.5]
+    assert summary is not None
+    assert " 222 tokens/s (2,000 within steps), " in summary
 
 
 @pytest.mark.parametrize(

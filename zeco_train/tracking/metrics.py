@@ -33,9 +33,13 @@ class StepMetrics:
         grad_norm: global gradient norm before clipping.
         lr: learning rate of this step.
         tokens: tokens trained on since the start of the run, over all ranks.
-        tokens_per_second, tokens_per_second_per_device: throughput of the whole job, and divided by its ranks.
-        step_seconds: wall-clock time per step.
+        tokens_per_second, tokens_per_second_per_device: throughput of the steps over all ranks, and divided by them.
+        step_seconds: wall-clock time per step, without validation and saves.
         data_seconds: time per step spent waiting for the loader, maximum over ranks.
+        job_tokens_per_second: throughput over all the time since the previous row, or since the start: with validation,
+            saves, and all else between the steps.
+        validation_seconds: time per step spent on validation, maximum over ranks.
+        save_seconds: time per step that training waited for checkpoints, maximum over ranks.
         val_loss: mean token loss over the held-out sequences, if measured; for a mixture, the weighted mean of its
             stores' losses (`val_loss/NAME` in `extra`). `val_perplexity` in `extra` is its exponential; losses by
             position are in validation.jsonl.
@@ -60,6 +64,9 @@ class StepMetrics:
     tokens_per_second_per_device: float
     step_seconds: float
     data_seconds: float
+    job_tokens_per_second: float | None = None
+    validation_seconds: float | None = None
+    save_seconds: float | None = None
     val_loss: float | None = None
     memory_gb: float | None = None
     mfu: float | None = None

@@ -77,6 +77,8 @@ class ProgressDisplay:
         if self._bar is None:
             parts += [f"grad_norm {row['grad_norm']:.3g}", f"lr {row['lr']:.2e}"]
         parts.append(f"{compact(row['tokens_per_second'])} tokens/s")
+        if "job_tokens_per_second" in row:
+            parts[-1] += f" (job {compact(row['job_tokens_per_second'])})"
         if "memory_gb" in row:
             parts.append(f"{row['memory_gb']:.1f} GB")
         if "mfu" in row:
@@ -129,8 +131,14 @@ class ProgressDisplay:
             self._stream = None
 
 
-def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path) -> str:
-    """One-line summary of a run from its metrics: steps, first → last loss, median tokens/s, results folder."""
+def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path, rate: float) -> str:
+    """One-line summary of a run: steps, first → last loss, throughput, results folder.
+
+    Args:
+        rows: of its metrics.
+        run_dir: its folder.
+        rate: tokens/s of this start of the run, over all its time; beside it stands the median of the steps' rates.
+    """
     where = f"results in {run_dir}"
     if not rows:
         return f"no step was logged, {where}"
@@ -141,8 +149,8 @@ def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path) -> str:
     loss = f"loss {losses[0]:.2f} → {losses[-1]:.2f}"
     if last.get("val_loss") is not None:
         loss += f" (validation {last['val_loss']:.2f})"
-    throughput = median(row.get("tokens_per_second") or 0.0 for row in rows)
-    return f"{steps}, {loss}, {throughput:,.0f} tokens/s, {where}"
+    in_steps = median(row.get("tokens_per_second") or 0.0 for row in rows)
+    return f"{steps}, {loss}, {rate:,.0f} tokens/s ({in_steps:,.0f} within steps), {where}"
 
 
 def _has_size(terminal: TextIO) -> bool:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +111,9 @@ class Recorder:
         self._writer: LineWriter | None = None
         self._validations: LineWriter | None = None
         self._since_row: list[StepResult] = []
+        self._spent: Counter[str] = Counter()
+        self._started = self._row_written = time.monotonic()
+        self._steps_done = 0
         self.exit_code = 1
 
     def start(self, progress: Progress, config: dict[str, Any], facts: dict[str, Any]) -> str | None:
@@ -138,9 +145,17 @@ class Recorder:
         logger.info(text)
         self._display.note(text)
 
+    @contextmanager
+    def timing(self, column: str) -> Iterator[None]:
+        """Count the time of the work inside in `validation_seconds` or `save_seconds` of the next row."""
+        began = time.monotonic()
+        yield
+        self._spent[column] += time.monotonic() - began
+
     def add(self, result: StepResult, progress: Progress) -> None:
         """Add a finished step."""
         self._since_row.append(result)
+        self._steps_done += 1
         logger.info("step %d: sequences %s", progress.step, result.sequence_ids)
         self._display.advance(progress.step)
 
@@ -149,11 +164,16 @@ class Recorder:
         steps, self._since_row = self._since_row, []
         if not steps:
             return
-        data_seconds, exposed, memory_gb = self._most(
-            _mean([s.data_seconds for s in steps]), _mean([s.comm_exposed_seconds for s in steps]), self._memory_gb()
+        spent, self._spent = self._spent, Counter()
+        data_seconds, exposed, memory_gb, *seconds_between = self._most(
+            _mean([s.data_seconds for s in steps]),
+            _mean([s.comm_exposed_seconds for s in steps]),
+            self._memory_gb(),
+            *(spent[column] / len(steps) for column in ("validation_seconds", "save_seconds")),
         )
         if self._writer is None:
             return
+        since, self._row_written = self._row_written, time.monotonic()
         seconds = sum(s.seconds for s in steps) / len(steps)
         rate = self._tokens_per_step / seconds
         per_device = rate / self._mesh.world_size
@@ -167,6 +187,9 @@ class Recorder:
             tokens_per_second_per_device=per_device,
             step_seconds=seconds,
             data_seconds=data_seconds or 0.0,
+            job_tokens_per_second=len(steps) * self._tokens_per_step / (self._row_written - since),
+            validation_seconds=seconds_between[0],
+            save_seconds=seconds_between[1],
             val_loss=None if validation is None else validation.mean,
             memory_gb=memory_gb,
             mfu=self._utilisation(per_device, self._flops),
@@ -230,7 +253,8 @@ class Recorder:
         self._display.close()
         plot_run(self._run_dir)
         plot_validations(self._run_dir)
-        return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir)
+        rate = self._steps_done * self._tokens_per_step / (time.monotonic() - self._started)
+        return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir, rate)
 
     def _most(self, *values: float | None) -> list[float | None]:
         """Maximum of each value over the ranks that have it; None if none has. Collective."""

@@ -112,7 +112,8 @@ class Trainer:
 
         parts.watchdog.enter(f"step {step}, optimizer")
         # The update changes weights that an asynchronous save may still be copying.
-        parts.checkpointer.wait_staged()
+        with parts.recorder.timing("save_seconds"):
+            parts.checkpointer.wait_staged()
         values = parts.step.update(loss).read()
         nonfinite = self._judge(step, dict(zip(("loss", "gradient norm"), values, strict=True)))
         self.progress.advance(config.data.global_batch, self.tokens_per_step, skipped=nonfinite is not None)
@@ -167,8 +168,9 @@ class Trainer:
         if parts.validation.is_empty:
             return None
         parts.watchdog.enter(f"validation after step {self.progress.step}")
-        loss = parts.validation.loss(parts.step.forward, proceed=lambda: self._agreed_signal(stop) is None)
-        reshard(parts.model)
+        with parts.recorder.timing("validation_seconds"):
+            loss = parts.validation.loss(parts.step.forward, proceed=lambda: self._agreed_signal(stop) is None)
+            reshard(parts.model)
         return loss
 
     def save(self, *, last: bool = False) -> None:
@@ -176,4 +178,5 @@ class Trainer:
         parts = self.parts
         parts.watchdog.enter(f"checkpoint of step {self.progress.step}")
         save = parts.checkpointer.save_last if last else parts.checkpointer.save
-        save(parts.model, parts.optimizer, self.progress)
+        with parts.recorder.timing("save_seconds"):
+            save(parts.model, parts.optimizer, self.progress)
