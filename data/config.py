@@ -75,6 +75,8 @@ class DataConfig:
         shuffle: granularity of the shuffle, which is new in every epoch.
         min_document_tokens: drop documents with fewer tokens, end of sequence included; 0 keeps all.
         reset_state_at_document: start every document with a zero state; needs micro_batch 1.
+        labels_across_documents: whether the last token of a document, its end of sequence, has a label, the first token
+            of the next document; None: the rule that the run began with, for a new run unless states reset there.
         validation_fraction: fraction of the files held out; for `embedded` only; 0 for none.
         cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
         verify: at each start, read all token files and compare their digests with those recorded at preparation.
@@ -93,6 +95,7 @@ class DataConfig:
     shuffle: Shuffle = Shuffle.sequences
     min_document_tokens: int = 0
     reset_state_at_document: bool = False
+    labels_across_documents: bool | None = None
     validation_fraction: float = 0.05
     cache_dir: str | None = None
     verify: bool = False
@@ -110,9 +113,15 @@ class DataConfig:
         index = "data=embedded, data.shuffle=documents or data.min_document_tokens"
         yield "cache_dir", index, is_embedded or has_index
         yield "synthetic", "data=synthetic", is_synthetic
-        of_documents = ("shuffle", "min_document_tokens", "reset_state_at_document")
+        of_documents = ("shuffle", "min_document_tokens", "reset_state_at_document", "labels_across_documents")
         for name in (*of_documents, "verify", "verify_changed", "cache_dir"):
             yield name, "data=embedded, tokens or mixture", not is_synthetic
+
+    @property
+    def has_labels_across(self) -> bool:
+        """`labels_across_documents` of a new run."""
+        own = self.labels_across_documents
+        return not self.reset_state_at_document if own is None else own
 
 
 @dataclass(frozen=True)

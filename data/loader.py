@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from data.config import Shuffle, check_batch, check_seq_len
 from data.documents import Documents, DocumentStream, shard_cu_seqlens
 from data.mixture import Mixture
@@ -73,6 +75,7 @@ class SequenceReader(Reader):
 
     Attributes:
         num_sequences: sequences per epoch.
+        has_labels: last tokens of documents have no label.
 
     Raises:
         ConfigError: sequences longer than the store.
@@ -90,6 +93,7 @@ class SequenceReader(Reader):
         num_tokens = documents.num_tokens
         check_seq_len(split.seq_len, split.sp_size, num_tokens, split.segments, documents.description)
         self.documents, self.split, self.description = documents, split, str(documents.store.path)
+        self.has_labels = not split.labels_across_documents
         self.num_sequences = (num_tokens - 1) // split.seq_len
         self.tokens_behind = (num_tokens - 1) % split.seq_len
         self._shuffle, self._seed, self._suffix = shuffle, seed, f" of store {number}" if number else ""
@@ -113,13 +117,25 @@ class SequenceReader(Reader):
         first, offset = sequence * split.seq_len, split.offset(segment)
         start, stop = first + offset, first + offset + split.length + 1
         pieces = stream.pieces(start, stop)
-        tokens = stream.read(pieces, start, stop)
+        tokens, counts = stream.read(pieces, start, stop), None
+        if self.has_labels:
+            counts = np.ones(split.length, np.bool_)
+            # The last document may begin with the token after the shard, a label only.
+            counts[pieces.offsets[1:-1] - start - 1] = False
         if not split.reset_state_at_document:
-            return Shard(tokens, None, offset)
+            return Shard(tokens, None, offset, counts)
         whole = stream.pieces(first, first + split.seq_len)
         borders, _ = shard_cu_seqlens(whole.offsets, first, split.seq_len, 0, split.seq_len)
         own = shard_cu_seqlens(pieces.offsets, first, split.seq_len, offset, split.length)
-        return Shard(tokens, *own, borders=borders)
+        return Shard(tokens, *own, counts, borders=borders)
+
+    def num_labels(self, epoch: int, sequence: int) -> int:
+        """See `Reader`."""
+        seq_len = self.split.seq_len
+        if not self.has_labels:
+            return seq_len
+        documents = self._stream(epoch).pieces(sequence * seq_len, (sequence + 1) * seq_len + 1).documents
+        return seq_len - (len(documents) - 1)
 
     def _stream(self, epoch: int) -> DocumentStream:
         key = epoch if self._shuffle is Shuffle.documents else 0

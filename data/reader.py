@@ -27,8 +27,9 @@ class Batch:
 
     Attributes:
         input_ids: [B, L] int64.
-        labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences;
-            of a masked-token task (`data.masking`) the original token at t. −100 for labels excluded from the loss.
+        labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences,
+            and documents (see `DataSplit`); of a masked-token task (`data.masking`) the original token at t. −100 for
+            labels excluded from the loss.
         cu_seqlens: [pieces + 1] int64 from 0 to L, the documents' pieces on this shard; None without
             `reset_state_at_document`.
         before: tokens of the first piece's document (without documents: of the sequence) on earlier shards, those of
@@ -69,6 +70,7 @@ class DataSplit:
         sp_rank, sp_size: this rank's index among the equal shards of a segment, and their number.
         reset_state_at_document: return cu_seqlens; requires micro_batch 1.
         segments: number of equal parts in time of a sequence; 1 for none.
+        labels_across_documents: whether the last tokens of documents have labels, see `DataConfig`.
 
     Raises:
         ConfigError: `seq_len` is not divisible, or `micro_batch` > 1 with document resets.
@@ -82,6 +84,7 @@ class DataSplit:
     sp_size: int = 1
     reset_state_at_document: bool = False
     segments: int = 1
+    labels_across_documents: bool = True
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)

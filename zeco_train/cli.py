@@ -49,7 +49,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     job.closing.callback(run.release)
     job.keep_evidence(run.log)
     job.enter("building the model")
-    parts = build(config, run, mesh, job.watchdog)
+    parts = build(run, mesh, job.watchdog)
     recorder, progress = parts.recorder, parts.progress
     job.closing.callback(recorder.close)
     job.closing.callback(parts.profiler.close)

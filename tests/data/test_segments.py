@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.config import check_seq_len
+from data.config import Shuffle, check_seq_len
 from data.documents import Documents
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.store import PREPARE_HINT, TokenStore, shard_name
@@ -115,6 +115,43 @@ def test_document_borders_at_segment_edges(store: TokenStore, sp_size: int) -> N
         # The document began before this sequence, whose first token resets the state.
         5: [([0, 6], 0), ([0, 6], 6), ([0, 6], 12), ([0, 6], 18)],
     }
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(("segments", "sp_size"), CUTS)
+def test_labels_at_document_borders_are_left_out(store: TokenStore, segments: int, sp_size: int, reset: bool) -> None:
+    """Token t of the store is t, so the label of t is t + 1, unless a document begins there."""
+    starts = set(itertools.accumulate(LENGTHS))
+    for sequence in range(9):
+        found = []
+        for segment, rank in itertools.product(range(segments), range(sp_size)):
+            split = DataSplit(
+                SEQ_LEN,
+                sp_rank=rank,
+                sp_size=sp_size,
+                segments=segments,
+                reset_state_at_document=reset,
+                labels_across_documents=False,
+            )
+            reader = SequenceReader(Documents(store), split)
+            found += reader.read([sequence], segment).labels[0].tolist()
+        expected = range(sequence * SEQ_LEN + 1, (sequence + 1) * SEQ_LEN + 1)
+        assert found == [-100 if label in starts else label for label in expected]
+        assert reader.num_labels(0, sequence) == SEQ_LEN - found.count(-100)
+
+
+@pytest.mark.parametrize("shuffle", Shuffle)
+def test_step_labels_are_those_of_all_ranks_and_segments(store: TokenStore, shuffle: Shuffle) -> None:
+    for consumed in (0, 4, 6, 16):
+        batches = []
+        for dp_rank, sp_rank in itertools.product(range(2), range(3)):
+            split = DataSplit(SEQ_LEN, 1, dp_rank, 2, sp_rank, 3, segments=2, labels_across_documents=False)
+            sequences = [Source(Documents(store))]
+            part = SequenceLoader(sequences, split, seed=7, global_batch=GLOBAL_BATCH, shuffle=shuffle)
+            batches += [part.batch(consumed, *place) for place in itertools.product(range(2), range(2))]
+        counts = sum(int((batch.labels != -100).sum()) for batch in batches)
+        assert 0 < counts < GLOBAL_BATCH * SEQ_LEN
+        assert {batch.step_labels for batch in batches} == {counts}
 
 
 def test_prefetching_returns_segments_in_order(store: TokenStore) -> None:

@@ -43,7 +43,7 @@ def train(rank: int, world_size: int, run_dir: str | Path, *overrides: str) -> d
     config, launch = _load_once(rank, world_size, arguments), Launch(rank, world_size, rank)
     mesh = init(config, launch)
     run = open_run(config, arguments, mesh)
-    parts = build(config, run, mesh, Watchdog(launch, None))
+    parts = build(run, mesh, Watchdog(launch, None))
     steps: list[list[int]] = []
     add = parts.recorder.add
 

@@ -3,6 +3,7 @@ precision."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,13 @@ import pytest
 import torch
 
 from data.prepare import PrepareOptions, prepare_store
+from data.store import TokenStore
+from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from tests.support.training import largest_difference, train
+from tests.support.training import SMALL, largest_difference, train
+from zeco_train.config.schema import load_config
+from zeco_train.ops.seam import SequenceShard
+from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
 
@@ -69,6 +75,8 @@ def _documents(rank: int, world_size: int, folder: str, store: str) -> dict[str,
     results = {"documents": train(rank, world_size, f"{folder}/documents", *reset)}
     if world_size == 1:
         results["documents without reset"] = train(rank, world_size, f"{folder}/no reset", *settings)
+    else:
+        results["in segments"] = train(rank, world_size, f"{folder}/segments", *reset, "train.segments=2")
     return results
 
 
@@ -85,12 +93,12 @@ class Runs:
     """Results of `_splits`, `_documents` or `_dtypes` by world size, rank and name; computed once on demand."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._store = folder, str(short_documents(folder))
+        self.folder, self.store = folder, str(short_documents(folder))
         self._done: dict[tuple[Any, int], list[dict[str, dict[str, Any]]]] = {}
 
     def __call__(self, suite: Any, world_size: int) -> list[dict[str, dict[str, Any]]]:
         if (suite, world_size) not in self._done:
-            results = run_distributed(suite, world_size, str(self.folder / str(world_size)), self._store)
+            results = run_distributed(suite, world_size, str(self.folder / str(world_size)), self.store)
             self._done[suite, world_size] = results
         return self._done[suite, world_size]
 
@@ -119,6 +127,29 @@ def test_metrics_count_all_tokens(runs: Runs, world_size: int, name: str) -> Non
 def test_document_reset_changes_loss(runs: Runs) -> None:
     plain, reset = (runs(_documents, 1)[0][name]["rows"] for name in ("documents without reset", "documents"))
     assert abs(plain[0]["loss"] - reset[0]["loss"]) > 1e-6
+
+
+def test_first_loss_is_the_mean_over_each_document_alone(runs: Runs) -> None:
+    """The reference knows no packing: a call for each document, whose tokens but the last predict the next."""
+    config = load_config([*SMALL, *FP64, "run_dir=x"])
+    model = ModelSpec(config.model).build().double()
+    model.init_weights(config.seed)
+    store = TokenStore.open(runs.store)
+    loss, count, scan = 0.0, 0, LocalScan()
+    result = runs(_documents, 1)[0]["documents"]
+    for sequence in result["sequence_ids"][0]:
+        first, beyond = sequence * 768, (sequence + 1) * 768
+        for start, stop in itertools.pairwise(store.doc_offsets.tolist()):
+            # A sequence begins with a fresh state, and its last token has a label if its document goes on.
+            begin, end = max(start, first), min(stop - 1, beyond)
+            if begin < end:
+                ids = torch.from_numpy(store.read(begin, end + 1))[None]
+                with torch.no_grad():
+                    shard = SequenceShard(scan, 0, end - begin)
+                    loss += model(ids[:, :-1], shard, ids[:, 1:]).item()
+                count += end - begin
+    assert count < 4 * 768
+    assert result["rows"][0]["loss"] == pytest.approx(loss / count, rel=1e-9)
 
 
 @pytest.mark.parametrize("suite", [_splits, _documents])

@@ -167,7 +167,7 @@ def run(config: CheckpointConfig, session: Session) -> Report:
     run_config = config.run_config()
     opened = open_run(run_config, config.overrides, mesh)
     job.closing.callback(opened.release)
-    parts = build(run_config, opened, mesh, job.watchdog)
+    parts = build(opened, mesh, job.watchdog)
     for close in (parts.recorder.close, parts.loader.close, parts.checkpointer.close):
         job.closing.callback(close)
     with StopRequest() as stop:

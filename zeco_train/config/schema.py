@@ -187,6 +187,7 @@ class Config:
             "optim.name": self.optim.name.value,
             **by_key("model", to_plain(self.model)),
             **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
+            "data.labels_across_documents": self.data.has_labels_across,
             **{f"task.{key}": task[key] for key in of_task},
         }
 
@@ -264,7 +265,11 @@ def config_of(plain: Any) -> Config:
     check_values(plain)
     try:
         schema = schema_of(stored_class(plain))
-        return _to_config(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain)))
+        config = _to_config(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain)))
+        if "labels_across_documents" not in (plain.get("data") or {}):
+            # Of a run from before the key, which had all labels.
+            config.data.labels_across_documents = True
+        return config
     except ConfigError as error:
         # An unknown mixer, or from a section's own checks in its constructor; the caller names the file.
         raise ValueError(str(error)) from error

@@ -27,6 +27,9 @@ def check_task(task: TaskConfig, model: LanguageModelConfig, data: DataConfig, s
             raise ConfigError("task", "mlm", problem)
         if data.kind is DataKind.synthetic:
             raise ConfigError("task", "mlm", "data=synthetic has labels of its own; take another data=")
+        if not data.has_labels_across:
+            problem = "task=mlm predicts any of the tokens; must be true or null"
+            raise ConfigError("data.labels_across_documents", "false", problem)
     if model.causal:
         return
     able = unmasked_mixers()

@@ -166,7 +166,15 @@ class ProcessMesh:
         """True on rank 0, which owns the run's folder and prints to the terminal."""
         return self.rank == 0
 
-    def split(self, seq_len: int, micro_batch: int, *, documents: bool = False, segments: int = 1) -> DataSplit:
+    def split(
+        self,
+        seq_len: int,
+        micro_batch: int,
+        *,
+        documents: bool = False,
+        segments: int = 1,
+        labels_across_documents: bool = True,
+    ) -> DataSplit:
         """The part of each sequence that this rank reads.
 
         Args:
@@ -174,13 +182,13 @@ class ProcessMesh:
             micro_batch: sequences per SP group in one forward and backward pass.
             documents: whether the state is reset at document boundaries.
             segments: M, parts of a sequence that are processed one after another.
+            labels_across_documents: see `DataSplit`.
 
         Raises:
             ConfigError: see `DataSplit`.
         """
-        return DataSplit(
-            seq_len, micro_batch, self.dp_rank, self.dp_size, self.sp_rank, self.sp_size, documents, segments
-        )
+        place = self.dp_rank, self.dp_size, self.sp_rank, self.sp_size
+        return DataSplit(seq_len, micro_batch, *place, documents, segments, labels_across_documents)
 
 
 def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:

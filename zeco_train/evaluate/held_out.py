@@ -92,7 +92,13 @@ class HeldOut:
         fitting = [source for source in self._sources if source.documents.num_tokens > length]
         validation = Validation(
             for_task(fitting, config.task, config.model.vocab_size),
-            evaluation.mesh.split(length, data.micro_batch, documents=data.reset_state_at_document, segments=segments),
+            evaluation.mesh.split(
+                length,
+                data.micro_batch,
+                documents=data.reset_state_at_document,
+                segments=segments,
+                labels_across_documents=data.has_labels_across,
+            ),
             self.sequences or _ALL,
         )
         short = [source for source in self._sources if source not in fitting]

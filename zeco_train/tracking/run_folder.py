@@ -51,6 +51,7 @@ _NOT_OF_THE_MODEL = {"model.name", "model.initializer_range"}
 _ALWAYS_BEFORE = {
     "data.shuffle": "sequences",
     "data.weights": [1],
+    "data.labels_across_documents": True,
     "data.min_document_tokens": 0,
     "model.mixer": "gla",
     "model.use_output_gate": True,
@@ -242,6 +243,18 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read.
     """
     return read_record(run_dir / IDENTITY_FILE)
+
+
+def begun_with(run_dir: Path, key: str) -> Any:
+    """The value of a key of the identity with which the run in a folder began; None if no run has begun there.
+
+    Raises:
+        CheckpointError: the identity cannot be read.
+    """
+    # `RunFolder` reports a folder that cannot be read.
+    if not os.access(run_dir / IDENTITY_FILE, os.R_OK):
+        return None
+    return (_ALWAYS_BEFORE | read_identity(run_dir)).get(key)
 
 
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:

@@ -49,7 +49,7 @@ from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
-from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
+from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
 from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
@@ -87,11 +87,13 @@ class OpenedRun:
     """The data and the folder of a run.
 
     Attributes:
+        config: with the rule of labels that the run has begun with.
         data: the stores.
         path: the folder; `folder` holds it on rank 0.
         log: this rank's log file in it.
     """
 
+    config: Config
     data: OpenedData
     path: Path
     folder: RunFolder | None
@@ -126,6 +128,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         ZecoError: on every rank, the first rank's error: data, folder, or a run that cannot be resumed with these
             settings.
     """
+    config = _with_rule_of_labels(config, mesh)
     data = main_first(mesh, lambda: _open_data(config, mesh))
     check_alike(data, mesh.world_size)
     identity = config.identity() | data.identity()
@@ -150,7 +153,18 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     if folder is not None:
         _warn(config, data, folder)
         warn_of(slow_paths(config, mesh.device))
-    return OpenedRun(data, path, folder, log)
+    return OpenedRun(config, data, path, folder, log)
+
+
+def _with_rule_of_labels(config: Config, mesh: ProcessMesh) -> Config:
+    """With `data.labels_across_documents` for null: a run goes on with the rule that it began with."""
+    path, key = Path(config.run_dir), "data.labels_across_documents"
+    begun = [agree(mesh, lambda: begun_with(path, key) if mesh.is_main else None)]
+    dist.broadcast_object_list(begun, src=0)
+    rule = config.data.labels_across_documents
+    if rule is None:
+        rule = begun[0] if isinstance(begun[0], bool) else config.data.has_labels_across
+    return replace(config, data=replace(config.data, labels_across_documents=rule))
 
 
 def resolve(config: Config, mesh: ProcessMesh) -> Config:
@@ -214,18 +228,25 @@ def _log_data(loader: SequenceLoader, sources: Sequence[SequenceSource], config:
         logger.info("data: %s%s", named, line)
 
 
-def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
+def build(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
     """Build model, optimizer and data, and restore the newest checkpoint of this run, if there is one.
 
     Raises:
         ZecoError: on every rank; see `open_run`, and the checkpoint's errors.
     """
+    config = run.config
     torch.manual_seed(config.seed)
     checkpointer = Checkpointer(run.path, config.checkpoint, mesh)
     latest = checkpointer.latest_sound()
 
     data, train, parallel = config.data, config.train, config.parallel
-    split = mesh.split(data.seq_len, data.micro_batch, documents=data.reset_state_at_document, segments=train.segments)
+    split = mesh.split(
+        data.seq_len,
+        data.micro_batch,
+        documents=data.reset_state_at_document,
+        segments=train.segments,
+        labels_across_documents=data.has_labels_across,
+    )
     shape = data.micro_batch, split.length
     with kernels_ahead(config.model, train, shape, data.reset_state_at_document, mesh.device):
         model = build_model(config.model, train, parallel.strategy, mesh, config.seed, parallel.shard_size)
@@ -252,8 +273,8 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     validation = Validation(held_out, split, train.eval_sequences)
     for line in validation.coverage():
         logger.info("validation: %s", line)
-    # Without masks: shards meet where the label of the last token is the first token of the next shard.
-    plain = _build_loader(config, run.data.train, split) if config.task.is_masked else loader
+    # With all labels: shards meet where the label of the last token is the first token of the next shard.
+    plain = _build_loader(config, run.data.train, replace(split, labels_across_documents=True))
     check_shards_fit(plain, progress.sequences, mesh)
     scan = build_exchange(
         config.sp, config.model, mesh, data.seq_len, train.dtype.compute, deterministic=train.deterministic
