@@ -62,6 +62,10 @@ def test_masked_task_of_an_unmasked_model() -> None:
             "data.reset_state_at_document=true: an unmasked model reads the whole sequence; "
             "must be false with model.causal=false",
         ),
+        (
+            [*MASKED, "data.labels_across_documents=false"],
+            "data.labels_across_documents=false: labels of task=mlm are the tokens themselves; must be true or null",
+        ),
         (["task.mask_fraction=0.2"], "task.mask_fraction=0.2: would be ignored; it needs task=mlm"),
         (["task.mask_token=2"], "task.mask_token=2: would be ignored; it needs task=mlm"),
         ([*MASKED, "task.mask_fraction=0"], "task.mask_fraction=0.0: must be > 0 and ≤ 1"),

@@ -27,9 +27,6 @@ def check_task(task: TaskConfig, model: LanguageModelConfig, data: DataConfig, s
             raise ConfigError("task", "mlm", problem)
         if data.kind is DataKind.synthetic:
             raise ConfigError("task", "mlm", "data=synthetic has labels of its own; take another data=")
-        if not data.has_labels_across:
-            problem = "task=mlm predicts any of the tokens; must be true or null"
-            raise ConfigError("data.labels_across_documents", "false", problem)
     if model.causal:
         return
     able = unmasked_mixers()
@@ -44,3 +41,6 @@ def check_task(task: TaskConfig, model: LanguageModelConfig, data: DataConfig, s
     if data.reset_state_at_document:
         problem = "an unmasked model reads the whole sequence; must be false with model.causal=false"
         raise ConfigError("data.reset_state_at_document", "true", problem)
+    if not data.has_labels_across:
+        problem = "labels of task=mlm are the tokens themselves; must be true or null"
+        raise ConfigError("data.labels_across_documents", "false", problem)
