@@ -16,7 +16,8 @@ def check_inputs(pieces: Tensor | None, **tensors: Tensor) -> None:
         ValueError: naming the tensor, the expected shape or dtype, and the actual one.
     """
     by_channel = "g" in tensors and tensors["g"].dim() == 4
-    dims = {"q": "BTGK", "k": "BTGK", "v": "BTHV", "do": "BTHV", "g": "BTHK" if by_channel else "BTH", "beta": "BTH"}
-    sizes = check_operands(pieces, dims, tensors)
+    dims = {"q": "BTGK", "k": "BTGK", "v": "BTHV", "do": "BTHV", "beta": "BTH", "g": "BTHK" if by_channel else "BTH"}
+    # beta before g, which `delta` makes of it.
+    sizes = check_operands(pieces, dims, {name: tensors[name] for name in dims if name in tensors})
     if sizes["H"] % sizes["G"]:
         raise ValueError(f"q: expected a number of groups that divides the {sizes['H']} heads of v, got {sizes['G']}")
