@@ -120,7 +120,7 @@ class HGRN2(Mixer):
     shared = Shared(
         name="lower_bounds",
         shape=lambda config: (config.num_layers, config.hidden_size),
-        rule=ParameterRule(lambda parameter, *_: parameter.zero_(), decays=True),
+        rule=ParameterRule(lambda parameter, *_: parameter.zero_(), decays=False),
         parts=lower_bounds,
     )
 

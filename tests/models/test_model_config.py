@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.mixers.gla import GLAConfig
+from models.modules import ShortConvolution
 from models.parameters import parameter_rules
+from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_references
 from zeco_train.errors import ConfigError
@@ -178,12 +180,12 @@ def test_invalid_shapes_are_refused_with_one_line(change: dict[str, Any], messag
     assert str(error.value) == message
 
 
-def test_weight_decay_applies_to_matrices_only() -> None:
-    model = ModelSpec(GLAConfig()).build()
-    decayed = {name: rule.decays for name, _, rule in parameter_rules(model)}
-    assert decayed["model.embeddings.weight"]
-    assert decayed["lm_head.weight"]
-    assert decayed["model.layers.0.attn.gk_proj.1.weight"]
-    vectors = {name for name, decays in decayed.items() if not decays}
-    assert {name.rsplit(".", 2)[-2] for name in vectors} == {"norm", "attn_norm", "mlp_norm", "g_norm_swish_gate", "1"}
-    assert all("norm" in name or name.endswith("bias") for name in vectors)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_weight_decay_applies_to_weights_of_linear_layers_embedding_and_convolutions_only(mixer: str) -> None:
+    with torch.device("meta"):
+        model = ModelSpec(MIXERS[mixer].config_class()).build()
+    modules = dict(model.named_modules())
+    for name, _, rule in parameter_rules(model):
+        owner, _, own = name.rpartition(".")
+        of_matrices = isinstance(modules[owner], nn.Linear | nn.Embedding | ShortConvolution)
+        assert rule.decays == (of_matrices and own == "weight"), name

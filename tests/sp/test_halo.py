@@ -196,7 +196,7 @@ def refusal(rank: int, world_size: int) -> list[str]:
 def test_shard_shorter_than_the_state_is_refused_in_one_line() -> None:
     """On ranks that share a sequence; the scan stays usable."""
     line = (
-        "error: tokens of a rank=fewer than 3: a state of 3 tokens must not reach past the neighbour: "
+        "error: sp.size=2: fewer than 3 tokens a rank, and a state of 3 must not reach past the neighbour: "
         "share the sequence between fewer ranks"
     )
     assert run_distributed(refusal, 2) == [[line]] * 2

@@ -36,8 +36,8 @@ def launch_neighbour(request: ScanRequest, courier: Courier) -> PendingScan:
     """
     if courier.size > 1 and not request.cuts:
         rows = request.state.shape[2]
-        allowed = f"a state of {rows} tokens must not reach past the neighbour: share the sequence between fewer ranks"
-        raise ConfigError("tokens of a rank", f"fewer than {rows}", allowed)
+        allowed = f"fewer than {rows} tokens a rank, and a state of {rows} must not reach past the neighbour"
+        raise ConfigError("sp.size", courier.size, f"{allowed}: share the sequence between fewer ranks")
     return courier.launch(_Neighbour(request, courier.take_tags(1)[0]))
 
 

@@ -69,7 +69,9 @@ class HeldOut:
             check_seq_len(length, mesh.sp_size, longest.num_tokens, config.train.segments, longest.description, setting)
             stores = [source.documents.store for source in self._sources]
             check_documents(config.model, config.data, length, stores, setting)
-            self._validation(evaluation, length)
+            if (found := self._validation(evaluation, length)[0]).is_empty:
+                allowed = f"no label counts in the held-out sequences of {', '.join(found.unlabelled)}"
+                raise ConfigError(setting, length, allowed)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
         """See `Task.run`."""
@@ -150,7 +152,8 @@ def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluatio
 
 
 def _spoken(losses: PositionLosses) -> str:
-    """Format up to six buckets, evenly spaced from the first to the last."""
+    """Format up to six buckets with a label, evenly spaced from the first to the last."""
     buckets = list(zip(pairwise(losses.edges), losses.losses, strict=True))
+    buckets = [bucket for bucket in buckets if not math.isnan(bucket[1])] or buckets
     some = sorted({round(index * (len(buckets) - 1) / 5) for index in range(6)})
     return ", ".join(f"{buckets[i][0][0]:,}–{buckets[i][0][1] - 1:,} {buckets[i][1]:.3f}" for i in some)

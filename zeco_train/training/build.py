@@ -273,6 +273,9 @@ def build(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
     validation = Validation(held_out, split, train.eval_sequences)
     for line in validation.coverage():
         logger.info("validation: %s", line)
+    if mesh.is_main:
+        for description in validation.unlabelled:
+            logger.warning("no validation loss of %s: no label in its held-out sequences counts", description)
     # With all labels: shards meet where the label of the last token is the first token of the next shard.
     plain = _build_loader(config, run.data.train, replace(split, labels_across_documents=True))
     check_shards_fit(plain, progress.sequences, mesh)

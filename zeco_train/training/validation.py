@@ -14,21 +14,31 @@ from zeco_train.training.forward import SequenceForward
 
 
 class Validation:
-    """Evaluates the loss on held-out sequences, in stored order.
+    """Evaluates the loss on held-out sequences, in stored order. Stores without a label in them have none.
 
     Args:
         sources: their stores; may be empty.
         split: this rank's part of them.
         max_sequences: use at most the first so many of each store.
+
+    Attributes:
+        unlabelled: descriptions of the stores without a label.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], split: DataSplit, max_sequences: int) -> None:
-        self._sources, self._max_sequences, self._split = sources, max_sequences, split
-        self._readers = [source.reader(split) for source in sources]
+        self._max_sequences, self._split = max_sequences, split
+        self._sources, self._readers, self.unlabelled = list[SequenceSource](), list[Reader](), list[str]()
+        for source in sources:
+            reader = source.reader(split)
+            if any(reader.num_labels(0, number) for number in range(self._taken(reader))):
+                self._sources.append(source)
+                self._readers.append(reader)
+            else:
+                self.unlabelled.append(reader.description)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held out."""
+        """Whether no labels are held out."""
         return not self._readers
 
     def coverage(self, key: str = "train.eval_sequences") -> list[str]:
