@@ -21,7 +21,7 @@ from data.store import VALIDATION_FOLDER, VERSION, TokenStore
 from data.store_writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
-from zeco_train.system.arguments import Parser, errors_in_a_line
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
 from zeco_train.system.files import read_errors
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _is_held_out(name: str, fraction: float) -> bool:
 @errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Prepare the embedded corpus and print its path; takes no arguments. Returns the exit status."""
-    Parser(prog="python -m data.corpora", description=main.__doc__).parse_args(arguments)
+    Parser(prog="python -m data.corpora", description=docstring(main)).parse_args(arguments)
     corpus = standard_library_documents()
     path = prepare_embedded(corpus=corpus)
     size = TokenStore.open(path).num_tokens

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.emulated_switch import address
 from zeco_train.errors import ConfigError
-from zeco_train.system.arguments import Parser, errors_in_a_line
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
 from zeco_train.system.terminal import show_any_text
 
 _SWITCH = Path(__file__).resolve().parent / "emulated_switch.py"
@@ -238,7 +238,9 @@ def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
-        prog="launch/emulated_nodes.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="launch/emulated_nodes.py",
+        description=docstring(sys.modules[__name__]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nodes", type=int, default=4, metavar="N", help="default 4")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of each node; default 2")

@@ -41,7 +41,7 @@ from zeco_train.collectives.topology import find_topology
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.transition import fold
-from zeco_train.system.arguments import Parser, errors_in_a_line
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
 from zeco_train.system.small_files import read_json
 from zeco_train.system.terminal import show_any_text
 
@@ -165,7 +165,9 @@ def _on_ranks(out: Path, runs: int, costs: Costs) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
-        prog="launch/emulated_scans.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="launch/emulated_scans.py",
+        description=docstring(sys.modules[__name__]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nodes", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="default 2 4 8")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of each node; default 1")

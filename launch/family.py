@@ -45,7 +45,7 @@ from zeco_train.report.family import (
     family_csv,
     family_table,
 )
-from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.run_files import METRICS_FILE
@@ -237,7 +237,11 @@ def _check(options: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = Parser(prog="launch/family.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="launch/family.py",
+        description=docstring(sys.modules[__name__]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--mixers", nargs="+", default=[*MIXERS], metavar="MIXER", help="default: all")
     parser.add_argument("--every", nargs="+", type=int, default=[0], metavar="N", help="default 0: no softmax layers")
     parser.add_argument("--size", default="tiny", help="of the files configs/model/MIXER_SIZE.yaml; default tiny")

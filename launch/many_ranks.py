@@ -39,7 +39,7 @@ from launch.start_counts import count_start
 from zeco_train import cli
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.system.arguments import Parser, errors_in_a_line
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
 from zeco_train.system.terminal import show_any_text
@@ -236,7 +236,7 @@ def _check_memory(count: int) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=docstring(sys.modules[__name__]), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counts", type=int, nargs="*", default=[8, 16, 32], help="starts to count, by ranks")
     parser.add_argument("--ranks", type=int, default=0, help="of the run that loses one; 0: none")
     parser.add_argument("--estimate", type=int, default=256, help="ranks of the estimate")

@@ -39,7 +39,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.evaluate.results import RESULTS_FILE
 from zeco_train.report.recall import PICTURE_FILE, TABLE_FILE, Model, Result, draw_recall, recall_table
-from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.files import write_durably, write_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.small_files import read_json
@@ -217,7 +217,7 @@ def _check(options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="launch/recall_family.py", description=__doc__, formatter_class=form)
+    parser = Parser(prog="launch/recall_family.py", description=docstring(sys.modules[__name__]), formatter_class=form)
     parser.add_argument("--models", nargs="+", default=[*MODELS], metavar="MODEL", help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="T", help="default: 64 128 256 512")

@@ -31,7 +31,7 @@ from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.sp.registry import BACKENDS
-from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.arguments import docstring, errors_in_a_line
 from zeco_train.system.files import write_durably
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.terminal import show_any_text
@@ -251,7 +251,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="launch/sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="launch/sweep.py",
+        description=docstring(sys.modules[__name__]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--backends", nargs="+", default=[*BACKENDS], metavar="BACKEND")
     parser.add_argument("--lengths", nargs="+", required=True, metavar="TOKENS", help="whole sequences: 16k, 1M, …")

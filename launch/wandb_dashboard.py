@@ -15,14 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zeco_train.errors import ConfigError
 from zeco_train.report.dashboard import NAME, check_installed, publish, publish_benchmarks, write
-from zeco_train.system.arguments import Parser, errors_in_a_line
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
 from zeco_train.system.terminal import show_any_text
 
 
 @errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Publish or write; returns the process's exit code."""
-    parser = Parser(prog="launch/wandb_dashboard.py", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="launch/wandb_dashboard.py", description=docstring(sys.modules[__name__]).partition("\n")[0])
     parser.add_argument("--project", default="zeco-train", help="default: zeco-train")
     parser.add_argument("--entity", help="a user or a team; default: the account's own")
     parser.add_argument("--name", default=NAME, help=f"of the saved view; default: {NAME}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import ChainMap
 from collections.abc import Mapping
 
@@ -22,6 +21,7 @@ from models.mixers.rebased import Rebased
 from models.mixers.retnet import MultiScaleRetention
 from models.mixers.softmax import SoftmaxAttention
 from zeco_train.errors import ConfigError
+from zeco_train.system.arguments import docstring
 
 MIXERS: dict[str, type[Mixer]] = {
     "gla": GatedLinearAttention,
@@ -63,7 +63,7 @@ def describe_mixers() -> str:
 
 def _title(mixer: type[Mixer]) -> str:
     """The title of fla's format, or else the first line of the docstring."""
-    return mixer.fla.title if mixer.fla is not None else inspect.cleandoc(mixer.__doc__ or "").partition("\n")[0]
+    return mixer.fla.title if mixer.fla is not None else docstring(mixer).partition("\n")[0]
 
 
 def longest_document(config: LanguageModelConfig) -> int | None:

@@ -13,18 +13,19 @@ if __name__ == "__main__":
     run_command("zeco_train.compare")
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from zeco_train.errors import ConfigError
 from zeco_train.report.comparison import PLOT_FILE, RESULTS_FILE, describe, draw, read_runs, table
-from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.terminal import visible
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m zeco_train.compare", description=__doc__)
+    parser = Parser(prog="python -m zeco_train.compare", description=docstring(sys.modules[__name__]))
     parser.add_argument(
         "runs", nargs="+", type=user_path, metavar="RUN_DIR", help="folders of runs; the first is the measure"
     )

@@ -311,7 +311,8 @@ def test_narrow_or_misshapen_operands_are_refused() -> None:
         naive(q, k, v[:, :, :3], g[..., :3], beta[..., :3])
     with pytest.raises(ValueError, match=r"^g: expected shape \[B, T, H, K\] = \[1, 5, 4, 6\], got \[1, 5, 4, 7\]"):
         naive(q, k, v, g[..., None].expand(1, 5, 4, 7), beta)
-    for plain in (OPERATORS["delta"].naive, lambda *tensors: OPERATORS["delta"].step(*tensors, torch.zeros(1, 4, 6, 5))):
+    delta = OPERATORS["delta"]
+    for plain in (delta.naive, lambda *tensors: delta.step(*tensors, torch.zeros(1, 4, 6, 5))):
         with pytest.raises(ValueError, match=r"^beta: expected float32 or float64, for writing strengths"):
             plain(q, k, v, beta.bfloat16())
         with pytest.raises(ValueError, match=r"^beta: expected shape \[B, T, H\]"):

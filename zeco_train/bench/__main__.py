@@ -15,6 +15,7 @@ if __name__ == "__main__":
     # Before the other imports, which take seconds.
     run_command("zeco_train.bench.__main__")
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -40,6 +41,7 @@ from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.system.arguments import docstring
 
 _ADVICE = Advice(
     lost_peer="the results so far stand",
@@ -70,7 +72,8 @@ def _run(arguments: list[str], job: Job) -> int:
     case, *rest = arguments or ["--help"]
     if {"-h", "--help"} & {case, *rest}:
         if job.launch.rank == 0:
-            print(f"{__doc__}\n{describe({name: schema for name, (schema, _) in _CASES.items()})}")
+            cases = describe({name: schema for name, (schema, _) in _CASES.items()})
+            print(f"{docstring(sys.modules[__name__])}\n\n{cases}")
         return 0
     if case == "plot":
         print("\n".join(str(path) for path in figures.plot_files(rest)))

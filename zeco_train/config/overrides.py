@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import inspect
 import math
 import re
 import textwrap
@@ -26,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zeco_train.errors import ConfigError
+from zeco_train.system.arguments import docstring
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _INT64_LIMIT = 1 << 63
@@ -83,7 +83,7 @@ def describe_settings(schema: type[Settings]) -> str:
 
 def describe_attributes(schema: type[Settings]) -> str:
     """The `Attributes:` section of a docstring, indented for `--help`."""
-    text = inspect.cleandoc(schema.__doc__ or "").rpartition("Attributes:\n")[2]
+    text = docstring(schema).rpartition("Attributes:\n")[2]
     return textwrap.indent(textwrap.dedent(text), "  ")
 
 

@@ -18,7 +18,7 @@ from zeco_train.bench.figures import plot
 from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
 from zeco_train.report.panels import panels, whole_figure
-from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.drawing import save_figure
 from zeco_train.system.files import write_json_result, write_result
 from zeco_train.system.paths import check_outputs
@@ -67,7 +67,7 @@ def _benchmark_pictures(comparison: Comparison) -> dict[str, bytes]:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m zeco_train.report", description=package.__doc__)
+    parser = Parser(prog="python -m zeco_train.report", description=docstring(package))
     parser.add_argument("paths", nargs="+", type=user_path, metavar="PATH", help="runs, folders of runs, results.json")
     parser.add_argument(
         "--out", type=user_path, default=Path("runs/report"), metavar="FOLDER", help="default: runs/report"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.system.paths import path_problem, shown
@@ -35,6 +38,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError`, instead of printing the usage and exiting."""
         raise ConfigError("argument", shown(" ".join(sys.argv[1:])), f"{message}; --help lists all")
+
+
+def docstring(of: Any) -> str:
+    """The docstring of a module, class or function, for `--help`; from its source under `python -OO`."""
+    text: str = of.__doc__ or ""
+    # A dataclass without docstring gets its signature.
+    if sys.flags.optimize >= 2 and (not text or text.startswith(f"{of.__name__}(")):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(of)))
+        found = tree if inspect.ismodule(of) else tree.body[0]
+        assert isinstance(found, ast.Module | ast.ClassDef | ast.FunctionDef)
+        text = ast.get_docstring(found) or ""
+    return inspect.cleandoc(text)
 
 
 def user_path(text: str) -> Path:

@@ -25,6 +25,7 @@ from zeco_train.evaluate.tasks.heat_map import heat_map
 from zeco_train.evaluate.tasks.scores import Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
 from zeco_train.system.amounts import length_name
+from zeco_train.system.arguments import docstring
 from zeco_train.system.ranges import check_least
 from zeco_train.training.forward import SequenceForward
 
@@ -57,8 +58,8 @@ class SyntheticTask:
 
     def __init_subclass__(cls) -> None:
         """Add the base class's attributes to a task's docstring, which is shown by `--help`."""
-        own = (cls.__doc__ or "").partition("Attributes:\n")[2]
-        cls.__doc__ = f"{(cls.__mro__[1].__doc__ or '').rstrip()}\n{own}"
+        own = docstring(cls).partition("Attributes:\n")[2]
+        cls.__doc__ = f"{docstring(cls.__mro__[1])}\n{own}"
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""

@@ -49,8 +49,8 @@ class OptimizerSettings:
 
     Attributes:
         lr: peak learning rate.
-        betas, eps, weight_decay: as in `torch.optim.AdamW`; the decay applies to the weights of linear layers, embedding
-            and convolutions only.
+        betas, eps, weight_decay: as in `torch.optim.AdamW`; the decay applies to the weights of linear layers, of the
+            embedding and of convolutions only.
         grad_clip: largest global gradient norm; 0 clips nothing.
         momentum, nesterov, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`.
         ns_dtype: dtype of Muon's matrix products.
