@@ -1,15 +1,26 @@
-"""Progress of a long preparation: a bar on a terminal, else a plain line every 10 s."""
+"""Progress of a long preparation on stderr: a bar on a terminal, else a plain line every 10 s."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 from tqdm import tqdm
 
 from zeco_train.system.amounts import clock, compact
+from zeco_train.system.terminal import visible
 
 _LINE_SECONDS = 10.0
+
+
+def announce_hub(name: str) -> None:
+    """Tell that a name is looked up on the Hugging Face hub, if it is: the library retries for a minute in silence."""
+    from huggingface_hub import constants  # with `datasets` or `transformers`, which the caller has imported
+
+    if not (constants.HF_HUB_OFFLINE or Path(name).exists()):
+        wait = "up to a minute if it cannot be reached; HF_HUB_OFFLINE=1 takes only what is on this machine"
+        print(f"asking the Hugging Face hub for {visible(name)} ({wait})", file=sys.stderr, flush=True)
 
 
 class Display:

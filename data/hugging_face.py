@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.display import announce_hub
 from data.readers import ROWS_AT_ONCE, SourceProblem, check_column, listed, texts_of_column
 from data.sources import UNIT_BYTES, Source, Unit
 from zeco_train.errors import DataError
@@ -60,6 +61,7 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
     library = _library()
     if is_saved_dataset(Path(spec.name)):
         return _open_saved(library, spec, text_field, unit_bytes)
+    announce_hub(spec.name)
     options: dict[str, Any] = {
         "name": spec.config,
         "data_dir": spec.data_dir,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from data.display import announce_hub
 from data.tokenizer_files import check_tokenizer, tokenizer_files
 from zeco_train.errors import DataError
 
@@ -84,6 +85,8 @@ class HuggingFaceTokenizer:
         huggingface_hub.utils.logging.set_verbosity(huggingface_hub.utils.logging.CRITICAL)
         if Path(name).exists():
             check_tokenizer(Path(name))
+        if not local:
+            announce_hub(name)
         with _failures(name, "transformers cannot load a tokenizer from it", remedy):
             # Without trust_remote_code=False, transformers asks on stdin whether to run the folder's code.
             self._tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pyarrow
@@ -16,12 +17,14 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from data import preparation
+from data.hugging_face import DatasetSpec, open_dataset
 from data.prepare import PrepareOptions, main, prepare_store
 from data.recipes import FOLDER, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
+from data.tokenizer import load_tokenizer
 from tests.data.test_resume import Stopped, contents, stop_before, write_lines
 from tests.support.stores import documents
-from zeco_train.errors import ConfigError
+from zeco_train.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = [f"document {index} " + "é" * (index % 50) for index in range(300)]
@@ -200,6 +203,24 @@ def test_offline_error_is_one_line(tmp_path: Path, arguments: list[str], expecte
     assert result.stderr.count("\n") == 1
     assert "network" in result.stderr or "that the hub knows" in result.stderr
     assert not (tmp_path / "store").exists()
+
+
+def test_names_of_the_hub_are_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's library tries for a minute to reach it."""
+    from huggingface_hub import constants
+
+    for offline, name, is_told in ((False, "a/b", True), (True, "a/b", False), (False, str(tmp_path), False)):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        for load in (lambda: load_tokenizer(name, download=True), lambda: open_dataset(DatasetSpec(name), "text")):  # noqa: B023
+            with (
+                mock.patch("transformers.AutoTokenizer.from_pretrained", side_effect=OSError("gone")),
+                mock.patch("datasets.load_dataset_builder", side_effect=OSError("gone")),
+                pytest.raises(DataError),
+            ):
+                load()
+            assert (f"asking the Hugging Face hub for {name} (" in capsys.readouterr().err) is is_told
 
 
 # File kind and columns of each recipe's data set.
