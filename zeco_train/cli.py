@@ -78,9 +78,10 @@ def _banner(config: Config, parts: Parts) -> str:
     """One-line summary of the run."""
     mesh, model, parameters = parts.mesh, config.model, spec_of(config.model).num_parameters
     start = f"from step {parts.progress.step}" if parts.progress.step else "from the start"
+    is_late = not (config.train.eval_every or parts.validation.is_empty)
     return (
         f"{config.name}: {model.name} ({compact(parameters)} parameters, {config.train.dtype.value}) with "
         f"sp={config.sp.backend.value}, {mesh.dp_size} × {mesh.sp_size} ranks (dp × sp) on {mesh.device.type}, "
         f"{config.parallel}; {config.data.global_batch} sequences of {config.data.seq_len:,} tokens "
-        f"a step, {start}"
+        f"a step, {start}" + ", validation after the last step (train.eval_every=0)" * is_late
     )

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from models.registry import MIXERS
+from tests.support.commands import run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.mesh import Launch
+from zeco_train.evaluate.command import main
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.held_out import HeldOut
 from zeco_train.hf.trained import find_trained
@@ -124,3 +126,18 @@ def test_masked_run_resumes_with_the_same_masks_on_other_ranks(tmp_path: Path) -
     metrics = run_distributed(_evaluated, 2, str(tmp_path / "parts"))[0]
     assert abs(metrics["loss"] - found["rows"][-1]["val_loss"]) < 1e-9
     assert "bits_per_byte" not in metrics
+
+
+def test_validation_without_labels_has_no_loss_and_a_late_one_is_announced(tmp_path: Path) -> None:
+    late, run = "validation after the last step (train.eval_every=0)", tmp_path / "unlabelled"
+    settings = ["train.steps=1", "train.eval_every=0", "train.eval_sequences=2", "checkpoint.every=0"]
+    plain = train_here(f"run_dir={tmp_path / 'plain'}", *settings)
+    assert late in plain.out
+    assert "val_loss" in plain.out
+    none = ["model.mixer=linear", "model.causal=false", "task=mlm", "task.mask_fraction=1e-9"]
+    unlabelled = train_here(f"run_dir={run}", *settings, *none)
+    assert unlabelled.code == 0
+    assert "no label in its held-out sequences counts" in unlabelled.err
+    assert not any(text in unlabelled.out for text in (late, "val_loss", "nan"))
+    refused = run_here(main, str(run), "validation.sequences=2")
+    assert refused.errors[0].startswith("data.seq_len=64: no label counts in the held-out sequences of ")
