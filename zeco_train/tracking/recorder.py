@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -111,7 +111,7 @@ class Recorder:
         self._writer: LineWriter | None = None
         self._validations: LineWriter | None = None
         self._since_row: list[StepResult] = []
-        self._spent: Counter[str] = Counter()
+        self._spent = defaultdict[str, float](float)
         self._started = self._row_written = time.monotonic()
         self._steps_done = 0
         self.exit_code = 1
@@ -164,7 +164,7 @@ class Recorder:
         steps, self._since_row = self._since_row, []
         if not steps:
             return
-        spent, self._spent = self._spent, Counter()
+        spent, self._spent = self._spent, defaultdict(float)
         data_seconds, exposed, memory_gb, *seconds_between = self._most(
             _mean([s.data_seconds for s in steps]),
             _mean([s.comm_exposed_seconds for s in steps]),
