@@ -20,10 +20,12 @@ from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.steps import Case, make_mesh, make_step
 from tests.support.training import full
-from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.config.schema import load_config
+from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.dp import LocalScan
+from zeco_train.training.build import init
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
 from zeco_train.training.step import TrainingStep
@@ -70,6 +72,10 @@ def test_warm_up_that_reaches_into_the_decay_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^sched\.warmup_steps=80: .* begins after step 79; allowed: 0 to 79"):
         schedule.check_steps(99)
     ScheduleConfig(ScheduleKind.cosine, warmup_steps=80).check_steps(50)
+    # By the training alone: a run from before this check can be evaluated.
+    config = load_config(["sched=wsd", "train.steps=20"])
+    with pytest.raises(ConfigError, match=r"^sched\.warmup_steps=20: .*; allowed: 0 to 16"):
+        init(config, Launch(0, 1, 0))
 
 
 def test_constant_schedule_stays_at_peak() -> None:

@@ -158,7 +158,6 @@ class Config:
             value = getattr(self, section.name)
             if hasattr(value, "validate"):
                 value.validate()
-        self.sched.check_steps(self.train.steps)
         check_config(self.data)
         check_attention(self.model, self.sp, self.train.segments)
         check_task(self.task, self.model, self.data, self.train.segments)

@@ -109,8 +109,11 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     """Check the settings against world size and machine, then join the ranks, see `join_alike`.
 
     Raises:
-        ConfigError: a split that the world size, or a setting that the machine, does not allow; ranks that differ.
+        ConfigError: a split that the world size, or a setting that the machine, does not allow; ranks that differ; a
+            schedule whose warm-up and decay overlap.
     """
+    # Not a check of each stored configuration: runs that trained with an overlap are still evaluated and exported.
+    config.sched.check_steps(config.train.steps)
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     count_shards(config.parallel.strategy, config.parallel.shard_size, launch.world_size, sp_size)
     check_split(config.data, sp_size, launch.world_size // sp_size, config.train.segments)
