@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from data.atomic import check_replaceable
 from data.display import Display
 from data.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
 from data.pipeline import PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
 from data.readers import SourceProblem
 from data.sources import UNIT_BYTES, FileSource, Source, Unit
-from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, is_store, read_meta
+from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, read_meta
 from data.store_writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
 from data.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
@@ -120,7 +121,7 @@ def prepare_store(options: PrepareOptions) -> Prepared:
     with work_folder(out, recorded, options.overwrite) as work:
         if work.state.phase == MOVING:
             return _place(options, work, out)
-        _check_out(out, options.overwrite)
+        _check_out(options.out, options.overwrite)
         preparation = _Preparation(options, work, tokenizer, arguments)
         preparation.check_unchanged()
         try:
@@ -346,8 +347,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
     with read_errors(out, "choose another --out"):
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return
-    if not is_store(out):
-        raise DataError(out, "exists and is not a token store", "choose another --out; nothing was changed")
+    check_replaceable(out)
     if not overwrite:
         raise DataError(out, "exists already", "give --overwrite to replace it; nothing was changed")
 

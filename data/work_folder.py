@@ -161,6 +161,7 @@ def _folder_for(out: Path) -> Path:
 
 
 def _open(folder: Path, arguments: dict[str, Any], overwrite: bool) -> WorkFolder:
+    _check_own(folder)
     left, state = _read(folder)
     work = WorkFolder(folder, arguments, state)
     if left == arguments:
@@ -171,6 +172,17 @@ def _open(folder: Path, arguments: dict[str, Any], overwrite: bool) -> WorkFolde
         raise DataError(folder, problem, f"give the same arguments to continue it, or {_START_ANEW}")
     start_anew(work)
     return work
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a folder of another kind, and links, through which files elsewhere would be written or deleted."""
+    found = [path.relative_to(folder) for path in folder.rglob("*")]
+    known = {"store", "parts", "state.json"}
+    others = {path for path in found if path.parts[0] not in known and not path.name.startswith(".state.json.")}
+    links = {path for path in found if (folder / path).is_symlink()}
+    if folder.is_symlink() or links | others:
+        name = folder / min(links | others, default="")
+        raise DataError(name, "is not a preparation's", "move it away, or choose another --out")
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, State]:

@@ -163,8 +163,8 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ),
         (["/dev/null", "--out", "s"], 3, "error: /dev/null: is neither a file nor a folder"),
         (["a.txt", "--out", "a.txt/s"], 3, "a.txt is a file); choose another folder"),
-        (["a.txt", "--out", "a.csv"], 3, "a.csv: exists and is not a token store; choose another --out"),
-        (["a.txt", "--out", "folder"], 3, "folder: exists and is not a token store; choose another --out"),
+        (["a.txt", "--out", "a.csv"], 3, "a.csv: exists and is not a token store; choose another folder"),
+        (["a.txt", "--out", "folder"], 3, "folder: exists and is not a token store; choose another folder"),
         (["a.txt", "--out", "folder", "--overwrite"], 3, "folder: exists and is not a token store"),
         (["a.txt", "--out", "s", "--tokenizer", "no/such/path"], 3, "error: no/such/path: no such tokenizer"),
         (

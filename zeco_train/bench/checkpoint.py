@@ -185,7 +185,9 @@ def run(config: CheckpointConfig, session: Session) -> Report:
     report.note(f"{run_config.model.name}, {parameters:,} parameters, {config.rounds} saves of each mode")
     _add_rows(report, loop.stalls, first, session)
     if mesh.is_main:
-        shutil.rmtree(parts.checkpointer.folder)
+        # There were none before, see `run_config`.
+        for path in complete_checkpoints(Path(run_config.run_dir)):
+            shutil.rmtree(path)
     return report
 
 
