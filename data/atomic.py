@@ -108,14 +108,14 @@ def move_into_place(temporary: Path, out: Path, replace: bool) -> None:
         DataError: `out` exists, is not empty, and `replace` is false; or it is no token store, or a link to one.
     """
     # The rename is the check: it replaces an empty folder only. Looking first would race with other processes.
-    if not (replace and os.path.lexists(out)):
-        try:
-            temporary.rename(out)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise DataError(out, "exists already", "nothing was changed") from error
-            raise
+    try:
+        temporary.rename(out)
         return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        if not replace:
+            raise DataError(out, "exists already", "nothing was changed") from error
     check_replaceable(out)
     try:
         _exchange(temporary, out)  # the old folder now has the temporary name, and is deleted with it
