@@ -113,7 +113,7 @@ def _fill(
     write_durably(folder / HF_CONFIG_FILE, _json(record))
     ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
     write_durably(folder / "generation_config.json", _json({**ids, "use_cache": True}))
-    write_tokenizer(trained.tokenizer, tokenizer_files(*trained.token_folders), folder)
+    write_tokenizer(trained.tokenizer, tokenizer_files(*trained.folders), folder)
     progress, run_dir = read_progress(trained.path), trained.path.parent.parent
     origin = {
         "version": __version__,
