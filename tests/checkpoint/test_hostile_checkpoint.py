@@ -298,7 +298,7 @@ def test_copy_with_higher_step_does_not_delete_new_checkpoints(finished: Path, t
     assert outcome.code == 0, outcome.err
     assert "damaged: run.json is that of step 2; it is step_00000099.damaged now" in outcome.err
     names = {path.name for path in folder.iterdir()}
-    assert names == {"step_00000006", "step_00000099.damaged", "latest"}
+    assert names == {"step_00000006", "step_00000099.damaged", "latest", "lock"}
     # Likewise a copy that appears during a run at lower steps.
     shutil.copytree(folder / "step_00000006", folder / "step_00000098")
     with mock.patch(

@@ -172,9 +172,7 @@ def test_tokenizer_elsewhere_is_taken_by_its_digest_only(hugging_face: Path, dig
     elsewhere = hugging_face / "whole"
     info = {"kind": "huggingface", "path": str(elsewhere)} | ({} if digest is None else {"sha256": digest})
     run = Trained(Path("run"), DEFAULT_CONFIG(), None, None, info, (Path("run"),))
-    with pytest.raises(
-        DataError, match=r"whole: is not the tokenizer of the training \(its SHA-256 differs\); put"
-    ):
+    with pytest.raises(DataError, match=r"whole: is not the tokenizer of the training \(its SHA-256 differs\); put"):
         _ = run.tokenizer
     own = {**info, "sha256": load_tokenizer(str(elsewhere)).info["sha256"]}
     assert dataclasses.replace(run, tokenizer_info=own).tokenizer.info == own

@@ -75,9 +75,10 @@ def take_lock(path: Path) -> tuple[int, str | None]:
 
     Raises:
         BlockingIOError: another process holds it.
+        OSError: it cannot be opened, or is a link, which could lead to any file of the user.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         problem: str | None = None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,6 +92,14 @@ def take_lock(path: Path) -> tuple[int, str | None]:
                 return descriptor, problem
         # The last owner has removed the file between the open and the lock.
         os.close(descriptor)
+
+
+def write_locked(lock: int, content: bytes) -> None:
+    """Make `content` that of a file of `take_lock`, on disk. Not by a rename, which would lose the lock."""
+    if os.pread(lock, 1 + len(content), 0) != content:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, content, 0)
+        os.fsync(lock)
 
 
 @contextmanager
