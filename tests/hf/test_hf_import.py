@@ -268,6 +268,13 @@ def test_damaged_model_folders_are_refused(damage: Callable[[Path], str], export
             checked_fla_model(exported)
 
 
+def test_layers_are_compared_with_the_files_before_a_model_is_built(exported: Path) -> None:
+    record = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps({**record, "num_hidden_layers": 1 << 20}))
+    with pytest.raises(CheckpointError, match="tensors are no model of the 1048576 layers"):
+        find_trained(str(exported))
+
+
 def test_training_refuses_export_with_flipped_bit(exported: Path, tmp_path: Path) -> None:
     problem = flip(exported)
     outcome = train_here(f"checkpoint.load=hf:{exported}", f"run_dir={tmp_path / 'on'}")

@@ -25,6 +25,7 @@ from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
+from zeco_train.hf.writer import stored_dtype
 from zeco_train.ops.selection import Kernels
 from zeco_train.system.paths import check_path
 from zeco_train.tracking.run_folder import read_identity
@@ -101,7 +102,9 @@ class Trained:
 
 
 def find_trained(path: str) -> Trained:
-    """Find a trained model: a run's newest checkpoint, a given checkpoint, or an export. Reads only small files.
+    """Find a trained model: a run's newest checkpoint, a given checkpoint, or an export. Reads no weights.
+
+    Names and shapes of the stored weights are compared with the configuration.
 
     Raises:
         ZecoError: there is none, or its files are damaged or unsupported.
@@ -155,6 +158,8 @@ def _of_checkpoint(path: Path) -> Trained:
         problem = f"is a checkpoint, but {run} has no config.yaml of its run; leave it in the run's folder"
         raise ConfigError("RUN", path, problem)
     config = _without_places(read_config(run / "config.yaml"))
+    # Before anything is built: the configuration may ask for any number of layers, of any width.
+    stored_dtype(path, config.model)
     info = read_identity(run).get("data.tokenizer")
     return Trained(path, config.model, config, read_progress(path).step, info or {}, (run,))
 
