@@ -27,7 +27,7 @@ from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.amounts import clock, compact, length_name
 from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
-from zeco_train.system.drawing import BLUE, ORANGE, finish_axes, new_figure
+from zeco_train.system.drawing import BLUE, ORANGE, finish_axes, new_figure, render
 from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_output_file, warn_of_replacing
 from zeco_train.system.terminal import visible
@@ -218,6 +218,6 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
     try:
-        figure.savefig(png, format=png.suffix[1:] or "png")
+        render(figure, png, png.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise DataError(png, f"cannot be written ({error})", "choose another --png") from error

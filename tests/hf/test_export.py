@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,24 @@ def exported(run: tuple[Path, dict[str, Tensor]]) -> Path:
     assert line.startswith(f"{out}: step 2 of default, ")
     assert line.endswith("float32, 0.3 MB in 1 file")
     return out
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EBADF])
+def test_file_systems_without_permissions_or_fsync_of_folders(
+    number: int, run: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def only_files(descriptor: int) -> None:
+        (refuse if stat.S_ISDIR(os.fstat(descriptor).st_mode) else fsync)(descriptor)
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(os, "fsync", only_files)
+    export(str(run[0]), tmp_path / "out", ExportSettings())
+    assert (tmp_path / "out" / WEIGHTS_FILE).exists()
 
 
 def test_export_writes_exact_weights_and_model_card(run: tuple[Path, dict[str, Tensor]], exported: Path) -> None:

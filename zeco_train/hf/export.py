@@ -33,7 +33,7 @@ from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.system.amounts import compact
 from zeco_train.system.files import sha256_of, write_durably
-from zeco_train.system.paths import check_output_folder
+from zeco_train.system.paths import check_output_folder, is_utf8
 from zeco_train.system.ranges import check_least
 
 # ByT5's <pad>.
@@ -74,6 +74,8 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
         raise ConfigError("RUN", run, "is an export already; copy it")
     assert trained.config is not None
     check_output_folder("OUT", out)
+    if not is_utf8(str(out)):
+        raise ConfigError("OUT", out, "has bytes that are no UTF-8, as names of safetensors files must be")
     if out.exists():
         raise ConfigError("OUT", out, "exists; name a new folder, or move that one away")
     if (problem := problem_of(trained.path)) is not None:

@@ -89,7 +89,8 @@ class Trained:
         # Chosen anew: other ranks than those of the training may use the model.
         base = replace(
             base,
-            run_dir=str(self.path),
+            # For results.json only; a folder's name may have bytes that are no UTF-8.
+            run_dir=str(self.path).encode(errors="replace").decode(),
             model=self.model,
             sp=replace(base.sp, size=-1),
             parallel=replace(base.parallel, shard_size=-1),

@@ -22,7 +22,7 @@ from zeco_train.errors import CheckpointError, system_errors
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.names import FileTensors, FlaModel
 from zeco_train.ops import accumulation_dtype
-from zeco_train.system.files import sync_file, write_durably
+from zeco_train.system.files import make_readable, sync_file, write_durably
 
 # Key of the weights in a checkpoint (`Checkpointer`).
 _MODEL = "model"
@@ -150,7 +150,7 @@ def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fsync a file, and compare it bit by bit with the tensors."""
     sync_file(path)
     # Readable by others: weights are not secret.
-    path.chmod(0o644)
+    make_readable(path)
     with safe_open(path, framework="pt") as stored:
         for name, tensor in tensors.items():
             # As bytes: NaN is not equal to itself, and 0 is equal to −0.

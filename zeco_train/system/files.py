@@ -17,6 +17,9 @@ from typing import Any
 from zeco_train.errors import DataError
 from zeco_train.system.jsonable import jsonable
 
+# As file systems without an operation answer: FUSE, FAT, and network ones.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EBADF)
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -58,12 +61,23 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk."""
-    try:
+    """Flush a folder's entries to disk, on file systems that can; some network ones neither support nor need it."""
+    with _if_supported():
         sync_file(path)
+
+
+def make_readable(path: Path) -> None:
+    """Let everybody read a file, on file systems with permissions."""
+    with _if_supported():
+        path.chmod(0o644)
+
+
+@contextmanager
+def _if_supported() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        # Some network file systems neither support nor need fsync of a folder.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        if error.errno not in _UNSUPPORTED:
             raise
 
 

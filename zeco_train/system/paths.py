@@ -46,6 +46,14 @@ def is_plain_name(name: str) -> bool:
     return 0 < len(name) < 256 and not set(name) & {"/", "\0"} and name not in (".", "..")
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text from the command line, or a path, was UTF-8; other bytes are surrogates in Python."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def check_path(field: str, path: str | Path) -> None:
     """Raise `ConfigError` for a path that has a `path_problem`."""
     if (problem := path_problem(path)) is not None:
