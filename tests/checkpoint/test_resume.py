@@ -185,6 +185,6 @@ def test_run_ended_before_first_checkpoint_starts_again(tmp_path: Path) -> None:
     with mock.patch("zeco_train.training.trainer.Trainer.save", side_effect=KeyboardInterrupt):
         assert train_here(*settings).code == 130
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["lock"]
     outcome = train_here(*settings)
     assert outcome.code == 0, outcome.err
