@@ -241,6 +241,17 @@ def test_checkpoints_inside_another_run_are_refused(mark: str, tmp_path: Path) -
     assert (first / "checkpoints" / "lock").read_text() == mark
 
 
+def test_checkpoints_that_are_a_link_to_other_files_are_refused(tmp_path: Path) -> None:
+    run, private = tmp_path / "run", tmp_path / "private"
+    _begun(run).release()
+    private.mkdir()
+    (private / "thesis.txt").touch()
+    _link_checkpoints(run, private)
+    with pytest.raises(ConfigError, match=r"run: its checkpoints are a link to a folder with thesis\.txt"):
+        _begun(run)
+    assert [path.name for path in private.iterdir()] == ["thesis.txt"]
+
+
 def test_checkpoints_in_use_and_locks_that_are_links_are_refused(tmp_path: Path) -> None:
     run, other, private = tmp_path / "run", tmp_path / "other", tmp_path / "private"
     folder = _begun(run)

@@ -121,13 +121,16 @@ def take_checkpoints(run_dir: Path) -> tuple[int, str | None]:
         See `take_lock`.
 
     Raises:
-        ConfigError: it is another run's, or another process saves there.
+        ConfigError: it is another run's, a link to a folder with other files, or another process saves there.
         CheckpointError: see `complete_checkpoints`.
         OSError: the system refuses to write there.
     """
     complete_checkpoints(run_dir)
     folder = run_dir / CHECKPOINT_FOLDER
     folder.mkdir(exist_ok=True)
+    other = next((path for path in folder.iterdir() if not path.name.startswith(("step_", LATEST, _LOCK))), None)
+    if folder.is_symlink() and other is not None:
+        raise ConfigError("run_dir", run_dir, f"its {CHECKPOINT_FOLDER} are a link to a folder with {other.name}")
     try:
         lock, problem = take_lock(folder / _LOCK)
     except BlockingIOError as error:
@@ -135,10 +138,10 @@ def take_checkpoints(run_dir: Path) -> tuple[int, str | None]:
         raise ConfigError("run_dir", run_dir, in_use) from error
     marked = Path(os.fsdecode(os.pread(lock, _LONGEST_PATH, 0)))
     # A run that has moved is not where the mark says any more. Older versions left no mark.
-    for other in (marked, folder.resolve().parent):
-        if _is_another_runs(folder, other, run_dir):
+    for owner in (marked, folder.resolve().parent):
+        if _is_another_runs(folder, owner, run_dir):
             os.close(lock)
-            problem = f"its {CHECKPOINT_FOLDER} are those of the run in {other}"
+            problem = f"its {CHECKPOINT_FOLDER} are those of the run in {owner}"
             raise ConfigError("run_dir", run_dir, f"{problem}; remove the link, or name a new folder")
     write_locked(lock, os.fsencode(run_dir.resolve()))
     return lock, problem

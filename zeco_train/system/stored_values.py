@@ -65,11 +65,7 @@ def find_unstorable(values: Any) -> tuple[str, str, str] | None:
     """
     for key, value in _leaves(values, ""):
         if isinstance(value, str) and _INTERPOLATION in value:
-            return (
-                key,
-                value,
-                "stored configurations hold values, not interpolations",
-            )
+            return key, value, "stored configurations hold values, not interpolations"
         if isinstance(value, str) and not is_utf8(value):
             return key, value, "stored configurations are UTF-8, and this has other bytes; choose another name"
     return None
