@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.readers import ROWS_AT_ONCE, SourceProblem, check_column, listed, texts_of_column
+from data.readers import ROWS_AT_ONCE, Document, SourceProblem, check_column, listed, texts_of_column
 from data.sources import UNIT_BYTES, Source, Unit
 from zeco_train.errors import DataError
 
@@ -111,7 +111,7 @@ class RowSource:
             stop = min(start + self._unit_rows, int(self.total))
             yield Unit((), start, stop, stop - start, f"{self.manifest_sha256} {start} {stop}")
 
-    def read(self, unit: Unit, first: int) -> Iterator[str]:
+    def read(self, unit: Unit, first: int) -> Iterator[Document]:
         """See Source."""
         # Workers are spawned, so each must silence the library's logging itself.
         _library()
@@ -143,7 +143,7 @@ class StreamSource:
             for part in range(parts):
                 yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
 
-    def read(self, unit: Unit, first: int) -> Iterator[str]:
+    def read(self, unit: Unit, first: int) -> Iterator[Document]:
         """See Source."""
         _library()
         row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
@@ -152,16 +152,10 @@ class StreamSource:
             stream = parts.shard(parts.num_shards, unit.stop).with_format("arrow")
             # A stream has no random access: rows before `first` are read and sliced off (`slice` clamps its offset).
             for table in stream.iter(batch_size=ROWS_AT_ONCE):
-                column = self._column(table)
+                check_column(self.name, table.schema, self._text_field)
+                column = table.column(self._text_field)
                 yield from texts_of_column(column.slice(max(0, first - row)), place, max(first, row), self._text_field)
                 row += len(column)
-
-    def _column(self, table: Any) -> Any:
-        name = self._text_field
-        # A column of nulls only has no text type to check.
-        if name not in table.column_names or table.column(name).null_count < len(table):
-            check_column(self.name, table.schema, name)
-        return table.column(name)
 
 
 # Cutting a parquet file opens it; the units of one file come one after another.
@@ -207,7 +201,7 @@ def _check_features(spec: DatasetSpec, features: Any, text_field: str) -> None:
         problem = f"no field {text_field!r}; fields there: {listed(list(features))}"
         raise DataError(spec.name, problem, "choose one with --text-field")
     kind = getattr(features[text_field], "dtype", None)
-    if kind not in ("string", "large_string"):
+    if kind not in ("string", "large_string", "null"):
         raise DataError(spec.name, f"field {text_field!r} holds {kind or features[text_field]}, not text")
 
 

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.readers import SourceProblem
+from data.readers import Document, LeftOut, SourceProblem
 from data.sources import Source, Unit
 from data.store import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -68,7 +68,7 @@ class Part:
         ended: whether this is the unit's last part.
         name: stem of two files in the job's folder: the ids in the store's dtype, and the documents' lengths.
         num_tokens: tokens in the file.
-        short_documents: number of documents dropped as too short.
+        counts: numbers of documents that were left out, by the names of `LeftOut`.
         amount: progress in the source's `amount` unit: the unit's size for its last part, else 0.
     """
 
@@ -79,7 +79,7 @@ class Part:
     ended: bool
     name: str
     num_tokens: int
-    short_documents: int
+    counts: dict[str, int]
     amount: float
 
     def paths(self, folder: Path) -> tuple[Path, Path]:
@@ -93,7 +93,7 @@ class UnitTokenizer:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tokenizer = cached_tokenizer(job.tokenizer)
-        self._open: dict[int, tuple[int, Iterator[str]]] = {}
+        self._open: dict[int, tuple[int, Iterator[Document]]] = {}
 
     def part(self, index: int, unit: Unit, first: int) -> Part:
         """Write the part of unit `index` that begins with its document `first`.
@@ -110,7 +110,7 @@ class UnitTokenizer:
             texts = job.source.read(unit, first)
         name = f"part-{index:010d}-{first:010d}"
         lengths: list[int] = []
-        documents, short, characters, ended = 0, 0, 0, False
+        documents, characters, ended, counts = 0, 0, False, Counter[str]()
         with (job.folder / f"{name}.bin").open("wb") as file:
             while not ended and characters < job.part_characters:
                 pending, size = _take(texts, min(_ENCODE_CHARACTERS, job.part_characters - characters))
@@ -118,13 +118,12 @@ class UnitTokenizer:
                 ended = size == 0 and not pending
                 documents += len(pending)
                 characters += size
-                if pending:
-                    short += _write_documents(file, self._tokenizer, pending, job.min_tokens, lengths)
+                counts += _write_documents(file, self._tokenizer, pending, job.min_tokens, lengths)
         np.save(job.folder / f"{name}.npy", np.asarray(lengths, dtype=np.int64))
         if not ended:
             self._open[index] = first + documents, texts
         amount = unit.size if ended else 0
-        return Part(index, unit.stamp, first, documents, ended, name, sum(lengths), short, amount)
+        return Part(index, unit.stamp, first, documents, ended, name, sum(lengths), dict(counts), amount)
 
 
 @dataclass
@@ -292,26 +291,27 @@ def _worker_died() -> DataError:
     return DataError("data.prepare", problem, "use fewer --workers")
 
 
-def _take(texts: Iterator[str], most: int) -> tuple[list[str], int]:
+def _take(texts: Iterator[Document], most: int) -> tuple[list[Document], int]:
     """The next documents until they have `most` characters, and their total size; empty at the end."""
-    taken: list[str] = []
+    taken: list[Document] = []
     size = 0
     for text in texts:
         taken.append(text)
-        size += len(text)
+        size += len(text) if isinstance(text, str) else 0
         if size >= most or len(taken) >= _ENCODE_DOCUMENTS:
             break
     return taken, size
 
 
 def _write_documents(
-    file: BinaryIO, tokenizer: Tokenizer, texts: list[str], min_tokens: int, lengths: list[int]
-) -> int:
-    """Append the documents and their lengths; returns the number of documents dropped as too short."""
-    short = 0
-    for ids in tokenizer.encode(texts):
+    file: BinaryIO, tokenizer: Tokenizer, found: list[Document], min_tokens: int, lengths: list[int]
+) -> Counter[str]:
+    """Append the documents and their lengths; returns the numbers of documents left out."""
+    counts = Counter(document.name for document in found if isinstance(document, LeftOut))
+    texts = [document for document in found if isinstance(document, str)]
+    for ids in tokenizer.encode(texts) if texts else []:
         if len(ids) < min_tokens:
-            short += 1
+            counts[LeftOut.short.name] += 1
             continue
         if int(ids.max(initial=0)) >= tokenizer.vocab_size:
             problem = f"gives id {ids.max()}, beyond its vocabulary of {tokenizer.vocab_size}"
@@ -321,7 +321,7 @@ def _write_documents(
         document[-1] = tokenizer.eos_id
         file.write(document.data)
         lengths.append(len(document))
-    return short
+    return counts
 
 
 _job: Job | None = None

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 from data.display import Display
 from data.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
 from data.pipeline import PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
-from data.readers import SourceProblem
+from data.readers import LeftOut, SourceProblem
 from data.sources import UNIT_BYTES, FileSource, Source, Unit
 from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, is_store, read_meta
 from data.store_writer import SHARD_TOKENS, StoreWriter, ids_of
@@ -85,6 +85,7 @@ class Prepared:
     The defaults apply to a run that only moved a finished store of an interrupted one into place.
 
     Attributes:
+        left_out: numbers of documents that were left out, by the names of `LeftOut`.
         num_files: files read; None for a data set.
         earlier_tokens: tokens written by interrupted runs.
         tokens, seconds, workers: tokens written by this run, its tokenisation time, and its number of processes.
@@ -92,7 +93,7 @@ class Prepared:
 
     meta: StoreMeta
     validation: StoreMeta | None
-    short_documents: int
+    left_out: dict[str, int]
     num_files: int | None = None
     skipped_files: Counter[str] = field(default_factory=Counter)
     earlier_tokens: int = 0
@@ -209,9 +210,7 @@ class _Preparation:
                         saved = time.monotonic()
         if writer.num_documents == 0:
             where = f"no text in {source.num_files} files" if isinstance(source, FileSource) else "no text"
-            short = self._state.short_documents
-            remedy = f"left out {short} documents {too_short(options)}" if short else ""
-            raise DataError(source.name, where, remedy)
+            raise DataError(source.name, where, describe_left_out(self._state.counts, options))
         self.tokens, self.seconds = writer.num_tokens - self.earlier_tokens, time.monotonic() - start
         if options.validation_fraction > 0:
             writer.tail_state(options.validation_fraction)  # may raise; must precede saving the READ phase
@@ -235,8 +234,8 @@ class _Preparation:
             lengths = lengths[: int(np.searchsorted(writer.num_tokens + np.cumsum(lengths), most)) + 1]
         writer.append_blocks(_blocks(tokens_path, int(lengths.sum()) * writer.dtype.itemsize), lengths)
         unit, first = (part.unit + 1, 0) if part.ended else (part.unit, part.first + part.documents)
-        short, amount = self._state.short_documents + part.short_documents, self._state.amount + part.amount
-        self._state = replace(self._state, unit=unit, first=first, short_documents=short, amount=amount)
+        counts, amount = Counter(self._state.counts) + Counter(part.counts), self._state.amount + part.amount
+        self._state = replace(self._state, unit=unit, first=first, counts=dict(counts), amount=amount)
         del self._made[part.name]
         if part not in self._work.state.waiting:  # the saved state still refers to those
             tokens_path.unlink()
@@ -284,7 +283,7 @@ def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -
     work.move_to(out, options.overwrite)
     held_out = out / VALIDATION_FOLDER
     validation = read_meta(held_out) if held_out.exists() else None
-    return Prepared(read_meta(out), validation, work.state.short_documents, **facts)
+    return Prepared(read_meta(out), validation, work.state.counts, **facts)
 
 
 @contextmanager
@@ -296,9 +295,12 @@ def _source_errors() -> Iterator[None]:
         raise DataError(*problem.args) from problem
 
 
-def too_short(options: PrepareOptions) -> str:
-    """Describe the documents dropped by `min_tokens`, for messages."""
-    return "without text" if options.min_tokens == 1 else f"of fewer than {options.min_tokens} tokens"
+def describe_left_out(counts: Mapping[str, int], options: PrepareOptions) -> str:
+    """Describe the documents that were left out, for messages; "" if there are none."""
+    of_fewer = f"of fewer than {options.min_tokens} tokens"
+    kinds = {LeftOut.null: "that are null", LeftOut.short: "without text" if options.min_tokens == 1 else of_fewer}
+    found = [f"{counts[kind.name]} documents {text}" for kind, text in kinds.items() if counts.get(kind.name)]
+    return f"left out {', '.join(found)}" if found else ""
 
 
 def _check_options(options: PrepareOptions) -> None:

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from data.hugging_face import DatasetSpec
-from data.preparation import Prepared, PrepareOptions, prepare_store, too_short
+from data.preparation import Prepared, PrepareOptions, describe_left_out, prepare_store
 from data.recipes import load_recipe, recipe_names
 from data.sources import SUFFIXES
 from data.store import VALIDATION_FOLDER, StoreMeta
@@ -68,8 +68,8 @@ def _report(options: PrepareOptions, prepared: Prepared) -> None:
     if prepared.skipped_files.total():
         kinds = visible(", ".join(f"{kind} {count}" for kind, count in prepared.skipped_files.most_common(8) if count))
         print(f"skipped {prepared.skipped_files.total()} files of other kinds: {kinds}")
-    if prepared.short_documents:
-        print(f"left out {prepared.short_documents} documents {too_short(options)}")
+    if left_out := describe_left_out(prepared.left_out, options):
+        print(left_out)
     if prepared.earlier_tokens:
         print(f"went on from {prepared.earlier_tokens:,} tokens of an interrupted preparation")
     if prepared.tokens and prepared.seconds > 0:

@@ -1,4 +1,8 @@
-"""Reads the documents of one file, or of a part of it."""
+"""Reads the documents of one file, or of a part of it.
+
+In every format a null is no document (`LeftOut.null`), and a byte-order mark at the start of a line or of a document is
+no text.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,25 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from zeco_train.system.files import BYTE_ORDER_MARK, decode_text
 
 READ_BYTES = 1 << 21
 ROWS_AT_ONCE = 1024
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
+
+class LeftOut(Enum):
+    """Why a document is left out."""
+
+    null = 0
+    short = 1
+
+
+Document = str | LeftOut
 
 
 class SourceProblem(Exception):
@@ -22,15 +39,15 @@ class SourceProblem(Exception):
 
 
 def decode(contents: bytes, path: Path, offset: int = 0) -> str:
-    """Decode UTF-8; `offset` is the position of `contents` in the file, for the message."""
+    """`decode_text`; `offset` is the position of `contents` in the file, for the message."""
     try:
-        return contents.decode("utf-8")
+        return decode_text(contents)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 at byte {offset + error.start}"
         raise SourceProblem(str(path), problem, "convert it, for example with iconv") from error
 
 
-def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[str]:
+def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[Document]:
     """Yield the documents of the lines whose first byte lies in [start, stop)."""
     with path.open("rb") as file:
         if start > 0:
@@ -38,17 +55,15 @@ def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[s
             file.readline()  # the rest of a line that began before, or just the newline that ends it
         while (position := file.tell()) < stop:
             line = file.readline()
-            if line.isspace():
+            if not (text := decode(line, path, position)).strip():
                 continue
-            text = decode(line, path, position)
             try:
-                # A byte-order mark at the start of the file: json.loads refuses it.
-                yield _field_of_line(text.removeprefix("\ufeff") if position == 0 else text, text_field)
+                yield _field_of_line(text, text_field)
             except _LineProblem as error:
                 raise SourceProblem(f"{path}, line {_line_number(path, position)}", *error.args) from error
 
 
-def read_compressed_lines(path: Path, text_field: str) -> Iterator[str]:
+def read_compressed_lines(path: Path, text_field: str) -> Iterator[Document]:
     """Yield the documents of all lines of a compressed file."""
     import pyarrow
 
@@ -58,10 +73,9 @@ def read_compressed_lines(path: Path, text_field: str) -> Iterator[str]:
         pyarrow.input_stream(str(path), compression=compression) as stream,
     ):
         for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), 1):
-            if not line.isspace():
-                text = decode(line, path, position)
+            if (text := decode(line, path, position)).strip():
                 try:
-                    yield _field_of_line(text.removeprefix("\ufeff") if number == 1 else text, text_field)
+                    yield _field_of_line(text, text_field)
                 except _LineProblem as error:
                     raise SourceProblem(f"{path}, line {number}", *error.args) from error
             position += len(line)
@@ -83,7 +97,7 @@ class _LineProblem(Exception):
     """A problem of a JSON line: (problem, remedy)."""
 
 
-def _field_of_line(line: str, text_field: str) -> str:
+def _field_of_line(line: str, text_field: str) -> Document:
     """The text field of a line. Raises _LineProblem."""
     try:
         record = json.loads(line)
@@ -95,13 +109,15 @@ def _field_of_line(line: str, text_field: str) -> str:
     if text_field not in record:
         raise _LineProblem(f"no field {text_field!r}; fields there: {listed(record)}", "choose one with --text-field")
     text = record[text_field]
+    if text is None:
+        return LeftOut.null
     if not isinstance(text, str):
         raise _LineProblem(f"field {text_field!r} is of type {type(text).__name__}, not text", "")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, which is not a character
         raise _LineProblem(f"field {text_field!r} has a lone surrogate at character {error.start}", "") from error
-    return text
+    return text.removeprefix(BYTE_ORDER_MARK)
 
 
 def listed(names: Sequence[str] | dict[str, Any]) -> str:
@@ -128,7 +144,7 @@ def open_parquet(path: Path) -> Any:
         return parquet.ParquetFile(path)
 
 
-def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]:
+def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[Document]:
     """Yield the documents of a row group of a .parquet file."""
     with open_parquet(path) as file:
         check_column(path, file.schema_arrow, text_field)
@@ -139,7 +155,7 @@ def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]
                 row += len(batch)
 
 
-def read_arrow(path: Path, text_field: str) -> Iterator[str]:
+def read_arrow(path: Path, text_field: str) -> Iterator[Document]:
     """Yield the documents of a file of Arrow's streaming or file format."""
     import pyarrow
 
@@ -165,16 +181,16 @@ def check_column(source: object, schema: Any, text_field: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether an Arrow type is text, or a dictionary of text."""
+    """Whether an Arrow type is text, a dictionary of text, or that of a column of nulls only."""
     import pyarrow
 
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     types = pyarrow.types
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return any(check(kind) for check in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
 
 
-def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Iterator[str]:
-    """Yield the values of an Arrow text column; a null is an empty document.
+def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Iterator[Document]:
+    """Yield the values of an Arrow text column.
 
     Args:
         column: an Arrow array, or chunked array, of text.
@@ -184,7 +200,8 @@ def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Itera
     """
     for value in column:
         try:
-            yield value.as_py() or ""
+            text = value.as_py()
+            yield LeftOut.null if text is None else text.removeprefix(BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             problem = f"not UTF-8 at byte {error.start} of column {text_field!r}"
             raise SourceProblem(f"{place} {row}", problem, "") from error

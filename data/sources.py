@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from data.readers import (
+    Document,
     SourceProblem,
     decode,
     open_parquet,
@@ -88,8 +89,8 @@ class Source(Protocol):
     def units(self) -> Iterator[Unit]:
         """All units, in order; deterministic for an unchanged source. Raises SourceProblem."""
 
-    def read(self, unit: Unit, first: int) -> Iterator[str]:
-        """The documents of a unit, from number `first` on. Raises SourceProblem."""
+    def read(self, unit: Unit, first: int) -> Iterator[Document]:
+        """The documents of a unit, from number `first` on, those left out included. Raises SourceProblem."""
 
 
 class FileSource:
@@ -121,7 +122,7 @@ class FileSource:
         """See Source."""
         return split_into_units(self._files, self._unit_bytes)
 
-    def read(self, unit: Unit, first: int) -> Iterator[str]:
+    def read(self, unit: Unit, first: int) -> Iterator[Document]:
         """See Source."""
         return itertools.islice(read_unit(unit, self._text_field), first, None)
 
@@ -183,7 +184,7 @@ def split_into_units(files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) 
         yield _unit_of(group, 0, 0, _size(group))
 
 
-def read_unit(unit: Unit, text_field: str) -> Iterator[str]:
+def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
     """Yield the documents of a unit.
 
     Raises:

@@ -19,6 +19,7 @@ from data import preparation
 from data.prepare import PrepareOptions, main, prepare_store
 from data.recipes import FOLDER, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
+from tests.data.test_prepare import write_marked
 from tests.data.test_resume import Stopped, contents, stop_before, write_lines
 from tests.support.stores import documents
 from zeco_train.errors import ConfigError
@@ -70,6 +71,16 @@ def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) ->
     # The same files, read without the library.
     assert prepare(folder, "--out", tmp_path / "plain", "--workers", "1") == 0
     assert documents(tmp_path / "plain") == TEXTS
+
+
+@pytest.mark.parametrize(("kind", "streaming"), [("parquet", "--streaming"), ("jsonl.gz", "--no-streaming")])
+def test_nulls_and_byte_order_marks_as_in_files(
+    kind: str, streaming: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_marked(tmp_path / "corpus", kind)
+    assert prepare("--dataset", folder, streaming, "--out", tmp_path / "store", "--workers", "1") == 0
+    assert documents(tmp_path / "store") == ["a", "b\ufeffc"]
+    assert "left out 1 documents that are null, 1 documents without text\n" in capsys.readouterr().out
 
 
 @pytest.mark.few(1)

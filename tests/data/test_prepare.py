@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -69,13 +70,59 @@ def test_folder_with_all_file_kinds(
     captured = capsys.readouterr()
     # 3 of other suffixes, .hidden.txt and .git
     assert "skipped 5 files of other kinds: hidden 2, .csv 2, no suffix 1" in captured.out
-    assert "left out 9 documents without text" in captured.out  # 8 missing rows, 1 empty file
+    assert "left out 8 documents that are null, 1 documents without text\n" in captured.out
     total = sum(len(text.encode()) + 1 for text in expected)
     assert f"store: {len(expected)} documents, {total:,} tokens of uint16 from 6 files, vocabulary 259" in captured.out
     assert captured.err == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "store"]
     meta = TokenStore.open(tmp_path / "store").meta
     assert (meta.tokenizer, meta.eos_id, meta.vocab_size) == ({"kind": "bytes"}, 1, 259)
+
+
+# A null, a byte-order mark at the start of the file where a text format can have one, and at the start of documents.
+MARKED = ["\ufeffa", None, "b\ufeffc", "\ufeff"]
+
+
+def write_marked(folder: Path, kind: str) -> Path:
+    """MARKED in one file of this kind; the null only in kinds that can have one."""
+    folder.mkdir()
+    path = folder / f"marked.{kind}"
+    table = pyarrow.table({"text": MARKED})
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in MARKED).encode()
+    match kind:
+        case "parquet":
+            parquet.write_table(table, path)
+        case "arrow":
+            with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines))
+        case "jsonl":
+            path.write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\n\xef\xbb\xbf\n\xef\xbb\xbf", 1))
+        case "txt":
+            for number, text in enumerate(MARKED):
+                (folder / f"{number}.txt").write_text(text or "", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl.gz", "jsonl", "txt"])
+def test_nulls_are_no_documents_and_byte_order_marks_no_text(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(write_marked(tmp_path / "corpus", kind)), "--out", str(tmp_path / "store")]) == 0
+    assert documents(tmp_path / "store") == ["a", "b\ufeffc"]
+    left_out = "2 documents without text" if kind == "txt" else "1 documents that are null, 1 documents without text"
+    assert f"left out {left_out}\n" in capsys.readouterr().out
+
+
+def test_column_of_nulls_has_no_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(2)}), tmp_path / "a.parquet")
+    assert main([str(tmp_path / "a.parquet"), "--out", str(tmp_path / "store")]) == 3
+    assert "no text in 1 files; left out 2 documents that are null\n" in capsys.readouterr().err
+    parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
+    sources = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
+    assert main([*sources, "--out", str(tmp_path / "store")]) == 0
+    assert documents(tmp_path / "store") == ["b"]
 
 
 def test_named_files_with_min_tokens_into_nested_out(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:

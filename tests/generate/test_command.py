@@ -20,6 +20,7 @@ from data.tokenizer import ByteTokenizer
 from tests.support.commands import TORCHRUN, Command, Outcome, check_line, run_here, train_here
 from zeco_train import export
 from zeco_train.generate import command, generator
+from zeco_train.generate.options import read_prompts
 from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import ORIGIN_FILE
 
@@ -216,6 +217,11 @@ def test_unusable_run_or_prompt_file_is_reported(run: Path, tmp_path: Path) -> N
     weights = next((damaged / "checkpoints" / "step_00000002").glob("*.distcp"))
     weights.write_bytes(weights.read_bytes()[:-1])
     check_line(generate(damaged, "--prompt", "x"), 4, "damaged")
+
+
+def test_byte_order_mark_of_prompt_file_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfab\xef\xbb\xbf")
+    assert read_prompts([tmp_path / "prompt.txt", "\ufeffas given"]) == ["ab\ufeff", "\ufeffas given"]
 
 
 def test_printer_keeps_prompt_order() -> None:

@@ -12,7 +12,7 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.system.arguments import Parser, user_path
-from zeco_train.system.files import read_errors
+from zeco_train.system.files import decode_text, read_errors
 from zeco_train.system.paths import check_output_file
 
 _STDIN = "-"
@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def read_prompts(prompts: Sequence[str | Path]) -> list[str]:
-    """The texts of prompts; reads files (UTF-8) and stdin.
+    """The texts of prompts; reads files (UTF-8, without a byte-order mark) and stdin.
 
     Raises:
         DataError: a file cannot be read or is not UTF-8.
@@ -106,7 +106,7 @@ def _read(path: Path) -> str:
     with read_errors(path):
         raw = sys.stdin.buffer.read() if str(path) == _STDIN else path.read_bytes()
     try:
-        return raw.decode("utf-8")
+        return decode_text(raw)
     except UnicodeDecodeError as error:
         raise DataError(path, f"is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
