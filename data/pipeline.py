@@ -25,6 +25,8 @@ from data.store import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 from zeco_train.errors import DataError
 
+# In `Part.counts`: control ids inside documents.
+CONTROL_IDS = "control_ids"
 PART_CHARACTERS = 1 << 23
 _ENCODE_CHARACTERS = 1 << 18
 _ENCODE_DOCUMENTS = 256
@@ -48,6 +50,7 @@ class Job:
         tokenizer: as in `load_tokenizer`.
         min_tokens: shorter documents, end of sequence not counted, are dropped.
         folder: output folder of the parts; the caller deletes each after use.
+        control: see `Tokenizer.encode`; without it, a control id inside a document is an error.
         part_characters: a part ends with the document that reaches this size; a unit may have several parts.
     """
 
@@ -55,6 +58,7 @@ class Job:
     tokenizer: str
     min_tokens: int
     folder: Path
+    control: bool = False
     part_characters: int = PART_CHARACTERS
 
 
@@ -68,7 +72,7 @@ class Part:
         ended: whether this is the unit's last part.
         name: stem of two files in the job's folder: the ids in the store's dtype, and the documents' lengths.
         num_tokens: tokens in the file.
-        counts: numbers of documents that were left out, by the names of `LeftOut`.
+        counts: numbers of documents that were left out, by the names of `LeftOut`; and CONTROL_IDS.
         amount: progress in the source's `amount` unit: the unit's size for its last part, else 0.
     """
 
@@ -118,7 +122,7 @@ class UnitTokenizer:
                 ended = size == 0 and not pending
                 documents += len(pending)
                 characters += size
-                counts += _write_documents(file, self._tokenizer, pending, job.min_tokens, lengths)
+                counts += _write_documents(file, self._tokenizer, pending, job, lengths)
         np.save(job.folder / f"{name}.npy", np.asarray(lengths, dtype=np.int64))
         if not ended:
             self._open[index] = first + documents, texts
@@ -304,24 +308,37 @@ def _take(texts: Iterator[Document], most: int) -> tuple[list[Document], int]:
 
 
 def _write_documents(
-    file: BinaryIO, tokenizer: Tokenizer, found: list[Document], min_tokens: int, lengths: list[int]
+    file: BinaryIO, tokenizer: Tokenizer, found: list[Document], job: Job, lengths: list[int]
 ) -> Counter[str]:
-    """Append the documents and their lengths; returns the numbers of documents left out."""
+    """Append the documents and their lengths; returns `Part.counts`."""
     counts = Counter(document.name for document in found if isinstance(document, LeftOut))
     texts = [document for document in found if isinstance(document, str)]
-    for ids in tokenizer.encode(texts) if texts else []:
-        if len(ids) < min_tokens:
+    for ids in tokenizer.encode(texts, control=job.control) if texts else []:
+        if len(ids) < job.min_tokens:
             counts[LeftOut.short.name] += 1
             continue
         if int(ids.max(initial=0)) >= tokenizer.vocab_size:
             problem = f"gives id {ids.max()}, beyond its vocabulary of {tokenizer.vocab_size}"
             raise SourceProblem(tokenizer.info.get("path", "tokenizer"), problem, "repair the tokenizer's files")
+        if tokenizer.control_ids:
+            counts[CONTROL_IDS] += _count_control(ids, tokenizer, job.control)
         document: NDArray[np.unsignedinteger] = np.empty(len(ids) + 1, dtype=token_dtype(tokenizer.vocab_size))
         document[:-1] = ids
         document[-1] = tokenizer.eos_id
         file.write(document.data)
         lengths.append(len(document))
     return counts
+
+
+def _count_control(ids: NDArray[np.integer], tokenizer: Tokenizer, allowed: bool) -> int:
+    """Count the control ids in a document."""
+    found = ids[np.isin(ids, list(tokenizer.control_ids))]
+    if len(found) and not allowed:
+        # The string is a piece of the tokenizer's model, too, and not an added token only.
+        problem = f"gives control id {found[0]} for the text {tokenizer.control_ids[int(found[0])]!r} of a document"
+        remedy = "--control-strings ids allows and counts such ids"
+        raise SourceProblem(tokenizer.info.get("path", "tokenizer"), problem, remedy)
+    return len(found)
 
 
 _job: Job | None = None

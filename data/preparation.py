@@ -23,7 +23,7 @@ import numpy as np
 
 from data.display import Display
 from data.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
-from data.pipeline import PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
+from data.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
 from data.readers import LeftOut, SourceProblem
 from data.sources import UNIT_BYTES, FileSource, Source, Unit
 from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, is_store, read_meta
@@ -48,6 +48,7 @@ class PrepareOptions:
         dataset: instead of `sources`, a hub or local data set, loaded by `datasets`.
         split: the split to read from a folder of save_to_disk.
         tokenizer: "bytes", the local path of a Hugging Face tokenizer, or its name on the hub.
+        control_strings: what control strings in a document become, such as "</s>": "text", or "ids", the control ids.
         text_field: field of .jsonl lines, column of .parquet and .arrow files and of data sets.
         validation_fraction: the last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
         workers: processes; None for one per CPU (one for a small corpus). The result does not depend on it.
@@ -65,6 +66,7 @@ class PrepareOptions:
     dataset: DatasetSpec | None = None
     split: str = "train"
     tokenizer: str = BYTES
+    control_strings: str = "text"
     text_field: str = "text"
     validation_fraction: float = 0.0
     workers: int | None = None
@@ -86,6 +88,7 @@ class Prepared:
 
     Attributes:
         left_out: numbers of documents that were left out, by the names of `LeftOut`.
+        control_ids: number of control ids inside documents.
         num_files: files read; None for a data set.
         earlier_tokens: tokens written by interrupted runs.
         tokens, seconds, workers: tokens written by this run, its tokenisation time, and its number of processes.
@@ -94,6 +97,7 @@ class Prepared:
     meta: StoreMeta
     validation: StoreMeta | None
     left_out: dict[str, int]
+    control_ids: int
     num_files: int | None = None
     skipped_files: Counter[str] = field(default_factory=Counter)
     earlier_tokens: int = 0
@@ -194,7 +198,14 @@ class _Preparation:
         small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
         self.workers = options.workers or (1 if small else _available_cpus())
         self._made, self._state = {part.name: part for part in state.waiting}, state
-        job = Job(source, options.tokenizer, options.min_tokens, self._work.parts, options.part_characters)
+        job = Job(
+            source,
+            options.tokenizer,
+            options.min_tokens,
+            self._work.parts,
+            control=options.control_strings == "ids",
+            part_characters=options.part_characters,
+        )
         start = saved = time.monotonic()
         with _source_errors():
             parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
@@ -283,7 +294,7 @@ def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -
     work.move_to(out, options.overwrite)
     held_out = out / VALIDATION_FOLDER
     validation = read_meta(held_out) if held_out.exists() else None
-    return Prepared(read_meta(out), validation, work.state.counts, **facts)
+    return Prepared(read_meta(out), validation, work.state.counts, work.state.counts.get(CONTROL_IDS, 0), **facts)
 
 
 @contextmanager
@@ -333,6 +344,7 @@ def _arguments(options: PrepareOptions) -> dict[str, Any]:
         **dict(options.about),
         **source,
         "text_field": options.text_field,
+        "control_strings": options.control_strings,
         "min_tokens": options.min_tokens,
         "max_tokens": options.max_tokens,
         "validation_fraction": options.validation_fraction,

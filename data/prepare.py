@@ -70,6 +70,8 @@ def _report(options: PrepareOptions, prepared: Prepared) -> None:
         print(f"skipped {prepared.skipped_files.total()} files of other kinds: {kinds}")
     if left_out := describe_left_out(prepared.left_out, options):
         print(left_out)
+    if prepared.control_ids:
+        print(f"stored {prepared.control_ids:,} control ids inside documents")
     if prepared.earlier_tokens:
         print(f"went on from {prepared.earlier_tokens:,} tokens of an interrupted preparation")
     if prepared.tokens and prepared.seconds > 0:
@@ -130,6 +132,11 @@ def _parser() -> argparse.ArgumentParser:
     text = parser.add_argument_group("text and tokens")
     text.add_argument("--text-field", metavar="NAME", help="field of .jsonl, column of tables (default: text)")
     text.add_argument("--tokenizer", metavar="NAME", help="bytes (default), or a Hugging Face tokenizer: path or name")
+    text.add_argument(
+        "--control-strings",
+        choices=("text", "ids"),
+        help="what </s> and the like in a document become (default: text; ids are counted)",
+    )
     text.add_argument("--min-tokens", type=int, metavar="N", help="leave out documents shorter than this (default: 1)")
     text.add_argument("--max-tokens", type=int, metavar="N", help="stop with the document that reaches so many")
     text.add_argument(

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from data.digests import COPY_AGAIN as _COPY_AGAIN
 from data.digests import file_version, verify_file
 from data.npy import map_array
+from data.tokenizer import BYTES
 from data.tokenizer_files import TOKENIZER_FOLDER
 from zeco_train import __version__
 from zeco_train.errors import ConfigError, DataError
@@ -105,6 +106,12 @@ class StoreMeta:
         if len(self.shards) == 1:
             return self.shards[0].sha256
         return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+
+    @property
+    def control_strings(self) -> str:
+        """What strings such as "</s>" in a document became: "text", "ids", or "unknown" for stores of version 0.2."""
+        rule = "text" if self.tokenizer.get("kind") == BYTES else self.preparation.get("control_strings")
+        return rule if rule in ("text", "ids") else "unknown"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:

@@ -21,14 +21,25 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids. `info` is its entry in meta.json."""
+    """Converts text to ids.
+
+    Attributes:
+        control_ids: the ids that texts can be given and that do not stand for text, and their strings.
+        info: its entry in meta.json.
+    """
 
     vocab_size: int
     eos_id: int
+    control_ids: Mapping[int, str]
     info: dict[str, str]
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens], without end-of-sequence or other special ids."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [tokens], without an end-of-sequence id.
+
+        Args:
+            texts: the texts.
+            control: control strings, such as "</s>", become their ids; by default they are text as any other.
+        """
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`."""
@@ -47,10 +58,11 @@ class ByteTokenizer:
     eos_id = 1
     unknown_id = 2
     info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
+    control_ids: Mapping[int, str] = {}  # noqa: RUF012 - see `info`
     offset = 3
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [bytes] uint16."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [bytes] uint16; no text becomes a control id."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16) + self.offset for text in texts]
 
     def decode(self, ids: NDArray[np.integer]) -> str:
@@ -94,6 +106,13 @@ class HuggingFaceTokenizer:
         self.eos_id = int(self._tokenizer.eos_token_id)
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(self._tokenizer), max(vocabulary.values(), default=0) + 1, self.eos_id + 1)
+        # The unknown token stands for text.
+        special = {
+            number: str(token) for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        }
+        unknown = self._tokenizer.unk_token_id
+        self.control_ids = {number: token for number, token in special.items() if number != unknown}
+        self.control_ids[self.eos_id] = str(self._tokenizer.eos_token)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
         contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
@@ -101,10 +120,11 @@ class HuggingFaceTokenizer:
         place = str(Path(name).resolve()) if Path(name).exists() else name
         self.info = {"kind": "huggingface", "path": place, "sha256": digest}
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens] int64."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [tokens] int64; see Tokenizer."""
         # `verbose`: a document may be longer than the tokenizer's model allows, without a warning.
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        options["split_special_tokens"] = not control
         with _failures(self.info["path"], "this tokenizer cannot encode a text"):
             encoded = self._tokenizer(list(texts), **options)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]

@@ -190,6 +190,53 @@ def test_prepare_with_hugging_face_tokenizer(hugging_face: Path, tmp_path: Path)
     assert len(opened.meta.tokenizer["sha256"]) == 64
 
 
+@pytest.fixture(scope="session")
+def control_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tokenizer of single bytes with control tokens, 0 and 1, and another added token, 2."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["</s>", "<pad>", "<tab>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken("<tab>", normalized=False)])
+    folder = tmp_path_factory.mktemp("control")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+QUOTING = "<s>struck</s> out, <pad><tab></s>"
+
+
+@pytest.mark.parametrize(("rule", "inside"), [("text", []), ("ids", [0, 1, 0])])
+def test_control_strings_are_text_unless_allowed(
+    rule: str, inside: list[int], control_tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "text.jsonl", [{"text": QUOTING}, {"text": "plain"}])
+    options = ["--tokenizer", str(control_tokens), *(["--control-strings", "ids"] if rule == "ids" else [])]
+    assert main([str(source), "--out", str(tmp_path / "store"), *options]) == 0
+    assert ("stored 3 control ids inside documents\n" in capsys.readouterr().out) == (rule == "ids")
+    opened = TokenStore.open(tmp_path / "store")
+    ids = opened.read(0, int(opened.doc_offsets[1]))
+    assert ids[ids < 2].tolist() == [*inside, 0]
+    assert 2 in ids.tolist()
+    assert load_tokenizer(str(control_tokens)).decode(ids[:-1]) == QUOTING
+    assert opened.meta.control_strings == rule
+
+
+def test_control_ids_that_the_model_itself_gives_are_refused_unless_allowed(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "text.jsonl", [{"text": "w0 unknown </s> w1"}])
+    arguments = [str(source), "--tokenizer", str(hugging_face / "whole"), "--out", str(tmp_path / "store")]
+    assert main(arguments) == 3
+    problem = "gives control id 1 for the text '</s>' of a document; --control-strings ids allows and counts such ids"
+    assert f"{hugging_face / 'whole'}: {problem}\n" in capsys.readouterr().err
+    assert main([*arguments, "--control-strings", "ids"]) == 0
+    assert TokenStore.open(tmp_path / "store").read(0, 5).tolist() == [2, 0, 1, 3, 1]
+
+
 def test_unusable_tokenizers_are_refused(hugging_face: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # An empty cache: the user's may have gpt2. HF_HOME was read when the library was imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
