@@ -58,7 +58,7 @@ class ByteTokenizer:
     eos_id = 1
     unknown_id = 2
     info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
-    control_ids: Mapping[int, str] = {}  # noqa: RUF012 - see `info`
+    control_ids: Mapping[int, str] = {}
     offset = 3
 
     def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
@@ -107,12 +107,9 @@ class HuggingFaceTokenizer:
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(self._tokenizer), max(vocabulary.values(), default=0) + 1, self.eos_id + 1)
         # The unknown token stands for text.
-        special = {
-            number: str(token) for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
-        }
-        unknown = self._tokenizer.unk_token_id
-        self.control_ids = {number: token for number, token in special.items() if number != unknown}
-        self.control_ids[self.eos_id] = str(self._tokenizer.eos_token)
+        added, unknown = self._tokenizer.added_tokens_decoder.items(), self._tokenizer.unk_token_id
+        special = {number: str(token) for number, token in added if token.special and number != unknown}
+        self.control_ids: Mapping[int, str] = {**special, self.eos_id: str(self._tokenizer.eos_token)}
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
         contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
