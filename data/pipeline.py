@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.readers import Document, LeftOut, SourceProblem
-from data.sources import Source, Unit
+from data.sources import DOCUMENT_BYTES, Source, Unit
 from data.store import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 from zeco_train.errors import DataError
@@ -51,6 +51,7 @@ class Job:
         min_tokens: shorter documents, end of sequence not counted, are dropped.
         folder: output folder of the parts; the caller deletes each after use.
         control: see `Tokenizer.encode`; without it, a control id inside a document is an error.
+        most_bytes: larger documents, in UTF-8, are left out.
         part_characters: a part ends with the document that reaches this size; a unit may have several parts.
     """
 
@@ -59,6 +60,7 @@ class Job:
     min_tokens: int
     folder: Path
     control: bool = False
+    most_bytes: int = DOCUMENT_BYTES
     part_characters: int = PART_CHARACTERS
 
 
@@ -117,7 +119,8 @@ class UnitTokenizer:
         documents, characters, ended, counts = 0, 0, False, Counter[str]()
         with (job.folder / f"{name}.bin").open("wb") as file:
             while not ended and characters < job.part_characters:
-                pending, size = _take(texts, min(_ENCODE_CHARACTERS, job.part_characters - characters))
+                most = min(_ENCODE_CHARACTERS, job.part_characters - characters)
+                pending, size = _take(texts, most, job.most_bytes)
                 # Only an empty read shows the end, so a unit whose last document fills a part gets an empty part more.
                 ended = size == 0 and not pending
                 documents += len(pending)
@@ -295,12 +298,14 @@ def _worker_died() -> DataError:
     return DataError("data.prepare", problem, "use fewer --workers")
 
 
-def _take(texts: Iterator[Document], most: int) -> tuple[list[Document], int]:
+def _take(texts: Iterator[Document], most: int, most_bytes: int) -> tuple[list[Document], int]:
     """The next documents until they have `most` characters, and their total size; empty at the end."""
     taken: list[Document] = []
     size = 0
     for text in texts:
-        taken.append(text)
+        # A character has 4 bytes at most.
+        is_large = isinstance(text, str) and len(text) * 4 > most_bytes and len(text.encode()) > most_bytes
+        taken.append(LeftOut.large if is_large else text)
         size += len(text) if isinstance(text, str) else 0
         if size >= most or len(taken) >= _ENCODE_DOCUMENTS:
             break

@@ -25,7 +25,7 @@ from data.display import Display
 from data.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
 from data.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
 from data.readers import LeftOut, SourceProblem
-from data.sources import UNIT_BYTES, FileSource, Source, Unit
+from data.sources import DOCUMENT_BYTES, UNIT_BYTES, FileSource, Source, Unit
 from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, is_store, read_meta
 from data.store_writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
@@ -53,6 +53,7 @@ class PrepareOptions:
         validation_fraction: the last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
         workers: processes; None for one per CPU (one for a small corpus). The result does not depend on it.
         min_tokens: shorter documents are dropped.
+        max_document_bytes: larger documents, in UTF-8, are left out; of .jsonl files, those of longer lines.
         max_tokens: stop with the document that reaches this count; None for all.
         shard_tokens: tokens per shard of the store.
         overwrite: replace an existing store, or an interrupted preparation with other arguments.
@@ -71,6 +72,7 @@ class PrepareOptions:
     validation_fraction: float = 0.0
     workers: int | None = None
     min_tokens: int = 1
+    max_document_bytes: int = DOCUMENT_BYTES
     max_tokens: int | None = None
     shard_tokens: int = SHARD_TOKENS
     overwrite: bool = False
@@ -187,7 +189,7 @@ class _Preparation:
         if saved:
             spec = DatasetSpec(str(saved[0]), split=options.split)
         if spec is None:
-            return FileSource(options.sources, options.text_field, options.unit_bytes)
+            return FileSource(options.sources, options.text_field, options.unit_bytes, options.max_document_bytes)
         if self._work.state.commit:  # the hub may have moved on since the interruption
             spec = replace(spec, revision=self._work.state.commit)
         return open_dataset(spec, options.text_field, options.unit_bytes)
@@ -204,6 +206,7 @@ class _Preparation:
             options.min_tokens,
             self._work.parts,
             control=options.control_strings == "ids",
+            most_bytes=options.max_document_bytes,
             part_characters=options.part_characters,
         )
         start = saved = time.monotonic()
@@ -308,8 +311,11 @@ def _source_errors() -> Iterator[None]:
 
 def describe_left_out(counts: Mapping[str, int], options: PrepareOptions) -> str:
     """Describe the documents that were left out, for messages; "" if there are none."""
-    of_fewer = f"of fewer than {options.min_tokens} tokens"
-    kinds = {LeftOut.null: "that are null", LeftOut.short: "without text" if options.min_tokens == 1 else of_fewer}
+    kinds = {
+        LeftOut.null: "that are null",
+        LeftOut.large: f"of more than {options.max_document_bytes:,} bytes",
+        LeftOut.short: "without text" if options.min_tokens == 1 else f"of fewer than {options.min_tokens} tokens",
+    }
     found = [f"{counts[kind.name]} documents {text}" for kind, text in kinds.items() if counts.get(kind.name)]
     return f"left out {', '.join(found)}" if found else ""
 
@@ -317,7 +323,7 @@ def describe_left_out(counts: Mapping[str, int], options: PrepareOptions) -> str
 def _check_options(options: PrepareOptions) -> None:
     if not 0 <= options.validation_fraction < 1:
         raise ConfigError("--validation-fraction", options.validation_fraction, "allowed: from 0 to less than 1")
-    for name in ("workers", "min_tokens", "max_tokens", "shard_tokens"):
+    for name in ("workers", "min_tokens", "max_document_bytes", "max_tokens", "shard_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", value, "allowed: 1 or more")
@@ -346,6 +352,7 @@ def _arguments(options: PrepareOptions) -> dict[str, Any]:
         "text_field": options.text_field,
         "control_strings": options.control_strings,
         "min_tokens": options.min_tokens,
+        "max_document_bytes": options.max_document_bytes,
         "max_tokens": options.max_tokens,
         "validation_fraction": options.validation_fraction,
     }

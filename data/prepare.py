@@ -138,6 +138,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what </s> and the like in a document become (default: text; ids are counted)",
     )
     text.add_argument("--min-tokens", type=int, metavar="N", help="leave out documents shorter than this (default: 1)")
+    text.add_argument(
+        "--max-document-bytes",
+        type=int,
+        metavar="N",
+        help="leave out larger documents, and longer lines (default: 2^29)",
+    )
     text.add_argument("--max-tokens", type=int, metavar="N", help="stop with the document that reaches so many")
     text.add_argument(
         "--validation-fraction",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from zeco_train.system.files import BYTE_ORDER_MARK, decode_text
 
@@ -25,7 +26,8 @@ class LeftOut(Enum):
     """Why a document is left out."""
 
     null = 0
-    short = 1
+    large = 1
+    short = 2
 
 
 Document = str | LeftOut
@@ -47,38 +49,52 @@ def decode(contents: bytes, path: Path, offset: int = 0) -> str:
         raise SourceProblem(str(path), problem, "convert it, for example with iconv") from error
 
 
-def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[Document]:
-    """Yield the documents of the lines whose first byte lies in [start, stop)."""
+def read_lines(path: Path, start: int, stop: int, text_field: str, most: int) -> Iterator[Document]:
+    """Yield the documents of the lines whose first byte lies in [start, stop); `most`: see `_lines`."""
     with path.open("rb") as file:
+        first = 0
         if start > 0:
             file.seek(start - 1)
-            file.readline()  # the rest of a line that began before, or just the newline that ends it
-        while (position := file.tell()) < stop:
-            line = file.readline()
-            if not (text := decode(line, path, position)).strip():
-                continue
+            # The rest of a line that began before, or just the newline that ends it; not beyond this part, or the parts
+            # of one long line would all read it to its end.
+            rest = file.readline(stop - start)
+            if not rest.endswith(b"\n"):
+                return
+            first = start - 1 + len(rest)
+        for position, line in _lines(file, most, first, stop):
             try:
-                yield _field_of_line(text, text_field)
+                yield from _documents_of_line(line, path, position, text_field)
             except _LineProblem as error:
                 raise SourceProblem(f"{path}, line {_line_number(path, position)}", *error.args) from error
 
 
-def read_compressed_lines(path: Path, text_field: str) -> Iterator[Document]:
-    """Yield the documents of all lines of a compressed file."""
+def read_compressed_lines(path: Path, text_field: str, most: int) -> Iterator[Document]:
+    """Yield the documents of all lines of a compressed file; `most`: see `_lines`."""
     import pyarrow
 
-    position, compression = 0, _COMPRESSIONS[path.suffix.lower()]
+    compression = _COMPRESSIONS[path.suffix.lower()]
     with (
         _arrow_errors(path, "cannot be decompressed", OSError),
         pyarrow.input_stream(str(path), compression=compression) as stream,
     ):
-        for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), 1):
-            if (text := decode(line, path, position)).strip():
-                try:
-                    yield _field_of_line(text, text_field)
-                except _LineProblem as error:
-                    raise SourceProblem(f"{path}, line {number}", *error.args) from error
-            position += len(line)
+        for number, (position, line) in enumerate(_lines(io.BufferedReader(stream, READ_BYTES), most), 1):
+            try:
+                yield from _documents_of_line(line, path, position, text_field)
+            except _LineProblem as error:
+                raise SourceProblem(f"{path}, line {number}", *error.args) from error
+
+
+def _lines(file: IO[bytes], most: int, position: int = 0, stop: float = math.inf) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the lines of a file that begin before `stop`, each with its position, which is `position` at first.
+
+    None stands for a line of more than `most` bytes, which is read in parts: a small compressed file may hold any line.
+    """
+    while position < stop and (line := file.readline(most + 1)):
+        size, part = len(line), line
+        while not part.endswith(b"\n") and (part := file.readline(READ_BYTES)):
+            size += len(part)
+        yield position, line if size == len(line) <= most or line.endswith(b"\n") else None
+        position += size
 
 
 @contextmanager
@@ -95,6 +111,14 @@ def _arrow_errors(subject: object, problem: str, *others: type[Exception]) -> It
 
 class _LineProblem(Exception):
     """A problem of a JSON line: (problem, remedy)."""
+
+
+def _documents_of_line(line: bytes | None, path: Path, position: int, text_field: str) -> Iterator[Document]:
+    """Yield the document of a line, if it is not blank. Raises SourceProblem, or _LineProblem."""
+    if line is None:
+        yield LeftOut.large
+    elif (text := decode(line, path, position)).strip():
+        yield _field_of_line(text, text_field)
 
 
 def _field_of_line(line: str, text_field: str) -> Document:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from data.readers import (
     Document,
+    LeftOut,
     SourceProblem,
     decode,
     open_parquet,
@@ -35,6 +36,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", *COMPRESSED_SUFFIXES, ".parquet", ".arrow")
 UNIT_BYTES = 1 << 21
+DOCUMENT_BYTES = 1 << 29
 UNIT_FILES = 1024
 
 
@@ -96,6 +98,12 @@ class Source(Protocol):
 class FileSource:
     """A source of files and folders; for formats see the module docstring.
 
+    Args:
+        sources: the files and folders.
+        text_field: field of lines, column of tables.
+        unit_bytes: size of a unit.
+        most_bytes: larger text files, and longer lines, are left out.
+
     Attributes:
         num_files: number of files to read.
         skipped: counts of skipped files, see `find_sources`.
@@ -106,9 +114,15 @@ class FileSource:
 
     amount = "bytes"
 
-    def __init__(self, sources: Sequence[Path], text_field: str, unit_bytes: int = UNIT_BYTES) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Path],
+        text_field: str,
+        unit_bytes: int = UNIT_BYTES,
+        most_bytes: int = DOCUMENT_BYTES,
+    ) -> None:
         self._files, self.skipped = find_sources(sources)
-        self._text_field, self._unit_bytes = text_field, unit_bytes
+        self._text_field, self._unit_bytes, self._most_bytes = text_field, unit_bytes, most_bytes
         self.name = ", ".join(str(source) for source in sources[:3]) + (" …" if len(sources) > 3 else "")
         if not self._files:
             skipped = ", ".join(f"{kind} {count}" for kind, count in self.skipped.most_common(8) if count)
@@ -124,7 +138,7 @@ class FileSource:
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
         """See Source."""
-        return itertools.islice(read_unit(unit, self._text_field), first, None)
+        return itertools.islice(read_unit(unit, self._text_field, self._most_bytes), first, None)
 
 
 def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str]]:
@@ -184,8 +198,8 @@ def split_into_units(files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) 
         yield _unit_of(group, 0, 0, _size(group))
 
 
-def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
-    """Yield the documents of a unit.
+def read_unit(unit: Unit, text_field: str, most_bytes: int = DOCUMENT_BYTES) -> Iterator[Document]:
+    """Yield the documents of a unit; for the arguments see `FileSource`.
 
     Raises:
         SourceProblem: a file cannot be read, is not UTF-8, or lacks the text field.
@@ -194,16 +208,17 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
     try:
         match _kind(path):
             case ".jsonl":
-                yield from read_lines(path, unit.start, unit.stop, text_field)
+                yield from read_lines(path, unit.start, unit.stop, text_field, most_bytes)
             case ".jsonl.gz" | ".jsonl.zst":
-                yield from read_compressed_lines(path, text_field)
+                yield from read_compressed_lines(path, text_field, most_bytes)
             case ".arrow":
                 yield from read_arrow(path, text_field)
             case ".parquet":
                 yield from read_row_group(path, unit.start, text_field)
             case _:
                 for path in unit.paths:
-                    yield decode(path.read_bytes(), path)
+                    is_large = path.stat().st_size > most_bytes
+                    yield LeftOut.large if is_large else decode(path.read_bytes(), path)
     except OSError as error:
         raise SourceProblem(str(path), f"cannot be read ({error.strerror or error})", "") from error
 

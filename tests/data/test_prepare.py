@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -18,6 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from data.prepare import PrepareOptions, main, prepare_store
+from data.readers import read_lines
 from data.store import TokenStore, is_store
 from data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.support.stores import documents, write_lines
@@ -123,6 +126,49 @@ def test_column_of_nulls_has_no_documents(tmp_path: Path, capsys: pytest.Capture
     sources = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
     assert main([*sources, "--out", str(tmp_path / "store")]) == 0
     assert documents(tmp_path / "store") == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "jsonl", "txt"])
+@pytest.mark.parametrize("unit_bytes", [10, 1 << 21])
+def test_documents_of_too_many_bytes_are_left_out(kind: str, unit_bytes: int, tmp_path: Path) -> None:
+    texts, path = ["é" * 50, "é" * 51, "a", "a" * 5000, "b"], tmp_path / f"a.{kind}"
+    # Just short enough and one byte too long, also as lines.
+    most = 100 if kind in ("parquet", "txt") else len(json.dumps({"text": texts[0]}, ensure_ascii=False).encode())
+    lines = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
+    match kind:
+        case "parquet":
+            parquet.write_table(pyarrow.table({"text": texts}), path)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(lines))
+        case "jsonl":
+            path.write_bytes(lines)
+        case "txt":
+            for number, text in enumerate(texts):
+                path.with_name(f"{number}.txt").write_text(text, encoding="utf-8")
+    options = PrepareOptions((tmp_path,), tmp_path / "store", unit_bytes=unit_bytes, max_document_bytes=most)
+    assert prepare_store(options).left_out == {"large": 2}
+    assert documents(tmp_path / "store") == [texts[0], "a", "b"]
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n"])
+def test_long_line_is_read_once_by_all_units_together(ending: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * 100_000 + b'"}' + ending)
+    read = 0
+
+    class Counting(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            nonlocal read
+            line = super().readline(size)
+            read += len(line)
+            return line
+
+    contents, found = path.read_bytes(), []
+    for start in range(0, len(contents), 100):
+        opened = mock.Mock(open=lambda mode: Counting(contents))
+        found += list(read_lines(opened, start, min(start + 100, len(contents)), "text", 1 << 20))
+    assert found == ["x" * 100_000]
+    assert read <= 3 * len(contents)
 
 
 def test_named_files_with_min_tokens_into_nested_out(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
