@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 
 from data.tokenizer_files import check_tokenizer, tokenizer_files
 from zeco_train.errors import DataError
+from zeco_train.system.paths import path_problem, shown
 
 BYTES = "bytes"
+# A path has at most 4,096 bytes, the rest less than 200.
+_INFO_CHARACTERS = 4500
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -164,12 +167,22 @@ def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
+    if (problem := path_problem(name)) is not None:
+        raise DataError(f"tokenizer {shown(name)!r}", problem)
     if Path(name).exists():
         return HuggingFaceTokenizer(name)
     remedy = "give 'bytes', the folder of a tokenizer on this machine, or a name that the hub knows"
     if not _HUB_NAME.fullmatch(name):
         raise DataError(name, "no such tokenizer", remedy)
     return HuggingFaceTokenizer(name, local=not download, remedy=remedy)
+
+
+def info_problem(info: object) -> str | None:
+    """Why a stranger's value cannot be `Tokenizer.info`; None if it can."""
+    if not isinstance(info, dict) or not all(isinstance(text, str) for text in (*info, *info.values())):
+        return f"{info!r:.80} is not a mapping of texts"
+    size = sum(len(text) for text in (*info, *info.values()))
+    return f"has {size:,} characters, at most {_INFO_CHARACTERS:,}" if size > _INFO_CHARACTERS else None
 
 
 def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
