@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from data.readers import ROWS_AT_ONCE, Document, SourceProblem, check_column, listed, texts_of_column
 from data.sources import UNIT_BYTES, Source, Unit
 from zeco_train.errors import DataError
+from zeco_train.system.paths import is_within
 
 _SAVED_DATASET = ("dataset_info.json", "state.json")
 _SAVED_SPLITS = "dataset_dict.json"
@@ -69,6 +70,8 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
     with _load_errors(spec):
         builder = library.load_dataset_builder(spec.name, **options)
         files = {str(split): files for split, files in (builder.config.data_files or {}).items()}
+        if spec.data_files is None:
+            _check_places(spec, [path for each in files.values() for path in each])
         origin = [(split, list(each), getattr(each, "origin_metadata", None)) for split, each in files.items()]
         stamp = hashlib.sha256(repr((origin, builder.config.name, spec.split)).encode()).hexdigest()
         revision = _HUB_REVISION.search(repr(origin))
@@ -174,9 +177,20 @@ def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: in
             raise DataError(spec.name, f"no split {spec.split!r}", f"its splits: {', '.join(rows)} (--split)")
         rows = rows[spec.split]
     _check_features(spec, rows.features, text_field)
+    _check_places(spec, [file["filename"] for file in rows.cache_files])
     files = [Path(file["filename"]) for file in rows.cache_files]
     origin = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files] + [len(rows)])
     return RowSource(spec.name, rows, text_field, hashlib.sha256(origin.encode()).hexdigest(), unit_bytes)
+
+
+def _check_places(spec: DatasetSpec, paths: Iterable[str]) -> None:
+    """Refuse files of this machine outside of the data set's folder, which its links or its card may name."""
+    root = Path(spec.name, spec.data_dir or "").resolve()
+    for path in paths:
+        # Such as zip://FILE::PATH.
+        place = path.rpartition("::")[2].removeprefix("file://")
+        if "://" not in place and not is_within(Path(place).resolve(), root):
+            raise DataError(place, f"is a file outside of the data set {spec.name}", "put the file itself there")
 
 
 def _library() -> Any:

@@ -31,6 +31,7 @@ from data.readers import (
     read_row_group,
 )
 from zeco_train.errors import DataError
+from zeco_train.system.paths import is_within
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst")
@@ -149,7 +150,8 @@ def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str
         "link to a folder", not followed since it may form a cycle).
 
     Raises:
-        DataError: a path does not exist, or a file given by name has an unknown suffix.
+        DataError: a path does not exist, a file given by name has an unknown suffix, or one in a folder is a link out
+            of it.
     """
     files: list[SourceFile] = []
     skipped: Counter[str] = Counter()
@@ -267,6 +269,9 @@ def _walk(folder: Path, skipped: Counter[str]) -> list[SourceFile]:
                 continue
             if _kind(path) not in SUFFIXES:
                 skipped[path.suffix.lower() or "no suffix"] += 1
+            elif path.is_symlink() and path.exists() and not is_within(path.resolve(), folder.resolve()):
+                # The folder may be a stranger's, the file a private one.
+                raise DataError(path, "is a link out of its folder", "put the file itself there, or give files by name")
             elif path.is_file():
                 found.append(_source_file(path, path.relative_to(folder).as_posix()))
             elif path.exists():

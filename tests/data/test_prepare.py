@@ -171,6 +171,19 @@ def test_long_line_is_read_once_by_all_units_together(ending: bytes, tmp_path: P
     assert read <= 3 * len(contents)
 
 
+def test_links_within_a_folder_by_name_and_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "datasets--name" / "snapshots" / "1"
+    (snapshot.parents[1] / "blobs").mkdir(parents=True)
+    (snapshot.parents[1] / "blobs" / "b").write_text("blob")
+    snapshot.mkdir(parents=True)
+    (snapshot / "a.txt").symlink_to("../../blobs/b")
+    (snapshot / "b.txt").symlink_to("a.txt")
+    (tmp_path / "named.txt").symlink_to(snapshot / "a.txt")
+    (tmp_path / "folder").symlink_to(snapshot)
+    assert main([str(tmp_path / "folder"), str(tmp_path / "named.txt"), "--out", str(tmp_path / "store")]) == 0
+    assert documents(tmp_path / "store") == ["blob"] * 3
+
+
 def test_named_files_with_min_tokens_into_nested_out(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, expected = corpus
     sources = [str(folder / name) for name in ["b/code.py", "a.txt", "B.md"]]

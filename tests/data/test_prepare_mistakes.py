@@ -100,6 +100,11 @@ def link_to_a_folder(folder: Path) -> str:
     return f"{folder}: no text found; read are files of {KINDS}; skipped: link to a folder 1"
 
 
+def link_out_of_the_folder(folder: Path) -> str:
+    (folder / "a.txt").symlink_to(__file__)
+    return f"{folder / 'a.txt'}: is a link out of its folder; put the file itself there, or give files by name"
+
+
 PROBLEMS: list[Callable[[Path], str]] = [
     not_utf8,
     lines_not_utf8,
@@ -117,6 +122,7 @@ PROBLEMS: list[Callable[[Path], str]] = [
     only_empty_files,
     dangling_link,
     link_to_a_folder,
+    link_out_of_the_folder,
 ]
 
 
