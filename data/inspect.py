@@ -1,7 +1,7 @@
 """Inspect and verify a token store: `python -m data.inspect STORE`.
 
-Prints counts, document lengths and a decoded sample, draws a histogram of the lengths, verifies the digest of every
-shard, and prints the read rate. A problem ends it with a one-line message and a status ≠ 0.
+Prints counts, document lengths and a decoded sample, verifies the digest of every shard, and prints the read rate. With
+`--png FILE` it draws a histogram of the lengths. A problem ends it with a one-line message and a status ≠ 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.inspect", description="What is in a token store.")
     parser.add_argument("store", type=user_path, metavar="STORE")
     parser.add_argument(
-        "--png", type=user_path, metavar="FILE", help="the histogram (default: STORE_lengths.png beside it)"
+        "--png", type=user_path, metavar="FILE", help="draw a histogram of the documents' lengths there"
     )
     parser.add_argument("--document", type=int, metavar="N", help="which document to show (default: one by --seed)")
     parser.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="how much of it (default: 200)")
@@ -111,16 +111,16 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.seed < 0:
         raise ConfigError("--seed", options.seed, "must be ≥ 0")
     store = TokenStore.open(options.store)
-    # Resolved, since the path `.` has no name.
-    png = options.png or options.store.resolve().with_name(f"{options.store.resolve().name}_lengths.png")
-    check_output_file("--png", png)
-    warn_of_replacing([options.png] if options.png else [])
+    if options.png is not None:
+        check_output_file("--png", options.png)
+        warn_of_replacing([options.png])
     lengths = np.diff(store.doc_offsets)
     _print_counts(store, lengths)
     tokenizer = _tokenizer_of(store)
     _print_sample(store, options, tokenizer)
-    draw_lengths(lengths, png, str(options.store))
-    _show(f"histogram    {png}")
+    if options.png is not None:
+        draw_lengths(lengths, options.png, str(options.store))
+        _show(f"histogram    {options.png}")
     parts = [store]
     if (options.store / VALIDATION_FOLDER).exists():
         parts.append(TokenStore.open(options.store / VALIDATION_FOLDER))

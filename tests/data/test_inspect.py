@@ -57,10 +57,12 @@ def test_inspect_reports_intact_store(store: Path, capsys: pytest.CaptureFixture
         rf"integrity    {shards} shards, offsets and ends of documents are as prepared: .*B/s\)", printed.out
     )
     assert printed.err == ""
-    assert (store.parent / "store_lengths.png").read_bytes()[:4] == b"\x89PNG"
     # The store itself is unchanged.
     assert TokenStore.open(store).meta == opened.meta
-    assert sorted(path.name for path in store.parent.iterdir()) == ["store", "store_lengths.png"]
+    assert sorted(path.name for path in store.parent.iterdir()) == ["store"]
+    assert main([str(store), "--quick", "--png", str(store.parent / "lengths.png")]) == 0
+    assert f"histogram    {store.parent / 'lengths.png'}\n" in capsys.readouterr().out
+    assert (store.parent / "lengths.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_documents_are_decoded_with_tokenizer_of_store(
