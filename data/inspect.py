@@ -82,7 +82,8 @@ def check_shard(store: TokenStore, index: int, control_ids: Sequence[int] = ()) 
             # A truncated shard may end within a token.
             tokens = np.frombuffer(block[: len(block) // dtype.itemsize * dtype.itemsize], dtype)
             mistakes += _mistakes(store, tokens, position)
-            counts.update(tokens[np.isin(tokens, control_ids)].tolist())
+            values, times = np.unique(tokens[np.isin(tokens, control_ids)], return_counts=True)
+            counts.update(dict(zip(values.tolist(), times.tolist(), strict=True)))
             position += len(tokens)
     if digest.hexdigest() != shard.sha256:
         # Damage explains the other mistakes, and only the first one is reported.

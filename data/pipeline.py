@@ -99,6 +99,8 @@ class UnitTokenizer:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tokenizer = cached_tokenizer(job.tokenizer)
+        self._is_control = np.zeros(self._tokenizer.vocab_size, dtype=bool)
+        self._is_control[list(self._tokenizer.control_ids)] = True
         self._open: dict[int, tuple[int, Iterator[Document]]] = {}
 
     def part(self, index: int, unit: Unit, first: int) -> Part:
@@ -125,12 +127,40 @@ class UnitTokenizer:
                 ended = size == 0 and not pending
                 documents += len(pending)
                 characters += size
-                counts += _write_documents(file, self._tokenizer, pending, job, lengths)
+                counts += self._write(file, pending, lengths)
         np.save(job.folder / f"{name}.npy", np.asarray(lengths, dtype=np.int64))
         if not ended:
             self._open[index] = first + documents, texts
         amount = unit.size if ended else 0
         return Part(index, unit.stamp, first, documents, ended, name, sum(lengths), dict(counts), amount)
+
+    def _write(self, file: BinaryIO, found: list[Document], lengths: list[int]) -> Counter[str]:
+        """Append the documents and their lengths; returns `Part.counts`."""
+        tokenizer = self._tokenizer
+        counts = Counter(document.name for document in found if isinstance(document, LeftOut))
+        texts = [document for document in found if isinstance(document, str)]
+        for ids in tokenizer.encode(texts, control=self._job.control) if texts else []:
+            if len(ids) < self._job.min_tokens:
+                counts[LeftOut.short.name] += 1
+                continue
+            if int(ids.max(initial=0)) >= tokenizer.vocab_size:
+                problem = f"gives id {ids.max()}, beyond its vocabulary of {tokenizer.vocab_size}"
+                raise self._problem(problem, "repair the tokenizer's files")
+            control = ids[self._is_control[ids]] if tokenizer.control_ids else ()
+            if len(control) and not self._job.control:
+                # The string is a piece of the tokenizer's model, too, not only an added token.
+                problem = f"gives control id {control[0]} for the text {tokenizer.control_ids[int(control[0])]!r}"
+                raise self._problem(f"{problem} of a document", "--control-strings ids allows and counts such ids")
+            counts[CONTROL_IDS] += len(control)
+            document: NDArray[np.unsignedinteger] = np.empty(len(ids) + 1, dtype=token_dtype(tokenizer.vocab_size))
+            document[:-1] = ids
+            document[-1] = tokenizer.eos_id
+            file.write(document.data)
+            lengths.append(len(document))
+        return counts
+
+    def _problem(self, problem: str, remedy: str) -> SourceProblem:
+        return SourceProblem(self._tokenizer.info.get("path", "tokenizer"), problem, remedy)
 
 
 @dataclass
@@ -310,40 +340,6 @@ def _take(texts: Iterator[Document], most: int, most_bytes: int) -> tuple[list[D
         if size >= most or len(taken) >= _ENCODE_DOCUMENTS:
             break
     return taken, size
-
-
-def _write_documents(
-    file: BinaryIO, tokenizer: Tokenizer, found: list[Document], job: Job, lengths: list[int]
-) -> Counter[str]:
-    """Append the documents and their lengths; returns `Part.counts`."""
-    counts = Counter(document.name for document in found if isinstance(document, LeftOut))
-    texts = [document for document in found if isinstance(document, str)]
-    for ids in tokenizer.encode(texts, control=job.control) if texts else []:
-        if len(ids) < job.min_tokens:
-            counts[LeftOut.short.name] += 1
-            continue
-        if int(ids.max(initial=0)) >= tokenizer.vocab_size:
-            problem = f"gives id {ids.max()}, beyond its vocabulary of {tokenizer.vocab_size}"
-            raise SourceProblem(tokenizer.info.get("path", "tokenizer"), problem, "repair the tokenizer's files")
-        if tokenizer.control_ids:
-            counts[CONTROL_IDS] += _count_control(ids, tokenizer, job.control)
-        document: NDArray[np.unsignedinteger] = np.empty(len(ids) + 1, dtype=token_dtype(tokenizer.vocab_size))
-        document[:-1] = ids
-        document[-1] = tokenizer.eos_id
-        file.write(document.data)
-        lengths.append(len(document))
-    return counts
-
-
-def _count_control(ids: NDArray[np.integer], tokenizer: Tokenizer, allowed: bool) -> int:
-    """Count the control ids in a document."""
-    found = ids[np.isin(ids, list(tokenizer.control_ids))]
-    if len(found) and not allowed:
-        # The string is a piece of the tokenizer's model, too, and not an added token only.
-        problem = f"gives control id {found[0]} for the text {tokenizer.control_ids[int(found[0])]!r} of a document"
-        remedy = "--control-strings ids allows and counts such ids"
-        raise SourceProblem(tokenizer.info.get("path", "tokenizer"), problem, remedy)
-    return len(found)
 
 
 _job: Job | None = None
