@@ -146,7 +146,7 @@ class UnitTokenizer:
             if int(ids.max(initial=0)) >= tokenizer.vocab_size:
                 problem = f"gives id {ids.max()}, beyond its vocabulary of {tokenizer.vocab_size}"
                 raise self._problem(problem, "repair the tokenizer's files")
-            control = ids[self._is_control[ids]] if tokenizer.control_ids else ()
+            control = ids[self._is_control[ids]] if tokenizer.control_ids else ids[:0]
             if len(control) and not self._job.control:
                 # The string is a piece of the tokenizer's model, too, not only an added token.
                 problem = f"gives control id {control[0]} for the text {tokenizer.control_ids[int(control[0])]!r}"
