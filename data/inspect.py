@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_shard(store: TokenStore, index: int, control_ids: Sequence[int] = ()) -> tuple[int, Counter[int]]:
+def check_shard(store: TokenStore, index: int, control_ids: Sequence[int]) -> tuple[int, Counter[int]]:
     """Read a whole shard and check its digest, its id range, and the end-of-sequence id of each document.
 
     Args:

@@ -327,6 +327,8 @@ def _check_options(options: PrepareOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", value, "allowed: 1 or more")
+    if options.control_strings not in ("text", "ids"):
+        raise ConfigError("--control-strings", options.control_strings, "allowed: text, ids")
     named: list[tuple[str, str | Path]] = [("--out", options.out), ("--tokenizer", options.tokenizer)]
     named += [("SOURCE", source) for source in options.sources]
     named += [] if options.dataset is None else [("--dataset", options.dataset.name)]

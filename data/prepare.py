@@ -133,9 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--text-field", metavar="NAME", help="field of .jsonl, column of tables (default: text)")
     text.add_argument("--tokenizer", metavar="NAME", help="bytes (default), or a Hugging Face tokenizer: path or name")
     text.add_argument(
-        "--control-strings",
-        choices=("text", "ids"),
-        help="what </s> and the like in a document become (default: text; ids are counted)",
+        "--control-strings", metavar="RULE", help="what </s> and the like in a document become: text (default), or ids"
     )
     text.add_argument("--min-tokens", type=int, metavar="N", help="leave out documents shorter than this (default: 1)")
     text.add_argument(

@@ -117,7 +117,7 @@ def _documents_of_line(line: bytes | None, path: Path, position: int, text_field
     """Yield the document of a line, if it is not blank. Raises SourceProblem, or _LineProblem."""
     if line is None:
         yield LeftOut.large
-    elif (text := decode(line, path, position)).strip():
+    elif (text := decode(line, path, position)) and not text.isspace():
         yield _field_of_line(text, text_field)
 
 

@@ -179,6 +179,8 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "error: the validation part: would be empty: its ",
         ),
         (["a.txt", "--out", "s", "--validation-fraction", "1"], 2, "error: --validation-fraction=1.0: allowed: from 0"),
+        (["a.txt", "--out", "s", "--control-strings", "id"], 2, "error: --control-strings=id: allowed: text, ids"),
+        (["a.txt", "--out", "s", "--max-document-bytes", "0"], 2, "error: --max-document-bytes=0: allowed: 1 or more"),
         (["a.txt", "--out", "s", "--workers", "0"], 2, "error: --workers=0: allowed: 1 or more"),
         (["a.txt", "--out", "s", "--min-tokens", "0"], 2, "error: --min-tokens=0: allowed: 1 or more"),
         (["", "--out", "s"], 2, "argument SOURCE: is empty; --help lists all"),
