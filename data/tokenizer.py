@@ -15,20 +15,34 @@ from numpy.typing import NDArray
 
 from data.tokenizer_files import check_tokenizer, tokenizer_files
 from zeco_train.errors import DataError
+from zeco_train.system.paths import path_problem, shown
 
 BYTES = "bytes"
+# A path has at most 4,096 bytes, the rest less than 200.
+_INFO_CHARACTERS = 4500
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids. `info` is its entry in meta.json."""
+    """Converts text to ids.
+
+    Attributes:
+        control_ids: the ids that texts can be given and that do not stand for text, and their strings.
+        info: its entry in meta.json.
+    """
 
     vocab_size: int
     eos_id: int
+    control_ids: Mapping[int, str]
     info: dict[str, str]
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens], without end-of-sequence or other special ids."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [tokens], without an end-of-sequence id.
+
+        Args:
+            texts: the texts.
+            control: control strings, such as "</s>", become their ids; by default they are text as any other.
+        """
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`."""
@@ -47,10 +61,11 @@ class ByteTokenizer:
     eos_id = 1
     unknown_id = 2
     info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
+    control_ids: Mapping[int, str] = {}
     offset = 3
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [bytes] uint16."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [bytes] uint16; no text becomes a control id."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16) + self.offset for text in texts]
 
     def decode(self, ids: NDArray[np.integer]) -> str:
@@ -94,6 +109,10 @@ class HuggingFaceTokenizer:
         self.eos_id = int(self._tokenizer.eos_token_id)
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(self._tokenizer), max(vocabulary.values(), default=0) + 1, self.eos_id + 1)
+        # The unknown token stands for text.
+        added, unknown = self._tokenizer.added_tokens_decoder.items(), self._tokenizer.unk_token_id
+        special = {number: str(token) for number, token in added if token.special and number != unknown}
+        self.control_ids: Mapping[int, str] = {**special, self.eos_id: str(self._tokenizer.eos_token)}
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
         contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
@@ -101,10 +120,11 @@ class HuggingFaceTokenizer:
         place = str(Path(name).resolve()) if Path(name).exists() else name
         self.info = {"kind": "huggingface", "path": place, "sha256": digest}
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens] int64."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [tokens] int64; see Tokenizer."""
         # `verbose`: a document may be longer than the tokenizer's model allows, without a warning.
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        options["split_special_tokens"] = not control
         with _failures(self.info["path"], "this tokenizer cannot encode a text"):
             encoded = self._tokenizer(list(texts), **options)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
@@ -147,12 +167,22 @@ def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
+    if (problem := path_problem(name)) is not None:
+        raise DataError(f"tokenizer {shown(name)!r}", problem)
     if Path(name).exists():
         return HuggingFaceTokenizer(name)
     remedy = "give 'bytes', the folder of a tokenizer on this machine, or a name that the hub knows"
     if not _HUB_NAME.fullmatch(name):
         raise DataError(name, "no such tokenizer", remedy)
     return HuggingFaceTokenizer(name, local=not download, remedy=remedy)
+
+
+def info_problem(info: object) -> str | None:
+    """Why a stranger's value cannot be `Tokenizer.info`; None if it can."""
+    if not isinstance(info, dict) or not all(isinstance(text, str) for text in (*info, *info.values())):
+        return f"{info!r:.80} is not a mapping of texts"
+    size = sum(len(text) for text in (*info, *info.values()))
+    return f"has {size:,} characters, at most {_INFO_CHARACTERS:,}" if size > _INFO_CHARACTERS else None
 
 
 def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
