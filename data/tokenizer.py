@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,14 +17,23 @@ from data.tokenizer_files import check_tokenizer, tokenizer_files
 from zeco_train.errors import DataError
 
 BYTES = "bytes"
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids. `info` is its entry in meta.json."""
+    """Converts text to ids.
+
+    Attributes:
+        vocab_size: every id is below it.
+        eos_id: ends every document.
+        open_ids: ids whose text may change with the ids after them, incomplete UTF-8 apart.
+        info: its entry in meta.json.
+    """
 
     vocab_size: int
     eos_id: int
+    open_ids: Container[int]
     info: dict[str, str]
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -46,6 +55,7 @@ class ByteTokenizer:
     vocab_size = 259
     eos_id = 1
     unknown_id = 2
+    open_ids: Container[int] = ()
     info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
     offset = 3
 
@@ -95,6 +105,7 @@ class HuggingFaceTokenizer:
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(self._tokenizer), max(vocabulary.values(), default=0) + 1, self.eos_id + 1)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        self.open_ids = _open_ids(json.loads(backend.to_str())["decoder"], vocabulary) if backend is not None else ()
         # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
         contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
         digest = hashlib.sha256(contents.encode("utf-8", errors="surrogatepass")).hexdigest()
@@ -118,6 +129,35 @@ class HuggingFaceTokenizer:
     def save(self, folder: Path) -> None:
         """See Tokenizer."""
         self._tokenizer.save_pretrained(folder)
+
+
+def _open_ids(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int]) -> Container[int]:
+    """See `Tokenizer.open_ids`.
+
+    Args:
+        decoder: of the `tokenizers` library, as in tokenizer.json.
+        vocabulary: the id of each token.
+    """
+    joined, found = False, frozenset[int]()
+    for step in _steps(decoder):
+        kind = step["type"]
+        if kind == "ByteFallback":
+            # Bytes in a row are decoded together: as one text, or if that is no UTF-8, as a mark for each.
+            found = frozenset(number for token, number in vocabulary.items() if _BYTE.fullmatch(token))
+        # Once all text is joined, only steps that treat its characters one by one leave its beginning as it is.
+        by_character = kind in ("Fuse", "Strip", "Metaspace") or len(step.get("pattern", {}).get("String", "")) == 1
+        if joined and not by_character:
+            return range(max(vocabulary.values(), default=-1) + 1)
+        joined |= kind in ("Fuse", "ByteLevel")
+    return found
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if decoder is not None and decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _steps(part)
+    elif decoder is not None:
+        yield decoder
 
 
 @contextmanager
