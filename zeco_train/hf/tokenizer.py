@@ -57,14 +57,14 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _is_of_bytes(folder: Path) -> bool:
-    wanted = _file_of_bytes().encode()
+    file, of_bytes = folder / TOKENIZER_FILE, _file_of_bytes().encode()
     try:
+        if file.exists():
+            return read_small(file, len(of_bytes)) == of_bytes
         settings = read_json(folder / TOKENIZER_CONFIG)
-        return isinstance(settings, dict) and (
-            settings | _BYT5 == settings or read_small(folder / TOKENIZER_FILE, len(wanted)) == wanted
-        )
     except (OSError, ValueError):
         return False
+    return isinstance(settings, dict) and settings | _BYT5 == settings
 
 
 def _file_of_bytes() -> str:
