@@ -106,8 +106,8 @@ class HuggingFaceTokenizer:
             # Without trust_remote_code=False, transformers asks on stdin whether to run the folder's code.
             self._loaded: Any = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
             self._backend = _backend(self._loaded, name, local)
-        vocabulary: dict[str, int] = self._loaded.get_vocab() if self._backend is None else self._backend.get_vocab()
-        eos = self._loaded.eos_token
+            vocabulary: dict[str, int] = (self._loaded if self._backend is None else self._backend).get_vocab()
+            eos = self._loaded.eos_token
         if eos is None or eos not in vocabulary:
             problem = "no end-of-sequence token" if eos is None else f"an end-of-sequence token without an id, {eos!r}"
             remedy = "set eos_token in its tokenizer_config.json: every document ends with it"
