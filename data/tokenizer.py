@@ -279,6 +279,26 @@ def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
     return str(own) if own else info.get("path", "")
 
 
+def same_tokenizer(*described: tuple[Mapping[str, str], Sequence[Path]]) -> bool:
+    """Whether tokenizers have equal digests, as recorded or else as computed from their files: those of 0.2 differ.
+
+    Args:
+        described: `info` of each, and the stores or runs that may hold its files.
+
+    Raises:
+        DataError: the files of one cannot be loaded.
+    """
+    recorded = [comparable(info) for info, _ in described]
+    if all(one == recorded[0] for one in recorded) or {"kind": BYTES} in recorded:
+        return all(one == recorded[0] for one in recorded)
+    files = [tokenizer_files(*folders) for _, folders in described]
+    found = [
+        info if folder is None else comparable(load_tokenizer(str(folder)).info)
+        for info, folder in zip(recorded, files, strict=True)
+    ]
+    return all(one == found[0] for one in found)
+
+
 def comparable(value: Any) -> Any:
     """A tokenizer's `info` without its path, since its digest identifies it. Other values are returned unchanged."""
     return {key: part for key, part in value.items() if key != "path"} if isinstance(value, dict) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import tokenizers
 from tokenizers import Regex, decoders, models, processors, trainers
 from tokenizers import pre_tokenizers as split
 
+from data.config import DataConfig, DataKind, StoreConfig
+from data.opening import open_data
+from data.preparation import PrepareOptions, prepare_store
 from data.tokenizer import HuggingFaceTokenizer
 from zeco_train.errors import DataError
 
@@ -92,6 +96,30 @@ def test_tokens_that_the_file_lacks_are_not_added(tmp_path: Path) -> None:
     assert tokenizer.is_built_from(tmp_path / "saved")
     with pytest.raises(DataError, match=r"an end-of-sequence token without an id, '<end>'; set eos_token in its"):
         HuggingFaceTokenizer(str(folder_of(raw, tmp_path / "endless", eos_token="<end>")))
+
+
+def test_stores_of_older_digests_are_told_by_their_files(tmp_path: Path) -> None:
+    (source := tmp_path / "a.txt").write_text(TEXT * 20)
+    options: dict[str, Any] = {"sources": (source,), "validation_fraction": 0}
+    for name, splits in (("old", LINES), ("new", LINES), ("other", ())):
+        hub = folder_of(byte_pairs(*splits), tmp_path / f"hub of {name}", tokenizer_class="TokenizersBackend")
+        prepare_store(PrepareOptions(out=tmp_path / name, tokenizer=str(hub), **options))
+    meta = tmp_path / "old" / "meta.json"
+    record = json.loads(meta.read_text())
+    record["tokenizer"]["sha256"] = "of what transformers built"
+    meta.write_text(json.dumps(record))
+
+    def mixed(*names: str) -> None:
+        stores = [StoreConfig(path=str(tmp_path / name), weight=1.0) for name in names]
+        config = DataConfig(kind=DataKind.mixture, stores=stores, seq_len=16, cache_dir=str(tmp_path / "cache"))
+        open_data(config, vocab_size=1000, validate=False)
+
+    mixed("old", "new")
+    with pytest.raises(DataError, match="prepare both with the same tokenizer"):
+        mixed("new", "other")
+    shutil.rmtree(tmp_path / "old" / "tokenizer")
+    with pytest.raises(DataError, match="prepare both with the same tokenizer"):
+        mixed("old", "new")
 
 
 def test_class_that_transformers_cannot_build_is_refused(tmp_path: Path) -> None:
