@@ -159,6 +159,7 @@ class HuggingFaceTokenizer:
             model_max_length=self._loaded.model_max_length,
             model_input_names=self._loaded.model_input_names,
             chat_template=self._loaded.chat_template,
+            split_special_tokens=self._backend.encode_special_tokens,
             **special,
         )
         of_any_class.save_pretrained(folder)

@@ -17,7 +17,7 @@ from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
 _OF_FLA = """# Needs a GPU, since fla computes with Triton, and:
-# pip install flash-linear-attention==0.6.0 'transformers<5.24' (from 5.24 on it would generate without states)
+# pip install flash-linear-attention==0.6.0 'transformers<5.24'{packages} (5.24 would generate without states)
 import fla  # tells transformers what a {name} model is
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,7 +80,7 @@ def model_card(
         f"# {config.name}, step {progress.step}\n\n"
         f"A language model with {fla.title}, trained with ZeCO-Train "
         f"{origin['version']}. {_memory(model)}, but it was trained on {data.seq_len:,} tokens at once.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(fla)}\n\n{_remarks(model, fla)}"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(model, fla)}\n\n{_remarks(model, fla)}"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
 
@@ -109,8 +109,12 @@ def _remarks(model: LanguageModelConfig, fla: FlaFormat) -> str:
     return " ".join(found) + "\n\n" if found else ""
 
 
-def _use(fla: FlaFormat) -> str:
-    return _USE.format(beginning=_OF_FLA.format(name=fla.name) if fla.library == "fla" else _OF_TRANSFORMERS)
+def _use(model: LanguageModelConfig, fla: FlaFormat) -> str:
+    beginning = _OF_TRANSFORMERS
+    if fla.library == "fla":
+        packages = " flash-attn" if model.attn.chosen(model.num_layers) else ""
+        beginning = _OF_FLA.format(name=fla.name, packages=packages)
+    return _USE.format(beginning=beginning)
 
 
 def last_losses(run_dir: Path, step: int) -> dict[str, float]:
