@@ -105,7 +105,7 @@ class HuggingFaceTokenizer:
         with _failures(name, "transformers cannot load a tokenizer from it", remedy):
             # Without trust_remote_code=False, transformers asks on stdin whether to run the folder's code.
             self._loaded: Any = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
-            self._backend = _backend(self._loaded, name, local)
+            self._backend = _backend(self._loaded, name)
             vocabulary: dict[str, int] = (self._loaded if self._backend is None else self._backend).get_vocab()
             eos = self._loaded.eos_token
         if eos is None or eos not in vocabulary:
@@ -186,12 +186,13 @@ class HuggingFaceTokenizer:
             return same and own.get_vocab() == found.get_vocab()
 
 
-def _backend(loaded: Any, name: str, local: bool) -> tokenizers.Tokenizer | None:
+def _backend(loaded: Any, name: str) -> tokenizers.Tokenizer | None:
     """The `tokenizers` library's tokenizer, which adds, cuts and pads nothing; None for one written in Python."""
     import tokenizers
     from transformers.utils import cached_file
 
-    file = cached_file(name, TOKENIZER_FILE, local_files_only=local, _raise_exceptions_for_missing_entries=False)
+    # Loading has put the files into the hub's cache, this one for every class.
+    file = cached_file(name, TOKENIZER_FILE, local_files_only=True, _raise_exceptions_for_missing_entries=False)
     backend = getattr(loaded, "backend_tokenizer", None) if file is None else tokenizers.Tokenizer.from_file(file)
     if backend is not None:
         backend.no_truncation()
