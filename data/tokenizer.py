@@ -144,16 +144,16 @@ class HuggingFaceTokenizer:
             return str(self._loaded.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
-        """Write files from which transformers builds exactly this tokenizer, which adds no special tokens."""
+        """Write files from which transformers builds exactly this tokenizer: by default it adds no special tokens."""
         if self._backend is None:
             self._loaded.save_pretrained(folder)
             return
         from transformers import PreTrainedTokenizerFast
 
         vocabulary, found = self._backend.get_vocab(), self._loaded.special_tokens_map
-        special = {
-            name: found[name] for name in self._loaded.SPECIAL_TOKENS_ATTRIBUTES if found.get(name) in vocabulary
-        }
+        # Programs begin texts with a beginning-of-sequence token where there is one, which training never does.
+        names = (name for name in self._loaded.SPECIAL_TOKENS_ATTRIBUTES if name != "bos_token")
+        special = {name: found[name] for name in names if found.get(name) in vocabulary}
         of_any_class = PreTrainedTokenizerFast(
             tokenizer_object=self._backend,
             model_max_length=self._loaded.model_max_length,

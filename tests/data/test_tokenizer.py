@@ -79,7 +79,7 @@ def test_file_alone_decides_ids_digest_and_what_is_saved(
     assert HuggingFaceTokenizer(str(tmp_path / "saved")).info["sha256"] == tokenizer.info["sha256"]
     loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert loaded(TEXT)["input_ids"] == ids
-    assert (loaded.eos_token_id, loaded.bos_token, len(loaded)) == (2, "<s>", tokenizer.vocab_size)
+    assert (loaded.eos_token_id, loaded.bos_token, len(loaded)) == (2, None, tokenizer.vocab_size)
     assert tokenizer.is_built_from(tmp_path / "saved")
     # By default, this one begins a text with <s>, if it does not also split it elsewhere.
     assert not tokenizer.is_built_from(tmp_path / "hub")

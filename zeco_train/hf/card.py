@@ -40,7 +40,7 @@ prompt = tokenizer("Once", return_tensors="pt").to(device)
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0]))
 ```
 
-The tokenizer adds no special tokens to a text, as in training.
+The tokenizer adds no special tokens to a text, and has none that begins one: training had none, either.
 
 With ZeCO-Train, also without a GPU: `python -m zeco_train.generate PATH --prompt Once`, and to train on:
 `checkpoint.load=hf:PATH`."""
