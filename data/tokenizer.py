@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from data.tokenizer_files import TOKENIZER_FILE, check_tokenizer, tokenizer_files
 from zeco_train.errors import DataError
+from zeco_train.system.paths import path_problem, shown
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,6 +24,8 @@ BYTES = "bytes"
 # Texts that tokenizers of different normalizers, pre-tokenizers or special tokens encode differently.
 _PROBES = ("", "a", " Two  words, 1234 and 5.6\n\n\tx = y;\r\n ", "naïve ﬁ Ａ 日本語 e\u0301 👍🏽\u200d'll İ")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+# A path has at most 4,096 bytes, the rest less than 200.
+_INFO_CHARACTERS = 4500
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -33,16 +36,23 @@ class Tokenizer(Protocol):
         vocab_size: every id is below it.
         eos_id: ends every document.
         open_ids: ids whose text may change with the ids after them, incomplete UTF-8 apart.
+        control_ids: the ids that texts can be given and that do not stand for text, and their strings.
         info: its entry in meta.json.
     """
 
     vocab_size: int
     eos_id: int
     open_ids: Container[int]
+    control_ids: Mapping[int, str]
     info: dict[str, str]
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens], without end-of-sequence or other special ids."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [tokens], without an end-of-sequence id.
+
+        Args:
+            texts: the texts.
+            control: control strings, such as "</s>", become their ids; by default they are text as any other.
+        """
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`."""
@@ -62,10 +72,11 @@ class ByteTokenizer:
     unknown_id = 2
     open_ids: Container[int] = ()
     info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
+    control_ids: Mapping[int, str] = {}
     offset = 3
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [bytes] uint16."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [bytes] uint16; no text becomes a control id."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16) + self.offset for text in texts]
 
     def decode(self, ids: NDArray[np.integer]) -> str:
@@ -116,6 +127,12 @@ class HuggingFaceTokenizer:
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(vocabulary), max(vocabulary.values()) + 1)
         self.open_ids: Container[int] = ()
+        # The unknown token stands for text.
+        added = [*self._loaded.added_tokens_decoder.values()]
+        if self._backend is not None:
+            added += self._backend.get_added_tokens_decoder().values()
+        special = {str(token) for token in added if token.special} & vocabulary.keys() - {str(self._loaded.unk_token)}
+        self.control_ids: Mapping[int, str] = {vocabulary[token]: token for token in sorted({*special, eos})}
         # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
         contents = json.dumps(sorted(vocabulary.items()))
         if self._backend is not None:
@@ -125,14 +142,16 @@ class HuggingFaceTokenizer:
         place = str(Path(name).resolve()) if Path(name).exists() else name
         self.info = {"kind": "huggingface", "path": place, "sha256": digest}
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens] int64."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [tokens] int64; see Tokenizer."""
         with _failures(self.info["path"], "this tokenizer cannot encode a text"):
             if self._backend is not None:
+                self._backend.encode_special_tokens = not control
                 encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
                 return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
             # `verbose`: a document may be longer than the tokenizer's model allows, without a warning.
             options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+            options["split_special_tokens"] = not control
             return [np.asarray(ids, dtype=np.int64) for ids in self._loaded(list(texts), **options)["input_ids"]]
 
     def decode(self, ids: NDArray[np.integer]) -> str:
@@ -159,7 +178,8 @@ class HuggingFaceTokenizer:
             model_max_length=self._loaded.model_max_length,
             model_input_names=self._loaded.model_input_names,
             chat_template=self._loaded.chat_template,
-            split_special_tokens=self._backend.encode_special_tokens,
+            # As `encode` does by default.
+            split_special_tokens=True,
             **special,
         )
         of_any_class.save_pretrained(folder)
@@ -176,7 +196,8 @@ class HuggingFaceTokenizer:
 
         with _failures(str(folder), "transformers cannot load a tokenizer from it"):
             other: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            if [other(text)["input_ids"] for text in _PROBES] != [ids.tolist() for ids in self.encode(_PROBES)]:
+            texts = [*_PROBES, " a".join(self.control_ids.values())]
+            if [other(text)["input_ids"] for text in texts] != [ids.tolist() for ids in self.encode(texts)]:
                 return False
             own, found = self._backend, getattr(other, "backend_tokenizer", None)
             if own is None or found is None:
@@ -262,12 +283,22 @@ def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
+    if (problem := path_problem(name)) is not None:
+        raise DataError(f"tokenizer {shown(name)!r}", problem)
     if Path(name).exists():
         return HuggingFaceTokenizer(name)
     remedy = "give 'bytes', the folder of a tokenizer on this machine, or a name that the hub knows"
     if not _HUB_NAME.fullmatch(name):
         raise DataError(name, "no such tokenizer", remedy)
     return HuggingFaceTokenizer(name, local=not download, remedy=remedy)
+
+
+def info_problem(info: object) -> str | None:
+    """Why a stranger's value cannot be `Tokenizer.info`; None if it can."""
+    if not isinstance(info, dict) or not all(isinstance(text, str) for text in (*info, *info.values())):
+        return f"{info!r:.80} is not a mapping of texts"
+    size = sum(len(text) for text in (*info, *info.values()))
+    return f"has {size:,} characters, at most {_INFO_CHARACTERS:,}" if size > _INFO_CHARACTERS else None
 
 
 def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:

@@ -59,10 +59,10 @@ def test_context_is_not_repeated() -> None:
 class WordTokenizer:
     """Like a sentencepiece model: the first word of a text loses its leading space, later words keep theirs."""
 
-    vocab_size, eos_id, open_ids, info = 3, 0, (), {"kind": "words"}
+    vocab_size, eos_id, open_ids, control_ids, info = 3, 0, (), {}, {"kind": "words"}
     words = ("", "one", "two")
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str], *, control: bool = False) -> list[np.ndarray]:
         return [np.asarray([self.words.index(word) for word in text.split()]) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:

@@ -191,9 +191,12 @@ class Generator:
         """The nonzero value of `stop` on some rank, else 0."""
         return self._meetings.signal
 
-    def encode(self, text: str) -> Tensor:
-        """The ids of a prompt, [T] int64, T ≥ 1; an empty prompt becomes the end-of-sequence id, as in training."""
-        ids = torch.as_tensor(self._tokenizer.encode([text])[0].astype("int64"))
+    def encode(self, text: str, *, control: bool = False) -> Tensor:
+        """The ids of a prompt, [T] int64, T ≥ 1; an empty prompt becomes the end-of-sequence id, as in training.
+
+        `control`: see `Tokenizer.encode`.
+        """
+        ids = torch.as_tensor(self._tokenizer.encode([text], control=control)[0].astype("int64"))
         return ids if len(ids) else torch.tensor([self._tokenizer.eos_id])
 
     def generate(
