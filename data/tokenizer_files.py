@@ -23,11 +23,12 @@ from zeco_train.system.small_files import LARGEST_BYTES, read_json, read_small
 # Subfolder of token stores and runs with the tokenizer's files.
 TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 # All vocabulary file names of transformers' tokenizers, slow and fast (their `vocab_files_names`), and of the formats
 # it converts (tekken.json, tiktoken.model, tokenizer.tiktoken).
 VOCABULARIES = frozenset(
     (
-        *("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tiktoken.model", "tekken.json"),
+        *(TOKENIZER_FILE, "tokenizer.model", "tokenizer.tiktoken", "tiktoken.model", "tekken.json"),
         *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "byte_maps.json", "prophetnet.tokenizer"),
         *("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "spm.model", "spm_char.model"),
         *("source.spm", "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"),
