@@ -17,6 +17,7 @@ from typing import Any
 from zeco_train.errors import DataError
 from zeco_train.system.jsonable import jsonable
 
+BYTE_ORDER_MARK = "\ufeff"
 # As file systems without an operation answer: FUSE, FAT, and network ones.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EBADF)
 
@@ -43,6 +44,11 @@ def write_durably(path: Path, text: str) -> None:
     """Write a file atomically and flush it to disk."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def decode_text(contents: bytes) -> str:
+    """Decode UTF-8; a byte-order mark at the start is no text. Raises UnicodeDecodeError."""
+    return contents.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
 
 
 def sha256_of(path: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from data.tokenizer import comparable
+from data.tokenizer import comparable, info_problem
 from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 from models.attn import AttnConfig
 from zeco_train.checkpoint.files import (
@@ -239,9 +239,12 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     """The settings that must not change between the starts of a run; see `RunFolder`.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or its tokenizer is none.
     """
-    return read_record(run_dir / IDENTITY_FILE)
+    identity = read_record(run_dir / IDENTITY_FILE)
+    if (problem := info_problem(identity.get("data.tokenizer") or {})) is not None:
+        raise CheckpointError(f"{run_dir / IDENTITY_FILE}: cannot be read: data.tokenizer: {problem}")
+    return identity
 
 
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
