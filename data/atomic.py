@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.store import is_store
 from zeco_train.errors import DataError
 from zeco_train.system.files import sync_folder, take_lock, write_errors
 
@@ -39,11 +40,11 @@ def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose ano
 
     Args:
         out: the final path; parents are created. Must be missing or an empty folder, unless `replace`.
-        replace: exchange an existing `out` for the new folder and delete the old one.
+        replace: exchange an existing token store for the new folder and delete the old one.
         remedy: advice to the user if the system refuses to write.
 
     Raises:
-        DataError: `out` exists (without `replace`), or the system refuses to write there.
+        DataError: `out` exists (with `replace`: and is not a token store), or the system refuses to write there.
     """
     with write_errors(out, remedy):
         make_parent(out, remedy)
@@ -101,20 +102,21 @@ def _claim(out: Path) -> tuple[Path, int]:
 
 
 def move_into_place(temporary: Path, out: Path, replace: bool) -> None:
-    """Rename a folder to `out`, atomically where supported. A replaced folder is left at `temporary`, or deleted.
+    """Rename a folder to `out`, atomically where supported. A replaced store is left at `temporary`, or deleted.
 
     Raises:
-        DataError: `out` exists, is not empty, and `replace` is false.
+        DataError: `out` exists, is not empty, and `replace` is false; or it is no token store, or a link to one.
     """
     # The rename is the check: it replaces an empty folder only. Looking first would race with other processes.
-    if not (replace and out.exists()):
-        try:
-            temporary.rename(out)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise DataError(out, "exists already", "nothing was changed") from error
-            raise
+    try:
+        temporary.rename(out)
         return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        if not replace:
+            raise DataError(out, "exists already", "nothing was changed") from error
+    check_replaceable(out)
     try:
         _exchange(temporary, out)  # the old folder now has the temporary name, and is deleted with it
     except (OSError, AttributeError) as error:
@@ -127,6 +129,13 @@ def move_into_place(temporary: Path, out: Path, replace: bool) -> None:
             old.rename(out)
             raise
         shutil.rmtree(old, ignore_errors=True)
+
+
+def check_replaceable(out: Path) -> None:
+    """Raise DataError unless `out` is the folder of a token store, the only kind that is ever replaced."""
+    if out.is_symlink() or not is_store(out):
+        problem = "exists and is a link" if out.is_symlink() else "exists and is not a token store"
+        raise DataError(out, problem, "choose another folder; nothing was changed")
 
 
 def _exchange(first: Path, second: Path) -> None:

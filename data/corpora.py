@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.atomic import atomic_folder
+from data.atomic import atomic_folder, check_replaceable
 from data.store import VALIDATION_FOLDER, VERSION, TokenStore
 from data.store_writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
@@ -100,18 +100,20 @@ def prepare_embedded(
     call this concurrently: one store wins, all return it. The held-out documents are chosen by a hash of their names.
 
     Raises:
-        DataError: no corpus, or the cache cannot be written (choose another with $ZECO_CACHE).
+        DataError: no corpus, the cache cannot be written (choose another with $ZECO_CACHE), or a link or a folder of
+            another kind is in the way.
     """
     corpus = corpus or standard_library_documents()
     key = f"{corpus.manifest_sha256} {validation_fraction!r} {_SPLIT_SEED} {VERSION}"
     name = f"embedded-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    out = ((cache_dir or default_cache_dir()) / name).resolve()
+    out = (cache_dir or default_cache_dir()).resolve() / name
     damaged = False
     if out.exists():
         try:
             _check(out, validation_fraction)
             return out
         except DataError as error:
+            check_replaceable(out)
             damaged = True
             logger.warning("%s; preparing the embedded corpus again", error)
     try:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.display import announce_hub
-from data.readers import ROWS_AT_ONCE, SourceProblem, check_column, listed, texts_of_column
+from data.readers import ROWS_AT_ONCE, Document, SourceProblem, check_column, listed, texts_of_column
 from data.sources import UNIT_BYTES, Source, Unit
 from zeco_train.errors import DataError
+from zeco_train.system.paths import is_within
 
 _SAVED_DATASET = ("dataset_info.json", "state.json")
 _SAVED_SPLITS = "dataset_dict.json"
@@ -71,6 +72,8 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
     with _load_errors(spec):
         builder = library.load_dataset_builder(spec.name, **options)
         files = {str(split): files for split, files in (builder.config.data_files or {}).items()}
+        if spec.data_files is None:
+            _check_places(spec, [path for each in files.values() for path in each])
         origin = [(split, list(each), getattr(each, "origin_metadata", None)) for split, each in files.items()]
         stamp = hashlib.sha256(repr((origin, builder.config.name, spec.split)).encode()).hexdigest()
         revision = _HUB_REVISION.search(repr(origin))
@@ -113,7 +116,7 @@ class RowSource:
             stop = min(start + self._unit_rows, int(self.total))
             yield Unit((), start, stop, stop - start, f"{self.manifest_sha256} {start} {stop}")
 
-    def read(self, unit: Unit, first: int) -> Iterator[str]:
+    def read(self, unit: Unit, first: int) -> Iterator[Document]:
         """See Source."""
         # Workers are spawned, so each must silence the library's logging itself.
         _library()
@@ -145,7 +148,7 @@ class StreamSource:
             for part in range(parts):
                 yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
 
-    def read(self, unit: Unit, first: int) -> Iterator[str]:
+    def read(self, unit: Unit, first: int) -> Iterator[Document]:
         """See Source."""
         _library()
         row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
@@ -154,16 +157,10 @@ class StreamSource:
             stream = parts.shard(parts.num_shards, unit.stop).with_format("arrow")
             # A stream has no random access: rows before `first` are read and sliced off (`slice` clamps its offset).
             for table in stream.iter(batch_size=ROWS_AT_ONCE):
-                column = self._column(table)
+                check_column(self.name, table.schema, self._text_field)
+                column = table.column(self._text_field)
                 yield from texts_of_column(column.slice(max(0, first - row)), place, max(first, row), self._text_field)
                 row += len(column)
-
-    def _column(self, table: Any) -> Any:
-        name = self._text_field
-        # A column of nulls only has no text type to check.
-        if name not in table.column_names or table.column(name).null_count < len(table):
-            check_column(self.name, table.schema, name)
-        return table.column(name)
 
 
 # Cutting a parquet file opens it; the units of one file come one after another.
@@ -182,9 +179,20 @@ def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: in
             raise DataError(spec.name, f"no split {spec.split!r}", f"its splits: {', '.join(rows)} (--split)")
         rows = rows[spec.split]
     _check_features(spec, rows.features, text_field)
+    _check_places(spec, [file["filename"] for file in rows.cache_files])
     files = [Path(file["filename"]) for file in rows.cache_files]
     origin = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files] + [len(rows)])
     return RowSource(spec.name, rows, text_field, hashlib.sha256(origin.encode()).hexdigest(), unit_bytes)
+
+
+def _check_places(spec: DatasetSpec, paths: Iterable[str]) -> None:
+    """Refuse files of this machine outside of the data set's folder, which its links or its card may name."""
+    root = Path(spec.name, spec.data_dir or "").resolve()
+    for path in paths:
+        # Such as zip://FILE::PATH.
+        place = path.rpartition("::")[2].removeprefix("file://")
+        if "://" not in place and not is_within(Path(place).resolve(), root):
+            raise DataError(place, f"is a file outside of the data set {spec.name}", "put the file itself there")
 
 
 def _library() -> Any:
@@ -209,7 +217,7 @@ def _check_features(spec: DatasetSpec, features: Any, text_field: str) -> None:
         problem = f"no field {text_field!r}; fields there: {listed(list(features))}"
         raise DataError(spec.name, problem, "choose one with --text-field")
     kind = getattr(features[text_field], "dtype", None)
-    if kind not in ("string", "large_string"):
+    if kind not in ("string", "large_string", "null"):
         raise DataError(spec.name, f"field {text_field!r} holds {kind or features[text_field]}, not text")
 
 

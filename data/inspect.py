@@ -1,7 +1,7 @@
 """Inspect and verify a token store: `python -m data.inspect STORE`.
 
-Prints counts, document lengths and a decoded sample, draws a histogram of the lengths, verifies the digest of every
-shard, and prints the read rate. A problem ends it with a one-line message and a status ≠ 0.
+Prints counts, document lengths and a decoded sample, verifies the digest of every shard, and prints the read rate. With
+`--png FILE` it draws a histogram of the lengths. A problem ends it with a one-line message and a status ≠ 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import argparse
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,11 +24,11 @@ from numpy.typing import NDArray
 
 from data.digests import COPY_AGAIN
 from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
-from data.tokenizer import load_tokenizer, tokenizer_name
+from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.amounts import clock, compact, length_name
 from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
-from zeco_train.system.drawing import BLUE, ORANGE, finish_axes, new_figure
+from zeco_train.system.drawing import BLUE, ORANGE, finish_axes, new_figure, render
 from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_output_file, warn_of_replacing
 from zeco_train.system.terminal import visible
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.inspect", description="What is in a token store.")
     parser.add_argument("store", type=user_path, metavar="STORE")
     parser.add_argument(
-        "--png", type=user_path, metavar="FILE", help="the histogram (default: STORE_lengths.png beside it)"
+        "--png", type=user_path, metavar="FILE", help="draw a histogram of the documents' lengths there"
     )
     parser.add_argument("--document", type=int, metavar="N", help="which document to show (default: one by --seed)")
     parser.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="how much of it (default: 200)")
@@ -54,11 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_shard(store: TokenStore, index: int) -> int:
+def check_shard(store: TokenStore, index: int, control_ids: Sequence[int]) -> tuple[int, Counter[int]]:
     """Read a whole shard and check its digest, its id range, and the end-of-sequence id of each document.
 
+    Args:
+        store: the store.
+        index: of the shard.
+        control_ids: ids to count.
+
     Returns:
-        The number of bytes read.
+        The number of bytes read, and how often each of `control_ids` occurs, the ends of documents included.
 
     Raises:
         DataError: names the shard and the problem.
@@ -69,19 +75,22 @@ def check_shard(store: TokenStore, index: int) -> int:
     dtype = token_dtype(store.vocab_size)
     digest, position = hashlib.sha256(), start
     mistakes: list[str] = []
+    counts: Counter[int] = Counter()
     with read_errors(path, COPY_AGAIN), path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             # A truncated shard may end within a token.
             tokens = np.frombuffer(block[: len(block) // dtype.itemsize * dtype.itemsize], dtype)
             mistakes += _mistakes(store, tokens, position)
+            values, times = np.unique(tokens[np.isin(tokens, control_ids)], return_counts=True)
+            counts.update(dict(zip(values.tolist(), times.tolist(), strict=True)))
             position += len(tokens)
     if digest.hexdigest() != shard.sha256:
         # Damage explains the other mistakes, and only the first one is reported.
         mistakes.insert(0, "its contents differ from what was prepared")
     if mistakes:
         raise DataError(path, mistakes[0], COPY_AGAIN)
-    return shard.num_tokens * dtype.itemsize
+    return shard.num_tokens * dtype.itemsize, counts
 
 
 def _mistakes(store: TokenStore, tokens: NDArray[np.unsignedinteger], position: int) -> list[str]:
@@ -103,15 +112,16 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.seed < 0:
         raise ConfigError("--seed", options.seed, "must be ≥ 0")
     store = TokenStore.open(options.store)
-    # Resolved, since the path `.` has no name.
-    png = options.png or options.store.resolve().with_name(f"{options.store.resolve().name}_lengths.png")
-    check_output_file("--png", png)
-    warn_of_replacing([options.png] if options.png else [])
+    if options.png is not None:
+        check_output_file("--png", options.png)
+        warn_of_replacing([options.png])
     lengths = np.diff(store.doc_offsets)
     _print_counts(store, lengths)
-    _print_sample(store, options)
-    draw_lengths(lengths, png, str(options.store))
-    _show(f"histogram    {png}")
+    tokenizer = _tokenizer_of(store)
+    _print_sample(store, options, tokenizer)
+    if options.png is not None:
+        draw_lengths(lengths, options.png, str(options.store))
+        _show(f"histogram    {options.png}")
     parts = [store]
     if (options.store / VALIDATION_FOLDER).exists():
         parts.append(TokenStore.open(options.store / VALIDATION_FOLDER))
@@ -122,13 +132,31 @@ def _inspect(options: argparse.Namespace) -> None:
         _show("integrity    sizes and offsets fit; the shards were not read (--quick)")
         return
     start, size = time.monotonic(), 0
+    known = {} if isinstance(tokenizer, DataError) else tokenizer.control_ids
+    control_ids = {store.meta.eos_id: "end of sequence", **known}
+    inside: Counter[int] = Counter()
     for part in parts:
         part.verify_offsets()
-        size += sum(check_shard(part, index) for index in range(part.num_shards))
+        for index in range(part.num_shards):
+            read, counts = check_shard(part, index, list(control_ids))
+            size += read
+            inside += counts
+        inside[part.meta.eos_id] -= part.meta.num_documents
     seconds = time.monotonic() - start
+    found = ", ".join(f"{name} {inside[number]:,}" for number, name in control_ids.items() if inside[number])
+    unknown = " (not counted: others, since its tokenizer cannot be loaded)" if isinstance(tokenizer, DataError) else ""
+    _show(f"control ids  inside documents: {found or 'none'}{unknown}; control strings: {store.meta.control_strings}")
     shards = sum(part.num_shards for part in parts)
     speed = f"{compact(size, 'B')} in {clock(seconds)} ({compact(size / max(seconds, 1e-9), 'B/s')})"
     _show(f"integrity    {shards} shards, offsets and ends of documents are as prepared: {speed}")
+
+
+def _tokenizer_of(store: TokenStore) -> Tokenizer | DataError:
+    """The store's tokenizer, or why it cannot be loaded."""
+    try:
+        return load_tokenizer(tokenizer_name(store.meta.tokenizer, store.path, store.path.parent))
+    except DataError as error:
+        return error
 
 
 def _show(text: str) -> None:
@@ -155,7 +183,7 @@ def _print_counts(store: TokenStore, lengths: NDArray[np.int64]) -> None:
             _show(f"             {len(long):,} documents of {length:,} tokens or more have {share:.1%} of all tokens")
 
 
-def _print_sample(store: TokenStore, options: argparse.Namespace) -> None:
+def _print_sample(store: TokenStore, options: argparse.Namespace, tokenizer: Tokenizer | DataError) -> None:
     document = options.document
     if document is None:
         document = int(np.random.default_rng(options.seed).integers(store.meta.num_documents))
@@ -166,7 +194,9 @@ def _print_sample(store: TokenStore, options: argparse.Namespace) -> None:
     rest = f", the first {len(ids)}" if start + len(ids) < stop else ""
     _show(f"document     {document:,}, {stop - start:,} tokens{rest}:")
     try:
-        text = load_tokenizer(tokenizer_name(store.meta.tokenizer, store.path, store.path.parent)).decode(ids)
+        if isinstance(tokenizer, DataError):
+            raise tokenizer
+        text = tokenizer.decode(ids)
     except DataError as error:
         text = f"{ids[:40].tolist()} … (not decoded: {error})"
     _show("\n".join(f"             | {line}" for line in visible(text).splitlines()))
@@ -218,6 +248,6 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
     try:
-        figure.savefig(png, format=png.suffix[1:] or "png")
+        render(figure, png, png.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise DataError(png, f"cannot be written ({error})", "choose another --png") from error

@@ -14,7 +14,7 @@ from data.mixture import as_integers
 from data.reader import TRAINING, VALIDATION, OpenedData
 from data.store import TokenStore, check_vocabulary
 from data.synthetic.source import open_synthetic
-from data.tokenizer import comparable
+from data.tokenizer import comparable, same_tokenizer
 from data.tokenizer_files import tokenizer_files
 from zeco_train.errors import ConfigError, DataError
 
@@ -90,13 +90,16 @@ def open_data(
     return data
 
 
-def open_held_out(config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str, str]) -> list[Source]:
+def open_held_out(
+    config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str, str], folders: Sequence[Path] = ()
+) -> list[Source]:
     """Open only the held-out stores of a configuration; the training stores may be missing.
 
     Args:
         config: the data configuration.
         vocab_size: of the model.
         tokenizer: of the model, as `StoreMeta.tokenizer`; empty if unknown.
+        folders: the runs or stores that may hold its files.
 
     Raises:
         ConfigError: nothing is held out, a filter leaves nothing, or a vocabulary exceeds the model's.
@@ -114,8 +117,8 @@ def open_held_out(config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str
     for paths, weight in zip(located, as_integers([paths.weight for paths in located]), strict=True):
         assert paths.validation is not None
         documents = _open(paths.validation, paths, config, vocab_size, found)
-        own, expected = comparable(documents.store.meta.tokenizer), comparable(dict(tokenizer))
-        if tokenizer and own != expected:
+        if tokenizer and not same_tokenizer(_tokenizer(documents.store), (tokenizer, folders)):
+            own, expected = comparable(documents.store.meta.tokenizer), comparable(dict(tokenizer))
             problem = f"its tokenizer is {own}, that of the model is {expected}"
             raise DataError(paths.validation, problem, "prepare it with the model's tokenizer")
         _check_filter(documents)
@@ -144,6 +147,11 @@ def _check_same_ids(store: TokenStore, first: TokenStore) -> None:
     """Check that both stores have the same tokenizer and ids."""
     for what in ("tokenizer", "vocab_size", "eos_id"):
         own, expected = (comparable(getattr(one.meta, what)) for one in (store, first))
-        if own != expected:
+        if own != expected and not (what == "tokenizer" and same_tokenizer(_tokenizer(store), _tokenizer(first))):
             problem = f"its {what} is {own}, that of {first.path} is {expected}"
             raise DataError(store.path, problem, "prepare both with the same tokenizer")
+
+
+def _tokenizer(store: TokenStore) -> tuple[Mapping[str, str], Sequence[Path]]:
+    """As `same_tokenizer` takes it; the files of a validation store lie in its training store."""
+    return store.meta.tokenizer, (store.path, store.path.parent)

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,12 +19,14 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.readers import SourceProblem
-from data.sources import Source, Unit
+from data.readers import Document, LeftOut, SourceProblem
+from data.sources import DOCUMENT_BYTES, Source, Unit
 from data.store import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 from zeco_train.errors import DataError
 
+# In `Part.counts`: control ids inside documents.
+CONTROL_IDS = "control_ids"
 PART_CHARACTERS = 1 << 23
 _ENCODE_CHARACTERS = 1 << 18
 _ENCODE_DOCUMENTS = 256
@@ -48,6 +50,8 @@ class Job:
         tokenizer: as in `load_tokenizer`.
         min_tokens: shorter documents, end of sequence not counted, are dropped.
         folder: output folder of the parts; the caller deletes each after use.
+        control: see `Tokenizer.encode`; without it, a control id inside a document is an error.
+        most_bytes: larger documents, in UTF-8, are left out.
         part_characters: a part ends with the document that reaches this size; a unit may have several parts.
     """
 
@@ -55,6 +59,8 @@ class Job:
     tokenizer: str
     min_tokens: int
     folder: Path
+    control: bool = False
+    most_bytes: int = DOCUMENT_BYTES
     part_characters: int = PART_CHARACTERS
 
 
@@ -68,7 +74,7 @@ class Part:
         ended: whether this is the unit's last part.
         name: stem of two files in the job's folder: the ids in the store's dtype, and the documents' lengths.
         num_tokens: tokens in the file.
-        short_documents: number of documents dropped as too short.
+        counts: numbers of documents that were left out, by the names of `LeftOut`; and CONTROL_IDS.
         amount: progress in the source's `amount` unit: the unit's size for its last part, else 0.
     """
 
@@ -79,7 +85,7 @@ class Part:
     ended: bool
     name: str
     num_tokens: int
-    short_documents: int
+    counts: dict[str, int]
     amount: float
 
     def paths(self, folder: Path) -> tuple[Path, Path]:
@@ -93,7 +99,9 @@ class UnitTokenizer:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tokenizer = cached_tokenizer(job.tokenizer)
-        self._open: dict[int, tuple[int, Iterator[str]]] = {}
+        self._is_control = np.zeros(self._tokenizer.vocab_size, dtype=bool)
+        self._is_control[list(self._tokenizer.control_ids)] = True
+        self._open: dict[int, tuple[int, Iterator[Document]]] = {}
 
     def part(self, index: int, unit: Unit, first: int) -> Part:
         """Write the part of unit `index` that begins with its document `first`.
@@ -110,21 +118,49 @@ class UnitTokenizer:
             texts = job.source.read(unit, first)
         name = f"part-{index:010d}-{first:010d}"
         lengths: list[int] = []
-        documents, short, characters, ended = 0, 0, 0, False
+        documents, characters, ended, counts = 0, 0, False, Counter[str]()
         with (job.folder / f"{name}.bin").open("wb") as file:
             while not ended and characters < job.part_characters:
-                pending, size = _take(texts, min(_ENCODE_CHARACTERS, job.part_characters - characters))
+                most = min(_ENCODE_CHARACTERS, job.part_characters - characters)
+                pending, size = _take(texts, most, job.most_bytes)
                 # Only an empty read shows the end, so a unit whose last document fills a part gets an empty part more.
                 ended = size == 0 and not pending
                 documents += len(pending)
                 characters += size
-                if pending:
-                    short += _write_documents(file, self._tokenizer, pending, job.min_tokens, lengths)
+                counts += self._write(file, pending, lengths)
         np.save(job.folder / f"{name}.npy", np.asarray(lengths, dtype=np.int64))
         if not ended:
             self._open[index] = first + documents, texts
         amount = unit.size if ended else 0
-        return Part(index, unit.stamp, first, documents, ended, name, sum(lengths), short, amount)
+        return Part(index, unit.stamp, first, documents, ended, name, sum(lengths), dict(counts), amount)
+
+    def _write(self, file: BinaryIO, found: list[Document], lengths: list[int]) -> Counter[str]:
+        """Append the documents and their lengths; returns `Part.counts`."""
+        tokenizer = self._tokenizer
+        counts = Counter(document.name for document in found if isinstance(document, LeftOut))
+        texts = [document for document in found if isinstance(document, str)]
+        for ids in tokenizer.encode(texts, control=self._job.control) if texts else []:
+            if len(ids) < self._job.min_tokens:
+                counts[LeftOut.short.name] += 1
+                continue
+            if int(ids.max(initial=0)) >= tokenizer.vocab_size:
+                problem = f"gives id {ids.max()}, beyond its vocabulary of {tokenizer.vocab_size}"
+                raise self._problem(problem, "repair the tokenizer's files")
+            control = ids[self._is_control[ids]] if tokenizer.control_ids else ids[:0]
+            if len(control) and not self._job.control:
+                # The string is a piece of the tokenizer's model, too, not only an added token.
+                problem = f"gives control id {control[0]} for the text {tokenizer.control_ids[int(control[0])]!r}"
+                raise self._problem(f"{problem} of a document", "--control-strings ids allows and counts such ids")
+            counts[CONTROL_IDS] += len(control)
+            document: NDArray[np.unsignedinteger] = np.empty(len(ids) + 1, dtype=token_dtype(tokenizer.vocab_size))
+            document[:-1] = ids
+            document[-1] = tokenizer.eos_id
+            file.write(document.data)
+            lengths.append(len(document))
+        return counts
+
+    def _problem(self, problem: str, remedy: str) -> SourceProblem:
+        return SourceProblem(self._tokenizer.info.get("path", "tokenizer"), problem, remedy)
 
 
 @dataclass
@@ -292,36 +328,18 @@ def _worker_died() -> DataError:
     return DataError("data.prepare", problem, "use fewer --workers")
 
 
-def _take(texts: Iterator[str], most: int) -> tuple[list[str], int]:
+def _take(texts: Iterator[Document], most: int, most_bytes: int) -> tuple[list[Document], int]:
     """The next documents until they have `most` characters, and their total size; empty at the end."""
-    taken: list[str] = []
+    taken: list[Document] = []
     size = 0
     for text in texts:
-        taken.append(text)
-        size += len(text)
+        # A character has 4 bytes at most.
+        is_large = isinstance(text, str) and len(text) * 4 > most_bytes and len(text.encode()) > most_bytes
+        taken.append(LeftOut.large if is_large else text)
+        size += len(text) if isinstance(text, str) else 0
         if size >= most or len(taken) >= _ENCODE_DOCUMENTS:
             break
     return taken, size
-
-
-def _write_documents(
-    file: BinaryIO, tokenizer: Tokenizer, texts: list[str], min_tokens: int, lengths: list[int]
-) -> int:
-    """Append the documents and their lengths; returns the number of documents dropped as too short."""
-    short = 0
-    for ids in tokenizer.encode(texts):
-        if len(ids) < min_tokens:
-            short += 1
-            continue
-        if int(ids.max(initial=0)) >= tokenizer.vocab_size:
-            problem = f"gives id {ids.max()}, beyond its vocabulary of {tokenizer.vocab_size}"
-            raise SourceProblem(tokenizer.info.get("path", "tokenizer"), problem, "repair the tokenizer's files")
-        document: NDArray[np.unsignedinteger] = np.empty(len(ids) + 1, dtype=token_dtype(tokenizer.vocab_size))
-        document[:-1] = ids
-        document[-1] = tokenizer.eos_id
-        file.write(document.data)
-        lengths.append(len(document))
-    return short
 
 
 _job: Job | None = None

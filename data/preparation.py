@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from data.atomic import check_replaceable
 from data.display import Display
 from data.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
-from data.pipeline import PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
-from data.readers import SourceProblem
-from data.sources import UNIT_BYTES, FileSource, Source, Unit
-from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, is_store, read_meta
+from data.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
+from data.readers import LeftOut, SourceProblem
+from data.sources import DOCUMENT_BYTES, UNIT_BYTES, FileSource, Source, Unit
+from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, read_meta
 from data.store_writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
 from data.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
@@ -48,10 +49,12 @@ class PrepareOptions:
         dataset: instead of `sources`, a hub or local data set, loaded by `datasets`.
         split: the split to read from a folder of save_to_disk.
         tokenizer: "bytes", the local path of a Hugging Face tokenizer, or its name on the hub.
+        control_strings: what control strings in a document become, such as "</s>": "text", or "ids", the control ids.
         text_field: field of .jsonl lines, column of .parquet and .arrow files and of data sets.
         validation_fraction: the last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
         workers: processes; None for one per CPU (one for a small corpus). The result does not depend on it.
         min_tokens: shorter documents are dropped.
+        max_document_bytes: larger documents, in UTF-8, are left out; of .jsonl files, those of longer lines.
         max_tokens: stop with the document that reaches this count; None for all.
         shard_tokens: tokens per shard of the store.
         overwrite: replace an existing store, or an interrupted preparation with other arguments.
@@ -65,10 +68,12 @@ class PrepareOptions:
     dataset: DatasetSpec | None = None
     split: str = "train"
     tokenizer: str = BYTES
+    control_strings: str = "text"
     text_field: str = "text"
     validation_fraction: float = 0.0
     workers: int | None = None
     min_tokens: int = 1
+    max_document_bytes: int = DOCUMENT_BYTES
     max_tokens: int | None = None
     shard_tokens: int = SHARD_TOKENS
     overwrite: bool = False
@@ -85,6 +90,8 @@ class Prepared:
     The defaults apply to a run that only moved a finished store of an interrupted one into place.
 
     Attributes:
+        left_out: numbers of documents that were left out, by the names of `LeftOut`.
+        control_ids: number of control ids inside documents.
         num_files: files read; None for a data set.
         earlier_tokens: tokens written by interrupted runs.
         tokens, seconds, workers: tokens written by this run, its tokenisation time, and its number of processes.
@@ -92,7 +99,8 @@ class Prepared:
 
     meta: StoreMeta
     validation: StoreMeta | None
-    short_documents: int
+    left_out: dict[str, int]
+    control_ids: int
     num_files: int | None = None
     skipped_files: Counter[str] = field(default_factory=Counter)
     earlier_tokens: int = 0
@@ -120,7 +128,7 @@ def prepare_store(options: PrepareOptions) -> Prepared:
     with work_folder(out, recorded, options.overwrite) as work:
         if work.state.phase == MOVING:
             return _place(options, work, out)
-        _check_out(out, options.overwrite)
+        _check_out(options.out, options.overwrite)
         preparation = _Preparation(options, work, tokenizer, arguments)
         preparation.check_unchanged()
         try:
@@ -182,7 +190,7 @@ class _Preparation:
         if saved:
             spec = DatasetSpec(str(saved[0]), split=options.split)
         if spec is None:
-            return FileSource(options.sources, options.text_field, options.unit_bytes)
+            return FileSource(options.sources, options.text_field, options.unit_bytes, options.max_document_bytes)
         if self._work.state.commit:  # the hub may have moved on since the interruption
             spec = replace(spec, revision=self._work.state.commit)
         return open_dataset(spec, options.text_field, options.unit_bytes)
@@ -193,7 +201,15 @@ class _Preparation:
         small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
         self.workers = options.workers or (1 if small else _available_cpus())
         self._made, self._state = {part.name: part for part in state.waiting}, state
-        job = Job(source, options.tokenizer, options.min_tokens, self._work.parts, options.part_characters)
+        job = Job(
+            source,
+            options.tokenizer,
+            options.min_tokens,
+            self._work.parts,
+            control=options.control_strings == "ids",
+            most_bytes=options.max_document_bytes,
+            part_characters=options.part_characters,
+        )
         start = saved = time.monotonic()
         with _source_errors():
             parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
@@ -209,9 +225,7 @@ class _Preparation:
                         saved = time.monotonic()
         if writer.num_documents == 0:
             where = f"no text in {source.num_files} files" if isinstance(source, FileSource) else "no text"
-            short = self._state.short_documents
-            remedy = f"left out {short} documents {too_short(options)}" if short else ""
-            raise DataError(source.name, where, remedy)
+            raise DataError(source.name, where, describe_left_out(self._state.counts, options))
         self.tokens, self.seconds = writer.num_tokens - self.earlier_tokens, time.monotonic() - start
         if options.validation_fraction > 0:
             writer.tail_state(options.validation_fraction)  # may raise; must precede saving the READ phase
@@ -235,8 +249,8 @@ class _Preparation:
             lengths = lengths[: int(np.searchsorted(writer.num_tokens + np.cumsum(lengths), most)) + 1]
         writer.append_blocks(_blocks(tokens_path, int(lengths.sum()) * writer.dtype.itemsize), lengths)
         unit, first = (part.unit + 1, 0) if part.ended else (part.unit, part.first + part.documents)
-        short, amount = self._state.short_documents + part.short_documents, self._state.amount + part.amount
-        self._state = replace(self._state, unit=unit, first=first, short_documents=short, amount=amount)
+        counts, amount = Counter(self._state.counts) + Counter(part.counts), self._state.amount + part.amount
+        self._state = replace(self._state, unit=unit, first=first, counts=dict(counts), amount=amount)
         del self._made[part.name]
         if part not in self._work.state.waiting:  # the saved state still refers to those
             tokens_path.unlink()
@@ -284,7 +298,7 @@ def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -
     work.move_to(out, options.overwrite)
     held_out = out / VALIDATION_FOLDER
     validation = read_meta(held_out) if held_out.exists() else None
-    return Prepared(read_meta(out), validation, work.state.short_documents, **facts)
+    return Prepared(read_meta(out), validation, work.state.counts, work.state.counts.get(CONTROL_IDS, 0), **facts)
 
 
 @contextmanager
@@ -296,18 +310,26 @@ def _source_errors() -> Iterator[None]:
         raise DataError(*problem.args) from problem
 
 
-def too_short(options: PrepareOptions) -> str:
-    """Describe the documents dropped by `min_tokens`, for messages."""
-    return "without text" if options.min_tokens == 1 else f"of fewer than {options.min_tokens} tokens"
+def describe_left_out(counts: Mapping[str, int], options: PrepareOptions) -> str:
+    """Describe the documents that were left out, for messages; "" if there are none."""
+    kinds = {
+        LeftOut.null: "that are null",
+        LeftOut.large: f"of more than {options.max_document_bytes:,} bytes",
+        LeftOut.short: "without text" if options.min_tokens == 1 else f"of fewer than {options.min_tokens} tokens",
+    }
+    found = [f"{counts[kind.name]} documents {text}" for kind, text in kinds.items() if counts.get(kind.name)]
+    return f"left out {', '.join(found)}" if found else ""
 
 
 def _check_options(options: PrepareOptions) -> None:
     if not 0 <= options.validation_fraction < 1:
         raise ConfigError("--validation-fraction", options.validation_fraction, "allowed: from 0 to less than 1")
-    for name in ("workers", "min_tokens", "max_tokens", "shard_tokens"):
+    for name in ("workers", "min_tokens", "max_document_bytes", "max_tokens", "shard_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", value, "allowed: 1 or more")
+    if options.control_strings not in ("text", "ids"):
+        raise ConfigError("--control-strings", options.control_strings, "allowed: text, ids")
     named: list[tuple[str, str | Path]] = [("--out", options.out), ("--tokenizer", options.tokenizer)]
     named += [("SOURCE", source) for source in options.sources]
     named += [] if options.dataset is None else [("--dataset", options.dataset.name)]
@@ -331,7 +353,9 @@ def _arguments(options: PrepareOptions) -> dict[str, Any]:
         **dict(options.about),
         **source,
         "text_field": options.text_field,
+        "control_strings": options.control_strings,
         "min_tokens": options.min_tokens,
+        "max_document_bytes": options.max_document_bytes,
         "max_tokens": options.max_tokens,
         "validation_fraction": options.validation_fraction,
     }
@@ -346,8 +370,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
     with read_errors(out, "choose another --out"):
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return
-    if not is_store(out):
-        raise DataError(out, "exists and is not a token store", "choose another --out; nothing was changed")
+    check_replaceable(out)
     if not overwrite:
         raise DataError(out, "exists already", "give --overwrite to replace it; nothing was changed")
 

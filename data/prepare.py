@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from data.hugging_face import DatasetSpec
-from data.preparation import Prepared, PrepareOptions, prepare_store, too_short
+from data.preparation import Prepared, PrepareOptions, describe_left_out, prepare_store
 from data.recipes import load_recipe, recipe_names
 from data.sources import SUFFIXES
 from data.store import VALIDATION_FOLDER, StoreMeta
@@ -68,8 +68,10 @@ def _report(options: PrepareOptions, prepared: Prepared) -> None:
     if prepared.skipped_files.total():
         kinds = visible(", ".join(f"{kind} {count}" for kind, count in prepared.skipped_files.most_common(8) if count))
         print(f"skipped {prepared.skipped_files.total()} files of other kinds: {kinds}")
-    if prepared.short_documents:
-        print(f"left out {prepared.short_documents} documents {too_short(options)}")
+    if left_out := describe_left_out(prepared.left_out, options):
+        print(left_out)
+    if prepared.control_ids:
+        print(f"stored {prepared.control_ids:,} control ids inside documents")
     if prepared.earlier_tokens:
         print(f"went on from {prepared.earlier_tokens:,} tokens of an interrupted preparation")
     if prepared.tokens and prepared.seconds > 0:
@@ -130,7 +132,16 @@ def _parser() -> argparse.ArgumentParser:
     text = parser.add_argument_group("text and tokens")
     text.add_argument("--text-field", metavar="NAME", help="field of .jsonl, column of tables (default: text)")
     text.add_argument("--tokenizer", metavar="NAME", help="bytes (default), or a Hugging Face tokenizer: path or name")
+    text.add_argument(
+        "--control-strings", metavar="RULE", help="what </s> and the like in a document become: text (default), or ids"
+    )
     text.add_argument("--min-tokens", type=int, metavar="N", help="leave out documents shorter than this (default: 1)")
+    text.add_argument(
+        "--max-document-bytes",
+        type=int,
+        metavar="N",
+        help="leave out larger documents, and longer lines (default: 2^29)",
+    )
     text.add_argument("--max-tokens", type=int, metavar="N", help="stop with the document that reaches so many")
     text.add_argument(
         "--validation-fraction",

@@ -1,17 +1,36 @@
-"""Reads the documents of one file, or of a part of it."""
+"""Reads the documents of one file, or of a part of it.
+
+In every format a null is no document (`LeftOut.null`), and a byte-order mark at the start of a line or of a document is
+no text.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from zeco_train.system.files import BYTE_ORDER_MARK, decode_text
 
 READ_BYTES = 1 << 21
 ROWS_AT_ONCE = 1024
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
+
+class LeftOut(Enum):
+    """Why a document is left out."""
+
+    null = 0
+    large = 1
+    short = 2
+
+
+Document = str | LeftOut
 
 
 class SourceProblem(Exception):
@@ -22,49 +41,60 @@ class SourceProblem(Exception):
 
 
 def decode(contents: bytes, path: Path, offset: int = 0) -> str:
-    """Decode UTF-8; `offset` is the position of `contents` in the file, for the message."""
+    """`decode_text`; `offset` is the position of `contents` in the file, for the message."""
     try:
-        return contents.decode("utf-8")
+        return decode_text(contents)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 at byte {offset + error.start}"
         raise SourceProblem(str(path), problem, "convert it, for example with iconv") from error
 
 
-def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[str]:
-    """Yield the documents of the lines whose first byte lies in [start, stop)."""
+def read_lines(path: Path, start: int, stop: int, text_field: str, most: int) -> Iterator[Document]:
+    """Yield the documents of the lines whose first byte lies in [start, stop); `most`: see `_lines`."""
     with path.open("rb") as file:
+        first = 0
         if start > 0:
             file.seek(start - 1)
-            file.readline()  # the rest of a line that began before, or just the newline that ends it
-        while (position := file.tell()) < stop:
-            line = file.readline()
-            if line.isspace():
-                continue
-            text = decode(line, path, position)
+            # The rest of a line that began before, or just the newline that ends it; not beyond this part, or the parts
+            # of one long line would all read it to its end.
+            rest = file.readline(stop - start)
+            if not rest.endswith(b"\n"):
+                return
+            first = start - 1 + len(rest)
+        for position, line in _lines(file, most, first, stop):
             try:
-                # A byte-order mark at the start of the file: json.loads refuses it.
-                yield _field_of_line(text.removeprefix("\ufeff") if position == 0 else text, text_field)
+                yield from _documents_of_line(line, path, position, text_field)
             except _LineProblem as error:
                 raise SourceProblem(f"{path}, line {_line_number(path, position)}", *error.args) from error
 
 
-def read_compressed_lines(path: Path, text_field: str) -> Iterator[str]:
-    """Yield the documents of all lines of a compressed file."""
+def read_compressed_lines(path: Path, text_field: str, most: int) -> Iterator[Document]:
+    """Yield the documents of all lines of a compressed file; `most`: see `_lines`."""
     import pyarrow
 
-    position, compression = 0, _COMPRESSIONS[path.suffix.lower()]
+    compression = _COMPRESSIONS[path.suffix.lower()]
     with (
         _arrow_errors(path, "cannot be decompressed", OSError),
         pyarrow.input_stream(str(path), compression=compression) as stream,
     ):
-        for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), 1):
-            if not line.isspace():
-                text = decode(line, path, position)
-                try:
-                    yield _field_of_line(text.removeprefix("\ufeff") if number == 1 else text, text_field)
-                except _LineProblem as error:
-                    raise SourceProblem(f"{path}, line {number}", *error.args) from error
-            position += len(line)
+        for number, (position, line) in enumerate(_lines(io.BufferedReader(stream, READ_BYTES), most), 1):
+            try:
+                yield from _documents_of_line(line, path, position, text_field)
+            except _LineProblem as error:
+                raise SourceProblem(f"{path}, line {number}", *error.args) from error
+
+
+def _lines(file: IO[bytes], most: int, position: int = 0, stop: float = math.inf) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the lines of a file that begin before `stop`, each with its position, which is `position` at first.
+
+    None stands for a line of more than `most` bytes, which is read in parts: a small compressed file may hold any line.
+    """
+    while position < stop and (line := file.readline(most + 1)):
+        size, part = len(line), line
+        while not part.endswith(b"\n") and (part := file.readline(READ_BYTES)):
+            size += len(part)
+        yield position, line if size == len(line) <= most or line.endswith(b"\n") else None
+        position += size
 
 
 @contextmanager
@@ -83,7 +113,15 @@ class _LineProblem(Exception):
     """A problem of a JSON line: (problem, remedy)."""
 
 
-def _field_of_line(line: str, text_field: str) -> str:
+def _documents_of_line(line: bytes | None, path: Path, position: int, text_field: str) -> Iterator[Document]:
+    """Yield the document of a line, if it is not blank. Raises SourceProblem, or _LineProblem."""
+    if line is None:
+        yield LeftOut.large
+    elif (text := decode(line, path, position)) and not text.isspace():
+        yield _field_of_line(text, text_field)
+
+
+def _field_of_line(line: str, text_field: str) -> Document:
     """The text field of a line. Raises _LineProblem."""
     try:
         record = json.loads(line)
@@ -95,13 +133,15 @@ def _field_of_line(line: str, text_field: str) -> str:
     if text_field not in record:
         raise _LineProblem(f"no field {text_field!r}; fields there: {listed(record)}", "choose one with --text-field")
     text = record[text_field]
+    if text is None:
+        return LeftOut.null
     if not isinstance(text, str):
         raise _LineProblem(f"field {text_field!r} is of type {type(text).__name__}, not text", "")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, which is not a character
         raise _LineProblem(f"field {text_field!r} has a lone surrogate at character {error.start}", "") from error
-    return text
+    return text.removeprefix(BYTE_ORDER_MARK)
 
 
 def listed(names: Sequence[str] | dict[str, Any]) -> str:
@@ -128,7 +168,7 @@ def open_parquet(path: Path) -> Any:
         return parquet.ParquetFile(path)
 
 
-def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]:
+def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[Document]:
     """Yield the documents of a row group of a .parquet file."""
     with open_parquet(path) as file:
         check_column(path, file.schema_arrow, text_field)
@@ -139,7 +179,7 @@ def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]
                 row += len(batch)
 
 
-def read_arrow(path: Path, text_field: str) -> Iterator[str]:
+def read_arrow(path: Path, text_field: str) -> Iterator[Document]:
     """Yield the documents of a file of Arrow's streaming or file format."""
     import pyarrow
 
@@ -165,16 +205,16 @@ def check_column(source: object, schema: Any, text_field: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether an Arrow type is text, or a dictionary of text."""
+    """Whether an Arrow type is text, a dictionary of text, or that of a column of nulls only."""
     import pyarrow
 
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     types = pyarrow.types
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return any(check(kind) for check in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
 
 
-def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Iterator[str]:
-    """Yield the values of an Arrow text column; a null is an empty document.
+def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Iterator[Document]:
+    """Yield the values of an Arrow text column.
 
     Args:
         column: an Arrow array, or chunked array, of text.
@@ -184,7 +224,8 @@ def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Itera
     """
     for value in column:
         try:
-            yield value.as_py() or ""
+            text = value.as_py()
+            yield LeftOut.null if text is None else text.removeprefix(BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             problem = f"not UTF-8 at byte {error.start} of column {text_field!r}"
             raise SourceProblem(f"{place} {row}", problem, "") from error

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 from data.readers import (
+    Document,
+    LeftOut,
     SourceProblem,
     decode,
     open_parquet,
@@ -29,11 +31,13 @@ from data.readers import (
     read_row_group,
 )
 from zeco_train.errors import DataError
+from zeco_train.system.paths import is_within
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", *COMPRESSED_SUFFIXES, ".parquet", ".arrow")
 UNIT_BYTES = 1 << 21
+DOCUMENT_BYTES = 1 << 29
 UNIT_FILES = 1024
 
 
@@ -88,12 +92,18 @@ class Source(Protocol):
     def units(self) -> Iterator[Unit]:
         """All units, in order; deterministic for an unchanged source. Raises SourceProblem."""
 
-    def read(self, unit: Unit, first: int) -> Iterator[str]:
-        """The documents of a unit, from number `first` on. Raises SourceProblem."""
+    def read(self, unit: Unit, first: int) -> Iterator[Document]:
+        """The documents of a unit, from number `first` on, those left out included. Raises SourceProblem."""
 
 
 class FileSource:
     """A source of files and folders; for formats see the module docstring.
+
+    Args:
+        sources: the files and folders.
+        text_field: field of lines, column of tables.
+        unit_bytes: size of a unit.
+        most_bytes: larger text files, and longer lines, are left out.
 
     Attributes:
         num_files: number of files to read.
@@ -105,9 +115,15 @@ class FileSource:
 
     amount = "bytes"
 
-    def __init__(self, sources: Sequence[Path], text_field: str, unit_bytes: int = UNIT_BYTES) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Path],
+        text_field: str,
+        unit_bytes: int = UNIT_BYTES,
+        most_bytes: int = DOCUMENT_BYTES,
+    ) -> None:
         self._files, self.skipped = find_sources(sources)
-        self._text_field, self._unit_bytes = text_field, unit_bytes
+        self._text_field, self._unit_bytes, self._most_bytes = text_field, unit_bytes, most_bytes
         self.name = ", ".join(str(source) for source in sources[:3]) + (" …" if len(sources) > 3 else "")
         if not self._files:
             skipped = ", ".join(f"{kind} {count}" for kind, count in self.skipped.most_common(8) if count)
@@ -121,9 +137,9 @@ class FileSource:
         """See Source."""
         return split_into_units(self._files, self._unit_bytes)
 
-    def read(self, unit: Unit, first: int) -> Iterator[str]:
+    def read(self, unit: Unit, first: int) -> Iterator[Document]:
         """See Source."""
-        return itertools.islice(read_unit(unit, self._text_field), first, None)
+        return itertools.islice(read_unit(unit, self._text_field, self._most_bytes), first, None)
 
 
 def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str]]:
@@ -134,7 +150,8 @@ def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str
         "link to a folder", not followed since it may form a cycle).
 
     Raises:
-        DataError: a path does not exist, or a file given by name has an unknown suffix.
+        DataError: a path does not exist, a file given by name has an unknown suffix, or one in a folder is a link out
+            of it.
     """
     files: list[SourceFile] = []
     skipped: Counter[str] = Counter()
@@ -183,8 +200,8 @@ def split_into_units(files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) 
         yield _unit_of(group, 0, 0, _size(group))
 
 
-def read_unit(unit: Unit, text_field: str) -> Iterator[str]:
-    """Yield the documents of a unit.
+def read_unit(unit: Unit, text_field: str, most_bytes: int = DOCUMENT_BYTES) -> Iterator[Document]:
+    """Yield the documents of a unit; for the arguments see `FileSource`.
 
     Raises:
         SourceProblem: a file cannot be read, is not UTF-8, or lacks the text field.
@@ -193,16 +210,17 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[str]:
     try:
         match _kind(path):
             case ".jsonl":
-                yield from read_lines(path, unit.start, unit.stop, text_field)
+                yield from read_lines(path, unit.start, unit.stop, text_field, most_bytes)
             case ".jsonl.gz" | ".jsonl.zst":
-                yield from read_compressed_lines(path, text_field)
+                yield from read_compressed_lines(path, text_field, most_bytes)
             case ".arrow":
                 yield from read_arrow(path, text_field)
             case ".parquet":
                 yield from read_row_group(path, unit.start, text_field)
             case _:
                 for path in unit.paths:
-                    yield decode(path.read_bytes(), path)
+                    is_large = path.stat().st_size > most_bytes
+                    yield LeftOut.large if is_large else decode(path.read_bytes(), path)
     except OSError as error:
         raise SourceProblem(str(path), f"cannot be read ({error.strerror or error})", "") from error
 
@@ -251,6 +269,9 @@ def _walk(folder: Path, skipped: Counter[str]) -> list[SourceFile]:
                 continue
             if _kind(path) not in SUFFIXES:
                 skipped[path.suffix.lower() or "no suffix"] += 1
+            elif path.is_symlink() and path.exists() and not is_within(path.resolve(), folder.resolve()):
+                # The folder may be a stranger's, the file a private one.
+                raise DataError(path, "is a link out of its folder", "put the file itself there, or give files by name")
             elif path.is_file():
                 found.append(_source_file(path, path.relative_to(folder).as_posix()))
             elif path.exists():

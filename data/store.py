@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from data.digests import COPY_AGAIN as _COPY_AGAIN
 from data.digests import file_version, verify_file
 from data.npy import map_array
+from data.tokenizer import BYTES, info_problem
 from data.tokenizer_files import TOKENIZER_FOLDER
 from zeco_train import __version__
 from zeco_train.errors import ConfigError, DataError
@@ -105,6 +106,12 @@ class StoreMeta:
         if len(self.shards) == 1:
             return self.shards[0].sha256
         return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+
+    @property
+    def control_strings(self) -> str:
+        """What strings such as "</s>" in a document became: "text", "ids", or "unknown" for stores of version 0.2."""
+        rule = "text" if self.tokenizer.get("kind") == BYTES else self.preparation.get("control_strings")
+        return rule if rule in ("text", "ids") else "unknown"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
@@ -345,7 +352,9 @@ def _meta_of(record: dict[str, Any], path: Path) -> StoreMeta:
     kinds = {"int": int, "str": str, "dict[str, str]": dict, "dict[str, Any]": dict, "tuple[ShardMeta, ...]": list}
     for entry in fields(StoreMeta):
         if not isinstance(values[entry.name], kinds[str(entry.type)]):
-            raise DataError(path, f"{entry.name} is {values[entry.name]!r}, not {entry.type}", "prepare it again")
+            raise DataError(path, f"{entry.name} is {values[entry.name]!r:.80}, not {entry.type}", "prepare it again")
+    if (problem := info_problem(values["tokenizer"])) is not None:
+        raise DataError(path, f"tokenizer: {problem}", "prepare it again")
     shards = tuple(_shard_of(shard, path) for shard in values["shards"])
     return StoreMeta(**{**values, "shards": shards})
 
@@ -355,7 +364,7 @@ def _shard_of(record: object, path: Path) -> ShardMeta:
         case {"name": str(name), "num_tokens": int(num_tokens), "sha256": str(sha256)} if num_tokens > 0:
             if name == _VERSION_1_TOKENS or _SHARD_NAME.fullmatch(name):  # never a path out of the folder
                 return ShardMeta(name, num_tokens, sha256)
-    raise DataError(path, f"{record!r} is no shard of tokens", "prepare it again")
+    raise DataError(path, f"{record!r:.80} is no shard of tokens", "prepare it again")
 
 
 def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:

@@ -5,31 +5,55 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.display import announce_hub
-from data.tokenizer_files import check_tokenizer, tokenizer_files
+from data.tokenizer_files import TOKENIZER_FILE, check_tokenizer, tokenizer_files
 from zeco_train.errors import DataError
+from zeco_train.system.paths import path_problem, shown
+
+if TYPE_CHECKING:
+    import tokenizers
 
 BYTES = "bytes"
+# Texts that tokenizers of different normalizers, pre-tokenizers or special tokens encode differently.
+_PROBES = ("", "a", " Two  words, 1234 and 5.6\n\n\tx = y;\r\n ", "naïve ﬁ Ａ 日本語 e\u0301 👍🏽\u200d'll İ")
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+# A path has at most 4,096 bytes, the rest less than 200.
+_INFO_CHARACTERS = 4500
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids. `info` is its entry in meta.json."""
+    """Converts text to ids.
+
+    Attributes:
+        vocab_size: every id is below it.
+        eos_id: ends every document.
+        open_ids: ids whose text may change with the ids after them, incomplete UTF-8 apart.
+        control_ids: the ids that texts can be given and that do not stand for text, and their strings.
+        info: its entry in meta.json.
+    """
 
     vocab_size: int
     eos_id: int
+    open_ids: Container[int]
+    control_ids: Mapping[int, str]
     info: dict[str, str]
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens], without end-of-sequence or other special ids."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [tokens], without an end-of-sequence id.
+
+        Args:
+            texts: the texts.
+            control: control strings, such as "</s>", become their ids; by default they are text as any other.
+        """
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`."""
@@ -47,11 +71,13 @@ class ByteTokenizer:
     vocab_size = 259
     eos_id = 1
     unknown_id = 2
+    open_ids: Container[int] = ()
     info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
+    control_ids: Mapping[int, str] = {}
     offset = 3
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [bytes] uint16."""
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [bytes] uint16; no text becomes a control id."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16) + self.offset for text in texts]
 
     def decode(self, ids: NDArray[np.integer]) -> str:
@@ -64,7 +90,10 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A transformers tokenizer, from a local folder or file, or by its hub name.
+    """A tokenizer of transformers, from a local folder or by its hub name.
+
+    Where there is a tokenizer.json, exactly that encodes and decodes: many classes of transformers build another
+    normalizer or pre-tokenizer than the file's, and drop or add tokens.
 
     Args:
         name: the path or the hub name.
@@ -89,38 +118,145 @@ class HuggingFaceTokenizer:
             announce_hub(name)
         with _failures(name, "transformers cannot load a tokenizer from it", remedy):
             # Without trust_remote_code=False, transformers asks on stdin whether to run the folder's code.
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
-        if self._tokenizer.eos_token_id is None:
+            self._loaded: Any = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+            self._backend = _backend(self._loaded, name)
+            vocabulary: dict[str, int] = (self._loaded if self._backend is None else self._backend).get_vocab()
+            eos = self._loaded.eos_token
+        if eos is None or eos not in vocabulary:
+            problem = "no end-of-sequence token" if eos is None else f"an end-of-sequence token without an id, {eos!r}"
             remedy = "set eos_token in its tokenizer_config.json: every document ends with it"
-            raise DataError(name, "the tokenizer has no end-of-sequence token", remedy)
-        vocabulary = self._tokenizer.get_vocab()
-        self.eos_id = int(self._tokenizer.eos_token_id)
+            raise DataError(name, f"the tokenizer has {problem}", remedy)
+        self.eos_id = vocabulary[eos]
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
-        self.vocab_size = max(len(self._tokenizer), max(vocabulary.values(), default=0) + 1, self.eos_id + 1)
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        self.vocab_size = max(len(vocabulary), max(vocabulary.values()) + 1)
+        self.open_ids: Container[int] = ()
+        # The unknown token stands for text.
+        added = [*self._loaded.added_tokens_decoder.values()]
+        if self._backend is not None:
+            added += self._backend.get_added_tokens_decoder().values()
+        special = {str(token) for token in added if token.special} & vocabulary.keys() - {str(self._loaded.unk_token)}
+        self.control_ids: Mapping[int, str] = {vocabulary[token]: token for token in sorted({*special, eos})}
         # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
-        contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
+        contents = json.dumps(sorted(vocabulary.items()))
+        if self._backend is not None:
+            self.open_ids = _open_ids(_part(self._backend.decoder), vocabulary)
+            contents = self._backend.to_str()
         digest = hashlib.sha256(contents.encode("utf-8", errors="surrogatepass")).hexdigest()
         place = str(Path(name).resolve()) if Path(name).exists() else name
         self.info = {"kind": "huggingface", "path": place, "sha256": digest}
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens] int64."""
-        # `verbose`: a document may be longer than the tokenizer's model allows, without a warning.
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
+        """The ids of each text, [tokens] int64; see Tokenizer."""
         with _failures(self.info["path"], "this tokenizer cannot encode a text"):
-            encoded = self._tokenizer(list(texts), **options)
-        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+            if self._backend is not None:
+                self._backend.encode_special_tokens = not control
+                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+                return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+            # `verbose`: a document may be longer than the tokenizer's model allows, without a warning.
+            options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+            options["split_special_tokens"] = not control
+            return [np.asarray(ids, dtype=np.int64) for ids in self._loaded(list(texts), **options)["input_ids"]]
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`, special tokens included."""
         with _failures(self.info["path"], "this tokenizer cannot decode its ids"):
+            if self._backend is not None:
+                return self._backend.decode(ids.tolist(), skip_special_tokens=False)
             # Clean-up would remove spaces before punctuation, which the text had.
-            return str(self._tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
+            return str(self._loaded.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
-        """See Tokenizer."""
-        self._tokenizer.save_pretrained(folder)
+        """Write files from which transformers builds exactly this tokenizer: by default it adds no special tokens."""
+        if self._backend is None:
+            self._loaded.save_pretrained(folder)
+            return
+        from transformers import PreTrainedTokenizerFast
+
+        vocabulary, found = self._backend.get_vocab(), self._loaded.special_tokens_map
+        # Programs begin texts with a beginning-of-sequence token where there is one, which training never does.
+        names = (name for name in self._loaded.SPECIAL_TOKENS_ATTRIBUTES if name != "bos_token")
+        special = {name: found[name] for name in names if found.get(name) in vocabulary}
+        of_any_class = PreTrainedTokenizerFast(
+            tokenizer_object=self._backend,
+            model_max_length=self._loaded.model_max_length,
+            model_input_names=self._loaded.model_input_names,
+            chat_template=self._loaded.chat_template,
+            # As `encode` does by default.
+            split_special_tokens=True,
+            **special,
+        )
+        of_any_class.save_pretrained(folder)
+        # It has written the file with a post-processor and marks of special tokens, which are in the settings as well.
+        self._backend.save(str(folder / TOKENIZER_FILE))
+
+    def is_built_from(self, folder: Path) -> bool:
+        """Whether transformers builds this tokenizer from the files in a folder, and encodes alike by default.
+
+        Raises:
+            DataError: transformers cannot load a tokenizer from it.
+        """
+        from transformers import AutoTokenizer
+
+        with _failures(str(folder), "transformers cannot load a tokenizer from it"):
+            other: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            texts = [*_PROBES, " a".join(self.control_ids.values())]
+            if [other(text)["input_ids"] for text in texts] != [ids.tolist() for ids in self.encode(texts)]:
+                return False
+            own, found = self._backend, getattr(other, "backend_tokenizer", None)
+            if own is None or found is None:
+                return own is found
+            parts = ("normalizer", "pre_tokenizer", "model", "decoder")
+            same = all(_part(getattr(own, name)) == _part(getattr(found, name)) for name in parts)
+            return same and own.get_vocab() == found.get_vocab()
+
+
+def _backend(loaded: Any, name: str) -> tokenizers.Tokenizer | None:
+    """The `tokenizers` library's tokenizer, which adds, cuts and pads nothing; None for one written in Python."""
+    import tokenizers
+    from transformers.utils import cached_file
+
+    # Loading has put the files into the hub's cache, this one for every class.
+    file = cached_file(name, TOKENIZER_FILE, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    backend = getattr(loaded, "backend_tokenizer", None) if file is None else tokenizers.Tokenizer.from_file(file)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.post_processor = None
+    return backend
+
+
+def _part(part: Any) -> Any:
+    """A part of a `tokenizers.Tokenizer` as in tokenizer.json; None if it has none."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _open_ids(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int]) -> Container[int]:
+    """See `Tokenizer.open_ids`.
+
+    Args:
+        decoder: of the `tokenizers` library, as in tokenizer.json.
+        vocabulary: the id of each token.
+    """
+    joined, found = False, frozenset[int]()
+    for step in _steps(decoder):
+        kind = step["type"]
+        if kind == "ByteFallback":
+            # Bytes in a row are decoded together: as one text, or if that is no UTF-8, as a mark for each.
+            found = frozenset(number for token, number in vocabulary.items() if _BYTE.fullmatch(token))
+        # Once all text is joined, only steps that treat its characters one by one leave its beginning as it is.
+        by_character = kind in ("Fuse", "Strip", "Metaspace") or len(step.get("pattern", {}).get("String", "")) == 1
+        if joined and not by_character:
+            return range(max(vocabulary.values(), default=-1) + 1)
+        joined |= kind in ("Fuse", "ByteLevel")
+    return found
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if decoder is not None and decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _steps(part)
+    elif decoder is not None:
+        yield decoder
 
 
 @contextmanager
@@ -150,12 +286,22 @@ def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
+    if (problem := path_problem(name)) is not None:
+        raise DataError(f"tokenizer {shown(name)!r}", problem)
     if Path(name).exists():
         return HuggingFaceTokenizer(name)
     remedy = "give 'bytes', the folder of a tokenizer on this machine, or a name that the hub knows"
     if not _HUB_NAME.fullmatch(name):
         raise DataError(name, "no such tokenizer", remedy)
     return HuggingFaceTokenizer(name, local=not download, remedy=remedy)
+
+
+def info_problem(info: object) -> str | None:
+    """Why a stranger's value cannot be `Tokenizer.info`; None if it can."""
+    if not isinstance(info, dict) or not all(isinstance(text, str) for text in (*info, *info.values())):
+        return f"{info!r:.80} is not a mapping of texts"
+    size = sum(len(text) for text in (*info, *info.values()))
+    return f"has {size:,} characters, at most {_INFO_CHARACTERS:,}" if size > _INFO_CHARACTERS else None
 
 
 def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
@@ -167,6 +313,26 @@ def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
         return BYTES
     own = tokenizer_files(*folders)
     return str(own) if own else info.get("path", "")
+
+
+def same_tokenizer(*described: tuple[Mapping[str, str], Sequence[Path]]) -> bool:
+    """Whether tokenizers have equal digests, as recorded or else as computed from their files: those of 0.2 differ.
+
+    Args:
+        described: `info` of each, and the stores or runs that may hold its files.
+
+    Raises:
+        DataError: the files of one cannot be loaded.
+    """
+    recorded = [comparable(info) for info, _ in described]
+    if all(one == recorded[0] for one in recorded) or {"kind": BYTES} in recorded:
+        return all(one == recorded[0] for one in recorded)
+    files = [tokenizer_files(*folders) for _, folders in described]
+    found = [
+        info if folder is None else comparable(load_tokenizer(str(folder)).info)
+        for info, folder in zip(recorded, files, strict=True)
+    ]
+    return all(one == found[0] for one in found)
 
 
 def comparable(value: Any) -> Any:

@@ -17,16 +17,18 @@ from typing import Any
 
 from zeco_train.errors import DataError
 from zeco_train.system.files import read_errors
+from zeco_train.system.paths import is_within
 from zeco_train.system.small_files import LARGEST_BYTES, read_json, read_small
 
 # Subfolder of token stores and runs with the tokenizer's files.
 TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 # All vocabulary file names of transformers' tokenizers, slow and fast (their `vocab_files_names`), and of the formats
 # it converts (tekken.json, tiktoken.model, tokenizer.tiktoken).
 VOCABULARIES = frozenset(
     (
-        *("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tiktoken.model", "tekken.json"),
+        *(TOKENIZER_FILE, "tokenizer.model", "tokenizer.tiktoken", "tiktoken.model", "tekken.json"),
         *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "byte_maps.json", "prophetnet.tokenizer"),
         *("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "spm.model", "spm_char.model"),
         *("source.spm", "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"),
@@ -117,7 +119,7 @@ def _entries(folder: Path) -> Iterator[str]:
 def _check_file(path: Path, root: Path) -> None:
     """Check that a file is a regular file in `root` (a resolved path), or in the hub cache of `root`."""
     real = _real(path)
-    if not (real.is_relative_to(root) or real.is_relative_to(_blobs_of(root) or root)):
+    if not is_within(real, root):
         raise DataError(path, "is a link out of its folder; it is not followed", _REMEDY)
     with read_errors(path):
         if not real.exists():
@@ -128,12 +130,6 @@ def _check_file(path: Path, root: Path) -> None:
     if status.st_size > _LARGEST_BYTES:
         problem = f"has {status.st_size:,} bytes; files of a tokenizer have at most {_LARGEST_BYTES:,}"
         raise DataError(path, problem, "give another tokenizer")
-
-
-def _blobs_of(root: Path) -> Path | None:
-    """The blobs folder of a hub-cache snapshot: files in `models--NAME/snapshots/REVISION/` link there."""
-    cache = root.parent.parent
-    return cache / "blobs" if root.parent.name == "snapshots" and cache.name.startswith("models--") else None
 
 
 def _check_settings(path: Path) -> None:

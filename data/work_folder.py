@@ -31,7 +31,7 @@ from zeco_train.system.files import sync_file, sync_folder, take_lock, write_dur
 from zeco_train.system.paths import is_plain_name
 from zeco_train.system.small_files import read_json
 
-_VERSION = 1
+_VERSION = 2
 _SUFFIX = ".preparing"
 _START_ANEW = "give --overwrite to start anew, or choose another --out"
 
@@ -49,7 +49,7 @@ class State:
         unit, first: the next unit, and the number of its documents already done.
         stamps: digest of the stamps of all units begun, in order.
         waiting: parts of later documents.
-        short_documents, amount: documents dropped as too short, and progress, so far.
+        counts, amount: documents that were left out (`Part.counts`), and progress, so far.
         commit: of a hub data set.
         meta_sha256: of the complete store's meta.json.
     """
@@ -60,7 +60,7 @@ class State:
     first: int = 0
     stamps: str = ""
     waiting: tuple[Part, ...] = ()
-    short_documents: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
     amount: float = 0.0
     commit: str | None = None
     meta_sha256: str = ""
@@ -161,6 +161,7 @@ def _folder_for(out: Path) -> Path:
 
 
 def _open(folder: Path, arguments: dict[str, Any], overwrite: bool) -> WorkFolder:
+    _check_own(folder)
     left, state = _read(folder)
     work = WorkFolder(folder, arguments, state)
     if left == arguments:
@@ -171,6 +172,17 @@ def _open(folder: Path, arguments: dict[str, Any], overwrite: bool) -> WorkFolde
         raise DataError(folder, problem, f"give the same arguments to continue it, or {_START_ANEW}")
     start_anew(work)
     return work
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a folder of another kind, and links, through which files elsewhere would be written or deleted."""
+    found = [path.relative_to(folder) for path in folder.rglob("*")]
+    known = {"store", "parts", "state.json"}
+    others = {path for path in found if path.parts[0] not in known and not path.name.startswith(".state.json.")}
+    links = {path for path in found if (folder / path).is_symlink()}
+    if folder.is_symlink() or links | others:
+        name = folder / min(links | others, default="")
+        raise DataError(name, "is not a preparation's", "move it away, or choose another --out")
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, State]:

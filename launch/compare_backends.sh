@@ -27,8 +27,8 @@ for backend in $backends; do
   [ -z "$rest" ] || fail "BACKENDS: $backend: must be one of $known, or zeco:ALGORITHM:TRANSPORT"
   folder="$run_dir/${backend//:/_}"
   folders+=("$folder")
-  [ ! -e "$folder/checkpoints" ] || [ "${CHECKPOINTS:-}" = keep ] ||
-    fail "RUN_DIR: $folder/checkpoints is there already, and is not this script's to delete; CHECKPOINTS=keep keeps it"
+  [ "${CHECKPOINTS:-}" = keep ] || ! compgen -G "$folder/checkpoints/step_*" >/dev/null ||
+    fail "RUN_DIR: $folder has checkpoints already, which are not this script's to delete; CHECKPOINTS=keep keeps them"
   # An earlier comparison without checkpoints starts anew.
   anew=()
   [ "${CHECKPOINTS:-}" = keep ] || anew=(checkpoint.missing=start_anew)

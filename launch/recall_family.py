@@ -20,7 +20,6 @@ import argparse
 import gc
 import itertools
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -112,15 +111,15 @@ class Case:
         began, has_states = time.monotonic(), self.model != "softmax"
         for stage in self.stages:
             run_dir, file = self.run_dir(stage.length), self.result_file(stage.length)
-            output, out = self.options.out / self.name / "output" / str(stage.length), run_dir / "evaluation"
+            output = self.options.out / self.name / "output" / str(stage.length)
             if file.exists():
                 continue
             if problem := _on_ranks(cli.main, self.overrides(stage), output, deadline):
                 return f"{stage.length} tokens: {problem}"
             if stage.length not in self.options.lengths:
                 continue
-            # An interrupted evaluation is not resumed.
-            shutil.rmtree(out, ignore_errors=True)
+            # An interrupted evaluation is not resumed, and what it left is not deleted.
+            out = next(path for n in itertools.count() if not (path := run_dir / "evaluation" / f"recall.{n}").exists())
             asked = ["recall.depths=0", f"recall.examples={_EXAMPLES}", "train.device=cpu"]
             asked += ["recall.zeroed=true"] if has_states else []
             arguments = [str(run_dir), "--tasks", "recall", "--out", str(out), *asked]

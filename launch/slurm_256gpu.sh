@@ -68,6 +68,7 @@ run_dir="${run_dir#[\'\"]}" run_dir="${run_dir%[\'\"]}"
 [[ "$run_dir" = /* ]] || run_dir="$SLURM_SUBMIT_DIR/$run_dir"
 [[ " $*" = *" name="* ]] || settings+=("name=$(basename "$run_dir")")
 settings+=("run_dir='$run_dir'")
+[ ! -L "$run_dir/slurm" ] || fail "run_dir=$run_dir: slurm is a link, and this script's files would go elsewhere; remove it"
 
 # Set by --gpus-per-node or by --gres; the first may have a GPU type before the number.
 gpus="${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}"

@@ -32,7 +32,6 @@ from tests.campaigns.grid import Fault, faulty
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Rooms of tests that compute values; those of verify itself, of launchers and of reports do not count.
 ROOMS = ("ops", "sp", "collectives", "models", "distributed", "training", "data", "evaluate", "generate", "hf")
-_COPIED = ("zeco_train", "models", "data", "configs", "tests", "launch", "docs", "train.py", "pyproject.toml")
 # A judge may take this many times as long as without a fault, and at least so many seconds on a busy machine.
 _BOUND, _LEAST_SECONDS = 4.0, 120.0
 
@@ -81,7 +80,7 @@ class Copy:
         self.base, self.tree, self.temporary = folder, folder / "tree", folder / "tmp"
         self._notes = folder / "notes"
         self.temporary.mkdir(parents=True)
-        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *_COPIED]
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.splitlines()
         for name in filter(lambda name: (REPOSITORY / name).is_file(), names):
             (self.tree / name).parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,17 @@ from tests.support.waiting import ENOUGH
 from zeco_train.checkpoint import checkpointer as checkpoint
 from zeco_train.checkpoint import writer as checkpoint_writer
 from zeco_train.checkpoint.checkpointer import Checkpointer
-from zeco_train.checkpoint.files import PROGRESS_FILE, Progress, complete_checkpoints, find_weights, set_aside
+from zeco_train.checkpoint.files import (
+    PROGRESS_FILE,
+    RECORD_FILE,
+    Progress,
+    complete_checkpoints,
+    find_weights,
+    link_latest,
+    record_checkpoint,
+    saved_checkpoints,
+    set_aside,
+)
 from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.errors import CheckpointError
 from zeco_train.system.signals import REQUEUE_EXIT_CODE
@@ -41,7 +51,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name != "latest")
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name not in ("latest", "lock"))
 
 
 @contextmanager
@@ -390,6 +400,43 @@ def test_damaged_and_foreign_folders_are_not_checkpoints(tmp_path: Path) -> None
     assert complete_checkpoints(tmp_path) == [sound]
     (folder / "latest").symlink_to(sound.name)
     assert find_weights(str(folder / "latest")) == sound
+
+
+def test_latest_that_is_a_folder_is_renamed(tmp_path: Path) -> None:
+    """A copy with links followed has one."""
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "step_00000002").mkdir()
+    link_latest(tmp_path / "step_00000002")
+    assert {path.name: path.is_symlink() for path in tmp_path.iterdir()} == {
+        "latest": True,
+        "latest.damaged": False,
+        "step_00000002": False,
+    }
+
+
+def test_only_what_the_run_has_saved_is_removed(tmp_path: Path) -> None:
+    """Neither checkpoints that a user has put there, nor folders with similar names."""
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 4, 9):
+        (folder / f"step_{step:08}").mkdir(parents=True)
+    for name in ("step_00000003.tmp", "step_by_step.tmp"):
+        (folder / name).mkdir()
+    (tmp_path / RECORD_FILE).write_text('{"step": 1, "saved": [1]}')
+    record_checkpoint(tmp_path, 4)
+    writer = CheckpointWriter(folder / "step_00000004", "", 1, is_staged=True)
+    writer._drop_old()
+    assert names(tmp_path) == [
+        "step_00000002",
+        "step_00000003.tmp",
+        "step_00000004",
+        "step_00000009",
+        "step_by_step.tmp",
+    ]
+    CheckpointWriter(folder / "step_00000010", "", 1, is_staged=True)._make_folder()
+    assert names(tmp_path)[1:] == ["step_00000004", "step_00000009", "step_00000010.tmp", "step_by_step.tmp"]
+    # Of an older version, without a list.
+    (tmp_path / RECORD_FILE).write_text('{"step": 2}')
+    assert [path.name for path in saved_checkpoints(tmp_path)] == ["step_00000002", "step_00000004", "step_00000009"]
 
 
 def test_checkpoint_settings_out_of_range(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -31,6 +33,7 @@ from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.errors import CheckpointError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
+from zeco_train.hf.trained import find_trained
 
 CHECKPOINT = CheckpointError.exit_code
 DATA = ["seed=3"]
@@ -142,10 +145,34 @@ def test_commands_refuse_pickled_code_in_checkpoint(
 ) -> None:
     trap = tmp_path / "trap"
     attack(checkpoint_of(run), trap)
+    (run / "checkpoints" / "lock").write_text(str(run))
     before = snapshot(run / "checkpoints")
     check_line(command(run, tmp_path / "out"), CHECKPOINT, str(checkpoint_of(run)))
     assert not trap.exists()
     assert snapshot(run / "checkpoints") == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("num_layers", 10**9, "weights are no model of model.num_layers=1000000000"),
+        (
+            "hidden_size",
+            1 << 62,
+            f"is [259, 32], the run's configuration makes it [259, {1 << 62}]",
+        ),
+        ("intermediate_size", 1 << 62, "the run's configuration has impossible sizes: Storage size calculation over"),
+        ("intermediate_size", 1 << 40, f"the run's configuration makes it [{1 << 40}, 32]"),
+    ],
+)
+def test_sizes_are_compared_with_the_weights_before_a_model_is_built(
+    key: str, value: int, problem: str, run: Path
+) -> None:
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["model"][key] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
+        find_trained(str(run))
 
 
 def test_resume_refuses_pickled_code_in_optimizer_settings(run: Path, tmp_path: Path) -> None:
@@ -210,7 +237,7 @@ def test_inconsistent_metadata_is_refused(change: Callable[[Metadata], None], pr
     metadata = metadata_of(checkpoint_of(run))
     change(metadata)
     rewrite(checkpoint_of(run), metadata)
-    check_line(_export(run, run / "out"), CHECKPOINT, "damaged: .metadata" if "has" not in problem else "", problem)
+    check_line(_export(run, run / "out"), CHECKPOINT, ".metadata" if "has" not in problem else "", problem)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +325,7 @@ def test_copy_with_higher_step_does_not_delete_new_checkpoints(finished: Path, t
     assert outcome.code == 0, outcome.err
     assert "damaged: run.json is that of step 2; it is step_00000099.damaged now" in outcome.err
     names = {path.name for path in folder.iterdir()}
-    assert names == {"step_00000006", "step_00000099.damaged", "latest"}
+    assert names == {"step_00000006", "step_00000099.damaged", "latest", "lock"}
     # Likewise a copy that appears during a run at lower steps.
     shutil.copytree(folder / "step_00000006", folder / "step_00000098")
     with mock.patch(

@@ -146,7 +146,7 @@ def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
 def test_resume_sets_damaged_aside_and_uses_new_settings(tmp_path: Path) -> None:
     settings = run_distributed(_meddle, 2, str(tmp_path / "run"))[0]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["latest", "step_00000002", "step_00000004", "step_00000004.damaged"]
+    assert names == ["latest", "lock", "step_00000002", "step_00000004", "step_00000004.damaged"]
     log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     assert (
         "step_00000004: damaged: __1_0.distcp is not what was written (SHA-256); it is step_00000004.damaged now, "
@@ -172,7 +172,7 @@ def test_keep_limits_checkpoints_and_load_reads_weights(tmp_path: Path) -> None:
     runs = run_distributed(_keep_and_load, 2, str(tmp_path))[0]
     names = [path.name for path in complete_checkpoints(tmp_path / "first")]
     assert names == ["step_00000005", "step_00000006"]
-    assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["latest", *names]
+    assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["latest", "lock", *names]
     assert (tmp_path / "first" / "checkpoints" / "latest").readlink() == Path(names[-1])
     for parameter, value in runs["first"]["parameters"].items():
         # One step with a negligible learning rate changes no fp32 value.
@@ -220,6 +220,6 @@ def test_run_ended_before_first_checkpoint_starts_again(tmp_path: Path) -> None:
     with mock.patch("zeco_train.training.trainer.Trainer.save", side_effect=KeyboardInterrupt):
         assert train_here(*settings).code == 130
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["lock"]
     outcome = train_here(*settings)
     assert outcome.code == 0, outcome.err

@@ -119,6 +119,18 @@ def test_impossible_paths_are_reported(name: str, here: Path) -> None:
         assert len(outcome.err) < 1300
 
 
+@pytest.mark.parametrize("name", ["run_dir", "name", "model.name", "data.path", "data.stores.0.path"])
+def test_bytes_that_are_no_utf8_are_refused_before_anything_is_written(name: str, here: Path) -> None:
+    command = READERS.get(name, lambda path: _train(f"{name}='{path}'"))
+    check_line(
+        command("x\udcff"), CONFIG, f"{name}=x\\udcff: stored configurations are UTF-8, and this has other bytes"
+    )
+
+
+def test_export_to_a_name_that_is_no_utf8_is_refused(here: Path) -> None:
+    check_line(WRITERS["OUT"]("x\udcff"), CONFIG, "OUT=x\\udcff: has bytes that are no UTF-8")
+
+
 @pytest.mark.parametrize("name", ["--json", "out", "json"])
 def test_unwritable_file_is_reported_before_work(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "arange", _no_work)

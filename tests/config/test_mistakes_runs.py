@@ -210,6 +210,7 @@ def test_load_refuses_missing_or_mismatched_weights(run: Path, store: Path, tmp_
 def test_damaged_checkpoint_is_reported_and_left_alone(name: str, run: Path, store: Path) -> None:
     path = run / "checkpoints" / "step_00000002" / name
     os.truncate(path, path.stat().st_size // 2)
+    (run / "checkpoints" / "lock").write_text(str(run))
     before = snapshot(run / "checkpoints")
     outcome = train_here(*on(store), f"run_dir={run}", "train.steps=4")
     check_line(outcome, CHECKPOINT, str(path.parent))

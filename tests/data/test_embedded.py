@@ -114,6 +114,23 @@ def test_concurrent_processes_share_embedded_cache(library: Path, tmp_path: Path
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_folders_of_other_kinds_and_links_are_not_replaced(is_link: bool, library: Path, tmp_path: Path) -> None:
+    corpus = standard_library_documents(library)
+    place = prepare_embedded(tmp_path / "cache", 0.25, corpus)
+    victim = place.rename(tmp_path / "victim")
+    os.truncate(victim / shard_name(0), 10)
+    if is_link:
+        place.symlink_to(victim)
+    else:
+        (victim / "thesis.txt").touch()
+        victim.rename(place)
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    with pytest.raises(DataError, match=f"exists and is {'a link' if is_link else 'not a token store'}; choose"):
+        prepare_embedded(tmp_path / "cache", 0.25, corpus)
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
 def test_unwritable_cache_is_reported(library: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(DataError, match=r"cannot be written \(.*\); choose another folder with .*ZECO_CACHE"):

@@ -22,6 +22,7 @@ from data.prepare import PrepareOptions, main, prepare_store
 from data.recipes import FOLDER, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
 from data.tokenizer import load_tokenizer
+from tests.data.test_prepare import write_marked
 from tests.data.test_resume import Stopped, contents, stop_before, write_lines
 from tests.support.stores import documents
 from zeco_train.errors import ConfigError, DataError
@@ -73,6 +74,16 @@ def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) ->
     # The same files, read without the library.
     assert prepare(folder, "--out", tmp_path / "plain", "--workers", "1") == 0
     assert documents(tmp_path / "plain") == TEXTS
+
+
+@pytest.mark.parametrize(("kind", "streaming"), [("parquet", "--streaming"), ("jsonl.gz", "--no-streaming")])
+def test_nulls_and_byte_order_marks_as_in_files(
+    kind: str, streaming: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_marked(tmp_path / "corpus", kind)
+    assert prepare("--dataset", folder, streaming, "--out", tmp_path / "store", "--workers", "1") == 0
+    assert documents(tmp_path / "store") == ["a", "b\ufeffc"]
+    assert "left out 1 documents that are null, 1 documents without text\n" in capsys.readouterr().out
 
 
 @pytest.mark.few(1)
@@ -146,6 +157,34 @@ def test_save_to_disk_dataset_is_prepared(tmp_path: Path, capsys: pytest.Capture
     )
     assert prepare(tmp_path / "one", tmp_path / "splits", "--out", tmp_path / "none") == 3
     assert "is a data set of save_to_disk, which stands alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["link", "card", "card with an absolute path", "save_to_disk"])
+def test_files_outside_of_a_data_set_are_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The data set may be a stranger's, the file a private one."""
+    rows = datasets.Dataset.from_dict({"text": ["private"]})
+    folder = tmp_path / "corpus"
+    if kind == "save_to_disk":
+        rows.save_to_disk(tmp_path / "home")
+        rows.save_to_disk(folder)
+        private = next((tmp_path / "home").glob("*.arrow"))
+        state = json.loads((folder / "state.json").read_text())
+        state["_data_files"] = [{"filename": f"../home/{private.name}"}]
+        (folder / "state.json").write_text(json.dumps(state))
+    else:
+        private = tmp_path / "private.parquet"
+        rows.to_parquet(private)
+        write_dataset(folder, "parquet")
+    if kind == "link":
+        (folder / "train-more.parquet").symlink_to(private)
+    elif kind != "save_to_disk":
+        named = "../private.parquet" if kind == "card" else private
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
+    capsys.readouterr()
+    assert prepare("--dataset", folder, "--out", tmp_path / "store") == 3
+    captured = capsys.readouterr()
+    assert f"is a file outside of the data set {folder}; put the file itself there\n" in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ from data import inspect as inspect_module
 from data.inspect import draw_lengths, main
 from data.prepare import PrepareOptions, prepare_store
 from data.store import META_FILE, TokenStore, shard_name
-from tests.data.test_prepare import hugging_face
+from tests.data.test_prepare import QUOTING, control_tokens, hugging_face
 from tests.support.stores import write_lines
 
-__all__ = ["hugging_face"]
+__all__ = ["control_tokens", "hugging_face"]
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +57,12 @@ def test_inspect_reports_intact_store(store: Path, capsys: pytest.CaptureFixture
         rf"integrity    {shards} shards, offsets and ends of documents are as prepared: .*B/s\)", printed.out
     )
     assert printed.err == ""
-    assert (store.parent / "store_lengths.png").read_bytes()[:4] == b"\x89PNG"
     # The store itself is unchanged.
     assert TokenStore.open(store).meta == opened.meta
-    assert sorted(path.name for path in store.parent.iterdir()) == ["store", "store_lengths.png"]
+    assert sorted(path.name for path in store.parent.iterdir()) == ["store"]
+    assert main([str(store), "--quick", "--png", str(store.parent / "lengths.png")]) == 0
+    assert f"histogram    {store.parent / 'lengths.png'}\n" in capsys.readouterr().out
+    assert (store.parent / "lengths.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_documents_are_decoded_with_tokenizer_of_store(
@@ -76,6 +79,26 @@ def test_documents_are_decoded_with_tokenizer_of_store(
     shutil.rmtree(tmp_path / "store" / "tokenizer")
     assert main([str(tmp_path / "store"), "--document", "0"]) == 0
     assert f"| [9, 70002, 7, 1] … (not decoded: {copy}: no such tokenizer" in capsys.readouterr().out
+
+
+def test_control_ids_inside_documents_are_counted(
+    control_tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, store = write_lines(tmp_path / "a.jsonl", [{"text": QUOTING}] * 3), tmp_path / "store"
+    for rule, found in (("text", "none"), ("ids", "</s> 6, <pad> 3")):
+        options = PrepareOptions((source,), store, tokenizer=str(control_tokens), overwrite=True, control_strings=rule)
+        prepare_store(replace(options, validation_fraction=0.4))
+        assert main([str(store)]) == 0
+        assert f"control ids  inside documents: {found}; control strings: {rule}\n" in capsys.readouterr().out
+    # A store of an earlier version, without its tokenizer.
+    meta = json.loads((store / META_FILE).read_text())
+    del meta["preparation"]["control_strings"]
+    (store / META_FILE).write_text(json.dumps(meta | {"tokenizer": {"kind": "huggingface", "path": "gone"}}))
+    shutil.rmtree(store / "tokenizer")
+    assert main([str(store)]) == 0
+    printed = capsys.readouterr().out
+    assert "inside documents: end of sequence 6 (not counted: others, since" in printed
+    assert "; control strings: unknown\n" in printed
 
 
 def flip(store: Path) -> str:

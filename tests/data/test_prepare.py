@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -17,6 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from data.prepare import PrepareOptions, main, prepare_store
+from data.readers import read_lines
 from data.store import TokenStore, is_store
 from data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.support.stores import documents, write_lines
@@ -69,13 +73,115 @@ def test_folder_with_all_file_kinds(
     captured = capsys.readouterr()
     # 3 of other suffixes, .hidden.txt and .git
     assert "skipped 5 files of other kinds: hidden 2, .csv 2, no suffix 1" in captured.out
-    assert "left out 9 documents without text" in captured.out  # 8 missing rows, 1 empty file
+    assert "left out 8 documents that are null, 1 documents without text\n" in captured.out
     total = sum(len(text.encode()) + 1 for text in expected)
     assert f"store: {len(expected)} documents, {total:,} tokens of uint16 from 6 files, vocabulary 259" in captured.out
     assert captured.err == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "store"]
     meta = TokenStore.open(tmp_path / "store").meta
     assert (meta.tokenizer, meta.eos_id, meta.vocab_size) == ({"kind": "bytes"}, 1, 259)
+
+
+# A null, a byte-order mark at the start of the file where a text format can have one, and at the start of documents.
+MARKED = ["\ufeffa", None, "b\ufeffc", "\ufeff"]
+
+
+def write_marked(folder: Path, kind: str) -> Path:
+    """MARKED in one file of this kind; the null only in kinds that can have one."""
+    folder.mkdir()
+    path = folder / f"marked.{kind}"
+    table = pyarrow.table({"text": MARKED})
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in MARKED).encode()
+    match kind:
+        case "parquet":
+            parquet.write_table(table, path)
+        case "arrow":
+            with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines))
+        case "jsonl":
+            path.write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\n\xef\xbb\xbf\n\xef\xbb\xbf", 1))
+        case "txt":
+            for number, text in enumerate(MARKED):
+                (folder / f"{number}.txt").write_text(text or "", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl.gz", "jsonl", "txt"])
+def test_nulls_are_no_documents_and_byte_order_marks_no_text(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(write_marked(tmp_path / "corpus", kind)), "--out", str(tmp_path / "store")]) == 0
+    assert documents(tmp_path / "store") == ["a", "b\ufeffc"]
+    left_out = "2 documents without text" if kind == "txt" else "1 documents that are null, 1 documents without text"
+    assert f"left out {left_out}\n" in capsys.readouterr().out
+
+
+def test_column_of_nulls_has_no_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(2)}), tmp_path / "a.parquet")
+    assert main([str(tmp_path / "a.parquet"), "--out", str(tmp_path / "store")]) == 3
+    assert "no text in 1 files; left out 2 documents that are null\n" in capsys.readouterr().err
+    parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
+    sources = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
+    assert main([*sources, "--out", str(tmp_path / "store")]) == 0
+    assert documents(tmp_path / "store") == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "jsonl", "txt"])
+@pytest.mark.parametrize("unit_bytes", [10, 1 << 21])
+def test_documents_of_too_many_bytes_are_left_out(kind: str, unit_bytes: int, tmp_path: Path) -> None:
+    texts, path = ["é" * 50, "é" * 51, "a", "a" * 5000, "b"], tmp_path / f"a.{kind}"
+    # Just short enough and one byte too long, also as lines.
+    most = 100 if kind in ("parquet", "txt") else len(json.dumps({"text": texts[0]}, ensure_ascii=False).encode())
+    lines = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
+    match kind:
+        case "parquet":
+            parquet.write_table(pyarrow.table({"text": texts}), path)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(lines))
+        case "jsonl":
+            path.write_bytes(lines)
+        case "txt":
+            for number, text in enumerate(texts):
+                path.with_name(f"{number}.txt").write_text(text, encoding="utf-8")
+    options = PrepareOptions((tmp_path,), tmp_path / "store", unit_bytes=unit_bytes, max_document_bytes=most)
+    assert prepare_store(options).left_out == {"large": 2}
+    assert documents(tmp_path / "store") == [texts[0], "a", "b"]
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n"])
+def test_long_line_is_read_once_by_all_units_together(ending: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * 100_000 + b'"}' + ending)
+    read = 0
+
+    class Counting(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            nonlocal read
+            line = super().readline(size)
+            read += len(line)
+            return line
+
+    contents, found = path.read_bytes(), []
+    for start in range(0, len(contents), 100):
+        opened = mock.Mock(open=lambda mode: Counting(contents))
+        found += list(read_lines(opened, start, min(start + 100, len(contents)), "text", 1 << 20))
+    assert found == ["x" * 100_000]
+    assert read <= 3 * len(contents)
+
+
+def test_links_within_a_folder_by_name_and_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "datasets--name" / "snapshots" / "1"
+    (snapshot.parents[1] / "blobs").mkdir(parents=True)
+    (snapshot.parents[1] / "blobs" / "b").write_text("blob")
+    snapshot.mkdir(parents=True)
+    (snapshot / "a.txt").symlink_to("../../blobs/b")
+    (snapshot / "b.txt").symlink_to("a.txt")
+    (tmp_path / "named.txt").symlink_to(snapshot / "a.txt")
+    (tmp_path / "folder").symlink_to(snapshot)
+    assert main([str(tmp_path / "folder"), str(tmp_path / "named.txt"), "--out", str(tmp_path / "store")]) == 0
+    assert documents(tmp_path / "store") == ["blob"] * 3
 
 
 def test_named_files_with_min_tokens_into_nested_out(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -141,6 +247,53 @@ def test_prepare_with_hugging_face_tokenizer(hugging_face: Path, tmp_path: Path)
     assert opened.meta.tokenizer["kind"] == "huggingface"
     assert opened.meta.tokenizer["path"] == str(hugging_face / "whole")
     assert len(opened.meta.tokenizer["sha256"]) == 64
+
+
+@pytest.fixture(scope="session")
+def control_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tokenizer of single bytes with control tokens, 0 and 1, and another added token, 2."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["</s>", "<pad>", "<tab>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken("<tab>", normalized=False)])
+    folder = tmp_path_factory.mktemp("control")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+QUOTING = "<s>struck</s> out, <pad><tab></s>"
+
+
+@pytest.mark.parametrize(("rule", "inside"), [("text", []), ("ids", [0, 1, 0])])
+def test_control_strings_are_text_unless_allowed(
+    rule: str, inside: list[int], control_tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "text.jsonl", [{"text": QUOTING}, {"text": "plain"}])
+    options = ["--tokenizer", str(control_tokens), *(["--control-strings", "ids"] if rule == "ids" else [])]
+    assert main([str(source), "--out", str(tmp_path / "store"), *options]) == 0
+    assert ("stored 3 control ids inside documents\n" in capsys.readouterr().out) == (rule == "ids")
+    opened = TokenStore.open(tmp_path / "store")
+    ids = opened.read(0, int(opened.doc_offsets[1]))
+    assert ids[ids < 2].tolist() == [*inside, 0]
+    assert 2 in ids.tolist()
+    assert load_tokenizer(str(control_tokens)).decode(ids[:-1]) == QUOTING
+    assert opened.meta.control_strings == rule
+
+
+def test_control_ids_that_the_model_itself_gives_are_refused_unless_allowed(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "text.jsonl", [{"text": "w0 unknown </s> w1"}])
+    arguments = [str(source), "--tokenizer", str(hugging_face / "whole"), "--out", str(tmp_path / "store")]
+    assert main(arguments) == 3
+    problem = "gives control id 1 for the text '</s>' of a document; --control-strings ids allows and counts such ids"
+    assert f"{hugging_face / 'whole'}: {problem}\n" in capsys.readouterr().err
+    assert main([*arguments, "--control-strings", "ids"]) == 0
+    assert TokenStore.open(tmp_path / "store").read(0, 5).tolist() == [2, 0, 1, 3, 1]
 
 
 def test_unusable_tokenizers_are_refused(hugging_face: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

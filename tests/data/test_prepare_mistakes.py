@@ -100,6 +100,11 @@ def link_to_a_folder(folder: Path) -> str:
     return f"{folder}: no text found; read are files of {KINDS}; skipped: link to a folder 1"
 
 
+def link_out_of_the_folder(folder: Path) -> str:
+    (folder / "a.txt").symlink_to(__file__)
+    return f"{folder / 'a.txt'}: is a link out of its folder; put the file itself there, or give files by name"
+
+
 PROBLEMS: list[Callable[[Path], str]] = [
     not_utf8,
     lines_not_utf8,
@@ -117,6 +122,7 @@ PROBLEMS: list[Callable[[Path], str]] = [
     only_empty_files,
     dangling_link,
     link_to_a_folder,
+    link_out_of_the_folder,
 ]
 
 
@@ -163,8 +169,8 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ),
         (["/dev/null", "--out", "s"], 3, "error: /dev/null: is neither a file nor a folder"),
         (["a.txt", "--out", "a.txt/s"], 3, "a.txt is a file); choose another folder"),
-        (["a.txt", "--out", "a.csv"], 3, "a.csv: exists and is not a token store; choose another --out"),
-        (["a.txt", "--out", "folder"], 3, "folder: exists and is not a token store; choose another --out"),
+        (["a.txt", "--out", "a.csv"], 3, "a.csv: exists and is not a token store; choose another folder"),
+        (["a.txt", "--out", "folder"], 3, "folder: exists and is not a token store; choose another folder"),
         (["a.txt", "--out", "folder", "--overwrite"], 3, "folder: exists and is not a token store"),
         (["a.txt", "--out", "s", "--tokenizer", "no/such/path"], 3, "error: no/such/path: no such tokenizer"),
         (
@@ -173,6 +179,8 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "error: the validation part: would be empty: its ",
         ),
         (["a.txt", "--out", "s", "--validation-fraction", "1"], 2, "error: --validation-fraction=1.0: allowed: from 0"),
+        (["a.txt", "--out", "s", "--control-strings", "id"], 2, "error: --control-strings=id: allowed: text, ids"),
+        (["a.txt", "--out", "s", "--max-document-bytes", "0"], 2, "error: --max-document-bytes=0: allowed: 1 or more"),
         (["a.txt", "--out", "s", "--workers", "0"], 2, "error: --workers=0: allowed: 1 or more"),
         (["a.txt", "--out", "s", "--min-tokens", "0"], 2, "error: --min-tokens=0: allowed: 1 or more"),
         (["", "--out", "s"], 2, "argument SOURCE: is empty; --help lists all"),

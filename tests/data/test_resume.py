@@ -240,6 +240,23 @@ def test_work_folder_that_names_files_elsewhere_is_refused(corpus: Path, interru
         prepare_store(options(corpus, tmp_path / "store"))
 
 
+@pytest.mark.parametrize("name", ["store/validation", "store", "parts", "", "thesis.txt"])
+def test_links_and_other_files_in_work_folder_are_refused(
+    name: str, corpus: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    """Through a link, the store's files would be written, and its leftovers deleted, in another folder."""
+    if name == "thesis.txt":
+        (interrupted / name).touch()
+    else:
+        if (interrupted / name).exists():
+            (interrupted / name).rename(tmp_path / "elsewhere")
+        (interrupted / name).symlink_to(tmp_path / "elsewhere")
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match=rf"{name or interrupted.name}: is not a preparation's; move it away"):
+        prepare_store(options(corpus, tmp_path / "store", overwrite=True))
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.parametrize("size", [None, 150])
 def test_lost_or_truncated_offsets_are_refused(
     corpus: Path, interrupted: Path, tmp_path: Path, size: int | None

@@ -277,14 +277,17 @@ def test_atomic_folder_replaces_only_with_replace(
             raise OSError(22, "Invalid argument")
 
         monkeypatch.setattr(atomic, "_exchange", refuse)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
-    with pytest.raises(DataError, match="exists already"), atomic_folder(tmp_path / "out") as folder:
-        (folder / "new").write_text("new")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["old"]
     with atomic_folder(tmp_path / "out", replace=True) as folder:
-        (folder / "new").write_text("new")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+        write_store(folder, [5])
+    with pytest.raises(DataError, match="exists already"), atomic_folder(tmp_path / "out") as folder:
+        (folder / "new").touch()
+    assert TokenStore.open(tmp_path / "out").num_tokens == 5
+    with atomic_folder(tmp_path / "out", replace=True) as folder:
+        (folder / "thesis.txt").touch()
+    expected = pytest.raises(DataError, match="exists and is not a token store")
+    with expected, atomic_folder(tmp_path / "out", replace=True) as folder:
+        write_store(folder, [5])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

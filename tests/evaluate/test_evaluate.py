@@ -173,6 +173,15 @@ def test_interrupted_evaluation_leaves_nothing_behind(run: Path, tmp_path: Path)
         assert snapshot(tmp_path) == before
 
 
+def test_results_are_not_written_through_a_link_beside_the_model(run: Path, tmp_path: Path) -> None:
+    stranger = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    (tmp_path / "thesis").mkdir()
+    (stranger / "evaluation").symlink_to(tmp_path / "thesis")
+    outcome = evaluate(stranger, "validation.sequences=1")
+    check_line(outcome, 2, f"{stranger / 'evaluation'} is a link; remove it, or name a folder with --out")
+    assert not any((tmp_path / "thesis").iterdir())
+
+
 def test_evaluation_works_without_training_store(run: Path, tmp_path: Path) -> None:
     moved, held_out = tmp_path / "run", tmp_path / "held_out"
     shutil.copytree(run, moved)

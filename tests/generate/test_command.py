@@ -16,12 +16,16 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, load_tokenizer
+from tests.data.test_prepare import QUOTING, control_tokens
 from tests.support.commands import TORCHRUN, Command, Outcome, check_line, run_here, train_here
 from zeco_train import export
 from zeco_train.generate import command, generator
+from zeco_train.generate.options import parse, read_prompts
 from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import ORIGIN_FILE
+
+__all__ = ["control_tokens"]
 
 pytestmark = pytest.mark.numeric
 
@@ -216,6 +220,19 @@ def test_unusable_run_or_prompt_file_is_reported(run: Path, tmp_path: Path) -> N
     weights = next((damaged / "checkpoints" / "step_00000002").glob("*.distcp"))
     weights.write_bytes(weights.read_bytes()[:-1])
     check_line(generate(damaged, "--prompt", "x"), 4, "damaged")
+
+
+def test_byte_order_mark_of_prompt_file_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfab\xef\xbb\xbf")
+    assert read_prompts([tmp_path / "prompt.txt", "\ufeffas given"]) == ["ab\ufeff", "\ufeffas given"]
+
+
+def test_control_strings_of_prompts_are_text_unless_allowed(control_tokens: Path) -> None:
+    own = mock.Mock(_tokenizer=load_tokenizer(str(control_tokens)))
+    for flags, found in (([], 0), (["--control-strings", "text"], 0), (["--control-strings", "ids"], 2)):
+        control = parse(["run", "--prompt", "x", *flags]).control_strings == "ids"
+        ids = generator.Generator.encode(own, QUOTING, control=control).tolist()
+        assert ids.count(0) == found
 
 
 def test_printer_keeps_prompt_order() -> None:

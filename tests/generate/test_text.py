@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zeco_train.errors import ConfigError
+from zeco_train.generate.generator import Completion, Limits, _Key, _Row
 from zeco_train.generate.sampling import Sampler, Sampling, probabilities
 from zeco_train.generate.text import StopTexts, TextStream
 
@@ -53,10 +59,10 @@ def test_context_is_not_repeated() -> None:
 class WordTokenizer:
     """Like a sentencepiece model: the first word of a text loses its leading space, later words keep theirs."""
 
-    vocab_size, eos_id, info = 3, 0, {"kind": "words"}
+    vocab_size, eos_id, open_ids, control_ids, info = 3, 0, (), {}, {"kind": "words"}
     words = ("", "one", "two")
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str], *, control: bool = False) -> list[np.ndarray]:
         return [np.asarray([self.words.index(word) for word in text.split()]) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
@@ -69,6 +75,81 @@ def test_space_after_prompt_is_kept() -> None:
     stream = TextStream(WordTokenizer(), [1, 1, 2])  # type: ignore[arg-type]
     pieces = [stream.add(token) for token in [2, 1] * 60]
     assert "".join(pieces) == " two one" * 60
+
+
+WORDS = ["<unk>", "<s>", "</s>", "▁", "▁a", "b", "##c", "d</w>", "é", "日", "\ufffd", "", " ", " do not", "|"]
+LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+DECODERS = {
+    "none": None,
+    "byte level": decoders.ByteLevel(),
+    "llama": decoders.Sequence(LLAMA),
+    "gemma": decoders.Sequence(LLAMA[:3]),
+    "tipsv2": decoders.Sequence([decoders.Metaspace(), *LLAMA[1:3]]),
+    "strip 3": decoders.Sequence([*LLAMA[:3], decoders.Strip(" ", 3, 0)]),
+    "metaspace": decoders.Metaspace(),
+    "word piece": decoders.WordPiece(),
+    "bpe": decoders.BPEDecoder(),
+    "ctc": decoders.CTC(pad_token="<unk>"),
+    "pattern in joined text": decoders.Sequence([*LLAMA[:3], decoders.Replace(Regex("a +b"), "x")]),
+    "bytes of joined text": decoders.Sequence([decoders.Fuse(), decoders.ByteLevel()]),
+}
+
+
+def of_decoder(name: str, folder: Path) -> tuple[Tokenizer, dict[str, int]]:
+    """A tokenizer of some words, all bytes by name and the alphabet of bytes; and its vocabulary."""
+    tokens = [*WORDS, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    if (decoder := DECODERS[name]) is not None:
+        raw.decoder = decoder
+    raw.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend", "eos_token": "</s>"}')
+    return load_tokenizer(str(folder)), vocabulary
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_pieces_join_to_decoded_text_of_any_decoder(name: str, tmp_path: Path) -> None:
+    """After any context: runs of bytes, whole characters or not, between words and within the window's borders."""
+    tokenizer, vocabulary = of_decoder(name, tmp_path)
+    random = np.random.default_rng(0)
+    characters = [[vocabulary[f"<0x{byte:02X}>"] for byte in text.encode()] for text in ("é", "日", "日本語👍")]
+    words = [[vocabulary[word]] for word in WORDS]
+    for _ in range(60):
+        ids: list[int] = []
+        for kind in random.integers(0, 8, random.integers(2, 120)):
+            if kind < 4:
+                ids += words[random.integers(len(words))]
+            elif kind < 6:
+                ids += characters[random.integers(len(characters))] * int(random.integers(1, 5))
+            else:
+                ids += [int(random.integers(len(vocabulary)))] * int(random.choice([1, 1, 12]))
+        cut = int(random.integers(0, min(len(ids), 30)))
+        stream = TextStream(tokenizer, ids[:cut])
+        pieces = [*(stream.add(token) for token in ids[cut:]), stream.finish()]
+        whole, before = (tokenizer.decode(np.asarray(part, dtype=np.int64)) for part in (ids, ids[:cut]))
+        assert "".join(pieces) == whole[len(before) :]
+
+
+def test_text_of_bytes_is_given_and_stops_as_soon_as_it_is_certain(tmp_path: Path) -> None:
+    """A later byte can make a mark of every byte of a run, so its text is certain at the first other token."""
+    tokenizer, vocabulary = of_decoder("llama", tmp_path)
+    run = [vocabulary[f"<0x{byte:02X}>"] for byte in "日本語".encode()]
+    ids = [vocabulary["▁a"], *run, vocabulary["b"], vocabulary["b"]]
+    stream = TextStream(tokenizer, [vocabulary["b"]])
+    assert [stream.add(token) for token in ids] == [" a", *[""] * 9, "日本語b", "b"]
+
+    def completed(ids: list[int], **limits: Any) -> Completion:
+        row = _Row(_Key(0, 0), Limits(**limits), tokenizer, torch.tensor([2]))
+        for token in ids:
+            if not row.ended_by:
+                row.add(token)
+        return row.completion()
+
+    stopped = completed(ids, stops=("本",))
+    assert (stopped.text, stopped.ended_by, len(stopped.tokens)) == (" a日", "stop", 11)
+    # Also where only the end shows that the stop text is there.
+    for end in (completed(ids[:10], stops=("本",), max_tokens=10), completed([*ids[:10], 2], stops=("本",))):
+        assert (end.text, end.ended_by) == (" a日", "stop")
 
 
 @pytest.mark.parametrize(

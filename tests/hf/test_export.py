@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from tests.data.test_prepare import hugging_face
 from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
 from tests.support.fla_reference import use_references
+from tests.support.model_card import run_snippet, snippet
 from tests.support.training import full, train
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
@@ -65,6 +69,24 @@ def exported(run: tuple[Path, dict[str, Tensor]]) -> Path:
     return out
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EBADF])
+def test_file_systems_without_permissions_or_fsync_of_folders(
+    number: int, run: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def only_files(descriptor: int) -> None:
+        (refuse if stat.S_ISDIR(os.fstat(descriptor).st_mode) else fsync)(descriptor)
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(os, "fsync", only_files)
+    export(str(run[0]), tmp_path / "out", ExportSettings())
+    assert (tmp_path / "out" / WEIGHTS_FILE).exists()
+
+
 def test_export_writes_exact_weights_and_model_card(run: tuple[Path, dict[str, Tensor]], exported: Path) -> None:
     found, (_, expected) = load_file(exported / WEIGHTS_FILE), run
     assert found.keys() == expected.keys()
@@ -73,7 +95,7 @@ def test_export_writes_exact_weights_and_model_card(run: tuple[Path, dict[str, T
         assert torch.equal(tensor, expected[name]), name
     assert {path.name for path in exported.iterdir()} == {
         "README.md", "checksums.json", "config.json", "generation_config.json", "model.safetensors",
-        "tokenizer_config.json", "zeco_train.json",
+        "tokenizer.json", "tokenizer_config.json", "zeco_train.json",
     }  # fmt: skip
     card = (exported / "README.md").read_text()
     assert "| trained for | 2 steps, 6,144 tokens, seed 0 |" in card
@@ -83,7 +105,10 @@ def test_export_writes_exact_weights_and_model_card(run: tuple[Path, dict[str, T
 
 
 def test_fla_loads_export_and_agrees(
-    run: tuple[Path, dict[str, Tensor]], exported: Path, monkeypatch: pytest.MonkeyPatch
+    run: tuple[Path, dict[str, Tensor]],
+    exported: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Load with transformers' Auto classes, without code from the folder; compare logits and generated text."""
     import fla  # noqa: F401 - registers fla's models
@@ -97,7 +122,7 @@ def test_fla_loads_export_and_agrees(
     tokenizer = AutoTokenizer.from_pretrained(exported)
     trained = find_trained(str(exported))
     ids = trained.tokenizer.encode(["def naïve(x):"])[0].tolist()
-    assert tokenizer("def naïve(x):", add_special_tokens=False)["input_ids"] == ids
+    assert tokenizer("def naïve(x):")["input_ids"] == ids
     assert tokenizer.eos_token_id == trained.tokenizer.eos_id == theirs.generation_config.eos_token_id
     assert theirs.config.max_position_embeddings == 768
 
@@ -110,6 +135,9 @@ def test_fla_loads_export_and_agrees(
     assert found.same == {"greedy": (24, 24), "drawn": (24, 24)}
     assert line(found).startswith("fp32 ")
     assert line(found).endswith("24 of 24     ok")
+    # The model card's lines, but for the GPU that fla's kernels need.
+    exec(snippet(exported).replace('"cuda"', '"cpu"'), {})
+    assert capsys.readouterr().out.startswith("Once")
 
 
 def test_transformers_that_would_generate_without_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +168,7 @@ def test_fla_agrees_with_export_on_gpu(exported: Path, dtype: Dtype) -> None:
     dist.destroy_process_group()
     print(HEADER, line(found), sep="\n")
     assert found.passes
+    assert run_snippet(exported).startswith("Once")
 
 
 def _load(rank: int, world_size: int, folder: str, layouts: list[tuple[Strategy, Dtype]]) -> list[dict[str, Tensor]]:

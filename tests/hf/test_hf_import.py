@@ -185,7 +185,8 @@ def test_training_starts_from_export(run: Path, exported: Path, tmp_path: Path) 
         "model.feature_map=null"
     ]
     assert not (tmp_path / "other").exists()
-    (exported / "tokenizer_config.json").unlink()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (exported / name).unlink()
     outcome = train_here(*load, f"run_dir={tmp_path / 'without'}")
     assert outcome.code == 0
     assert "has no tokenizer: whether its tokens are those of the data, nobody has checked" in outcome.err
@@ -268,6 +269,13 @@ def test_damaged_model_folders_are_refused(damage: Callable[[Path], str], export
             checked_fla_model(exported)
 
 
+def test_layers_are_compared_with_the_files_before_a_model_is_built(exported: Path) -> None:
+    record = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps({**record, "num_hidden_layers": 1 << 20}))
+    with pytest.raises(CheckpointError, match="tensors are no model of the 1048576 layers"):
+        find_trained(str(exported))
+
+
 def test_training_refuses_export_with_flipped_bit(exported: Path, tmp_path: Path) -> None:
     problem = flip(exported)
     outcome = train_here(f"checkpoint.load=hf:{exported}", f"run_dir={tmp_path / 'on'}")
@@ -317,7 +325,7 @@ def test_settings_unknown_to_fla_block_export(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_unloadable_tokenizer_is_reported(exported: Path) -> None:
-    (exported / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "NoSuchTokenizer"}))
+    (exported / "tokenizer.json").write_text("{}")
     told = other_tokenizer(exported, {"kind": "huggingface", "sha256": "of the data"})
     assert told is not None
     assert told.startswith(f"whether its tokens are those of the data, nobody can check: {exported}: transformers can")

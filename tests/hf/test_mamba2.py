@@ -16,6 +16,7 @@ from torch import Tensor
 from models.mixers.mamba2 import Mamba2Config
 from models.spec import spec_of
 from tests.support.commands import train_here
+from tests.support.model_card import run_snippet
 from tests.support.transformers_alone import in_transformers
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
@@ -163,6 +164,8 @@ def test_our_export_gives_our_logits_in_transformers(run: Path, dtype: Dtype | N
     card = (out / "README.md").read_text()
     assert "import fla" not in card
     assert "use transformers ≥ 5.23.0" in card
+    if dtype is None:
+        assert run_snippet(out).startswith("Once")
 
 
 def test_config_of_transformers_is_read_with_its_defaults() -> None:

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from data.tokenizer import load_tokenizer
+from models.registry import DEFAULT_CONFIG
+from tests.data.test_prepare import hugging_face
 from tests.support.commands import train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import full, train
-from zeco_train.config.schema import Dtype
+from zeco_train.config.schema import Config, Dtype
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import Launch, host_group
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.export import ExportSettings, export
-from zeco_train.hf.trained import find_trained, load_trained
+from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.hf.weights import load_weights
 from zeco_train.training.build import build_model, init
 
 pytestmark = pytest.mark.numeric
+
+__all__ = ["hugging_face"]
 
 LAYOUTS = [(Strategy.zero3, Dtype.fp64), (Strategy.ddp, Dtype.fp64), (Strategy.zero2, Dtype.bf16)]
 
@@ -115,6 +125,57 @@ def test_overrides_apply_on_top_of_run_configuration(run: Path) -> None:
         trained.configure(["model.num_layers=3"])
     with pytest.raises(ConfigError, match=r"data.seq_lne=3: unknown key; did you mean data.seq_len"):
         trained.configure(["data.seq_lne=3"])
+
+
+def test_places_in_stored_configurations_are_dropped(run: Path, tmp_path: Path) -> None:
+    """A stranger's configuration chooses no folder to write to, and no weights."""
+    stranger = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    values = yaml.safe_load((stranger / "config.yaml").read_text())
+    values["run_dir"] = values["data"]["cache_dir"] = values["checkpoint"]["load"] = "/home/user/thesis"
+    (stranger / "config.yaml").write_text(yaml.safe_dump(values))
+    exported = tmp_path / "exported"
+    export(str(stranger), exported, ExportSettings())
+    assert "thesis" not in (exported / "zeco_train.json").read_text()
+    origin = json.loads((exported / "zeco_train.json").read_text())
+    (exported / "zeco_train.json").write_text(json.dumps({**origin, "config": values}))
+    for folder in (stranger, exported):
+        trained = find_trained(str(folder))
+        config = trained.configure([])
+        assert (config.run_dir, config.data.cache_dir) == (str(trained.path), None)
+        assert config.checkpoint.load is None
+        assert trained.configure(["data.cache_dir=mine"]).data.cache_dir == "mine"
+
+
+def test_every_text_of_a_stored_configuration_is_known() -> None:
+    """A new key that names a place must be dropped by `_without_places`, or read as data are."""
+    stores = {"data.path", "data.validation_path", "data.stores.path", "data.stores.validation_path"}
+    dropped = {"run_dir", "data.cache_dir", "checkpoint.load"}
+    # Of a training, whose configuration is the user's.
+    unread = {"data.synthetic.tokenizer", "logger.project", "logger.entity", "logger.group", "logger.job_type"}
+    no_places = {"name", "train.nonfinite", "train.profile", "data.stores.name", "logger.tags", "sp.all_scan.blocks"}
+    no_places |= {"model.name", "model.mixer"}
+    assert set(_texts(Config)) == stores | dropped | unread | no_places
+
+
+def _texts(section: type, prefix: str = "") -> Iterator[str]:
+    for name, kind in typing.get_type_hints(section).items():
+        parts = [part for part in (kind, *typing.get_args(kind)) if isinstance(part, type)]
+        if str in parts:
+            yield f"{prefix}{name}"
+        for part in filter(dataclasses.is_dataclass, parts):
+            yield from _texts(part, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("digest", [None, "0" * 64])
+def test_tokenizer_elsewhere_is_taken_by_its_digest_only(hugging_face: Path, digest: str | None) -> None:
+    """A stranger's run names a tokenizer of the user, which an export would publish."""
+    elsewhere = hugging_face / "whole"
+    info = {"kind": "huggingface", "path": str(elsewhere)} | ({} if digest is None else {"sha256": digest})
+    run = Trained(Path("run"), DEFAULT_CONFIG(), None, None, info, (Path("run"),))
+    with pytest.raises(DataError, match=r"whole: is not the tokenizer of the training \(its SHA-256 differs\); put"):
+        _ = run.tokenizer
+    own = {**info, "sha256": load_tokenizer(str(elsewhere)).info["sha256"]}
+    assert dataclasses.replace(run, tokenizer_info=own).tokenizer.info == own
 
 
 def test_folders_without_usable_model_are_refused(run: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from models.spec import spec_of
 from tests.hf.test_mamba2 import error
 from tests.support.commands import train_here
 from tests.support.distributed import run_distributed
+from tests.support.model_card import run_snippet
 from tests.support.training import full
 from tests.support.transformers_alone import in_transformers
 from zeco_train.config.schema import Dtype
@@ -191,6 +192,11 @@ def test_our_export_gives_our_logits_in_transformers(exported: tuple[str, Path, 
     card = (out / "README.md").read_text()
     assert kind in card
     assert "import fla" not in card
+
+
+def test_lines_of_the_model_card_run(exported: tuple[str, Path, Path]) -> None:
+    """With the byte tokenizer, and without a GPU although fla is installed."""
+    assert run_snippet(exported[2]).startswith("Once")
 
 
 def test_training_on_from_an_export_keeps_its_weights(exported: tuple[str, Path, Path], tmp_path: Path) -> None:

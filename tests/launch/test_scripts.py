@@ -1,9 +1,11 @@
-"""`launch/*.sh --help` prints the script's header comment and installs nothing."""
+"""`launch/*.sh`: `--help` prints the header comment and installs nothing, and no run of a user is deleted."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,21 @@ def test_help_prints_usage_without_installing(name: str, tmp_path: Path) -> None
         assert "VENV=none" in rest
         assert "set -e" not in rest
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("argument", ["--help", "train.stepz=2", "train.steps=2"])
+def test_quickstart_keeps_an_earlier_run(argument: str, tmp_path: Path) -> None:
+    """Also when train.py, here a stand-in, refuses the arguments."""
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
+    weights = tmp_path / "runs" / "quickstart" / "checkpoints" / "weights"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("a day's work")
+    (tmp_path / "runs" / "quickstart" / "identity.json").touch()
+    for name, script in (("torchrun", f'[ "{argument}" = --help ]'), ("python", "echo 2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"VENV": "none", "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run([tmp_path / "launch" / "quickstart.sh", argument], env=env, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0 if argument == "--help" else 1, "")
+    assert weights.read_text() == "a day's work"

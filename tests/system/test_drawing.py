@@ -1,4 +1,4 @@
-"""Figures are drawn whatever matplotlib backend MPLBACKEND names."""
+"""Figures are drawn whatever matplotlib backend MPLBACKEND names, and whatever their texts hold."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
 from tests.support.waiting import ENOUGH
+from zeco_train.system.drawing import label_axes, new_figure, plain, save_figure
 
 # Each figure in a process without matplotlib, forked from one with all other imports.
 _DRAW = """
@@ -65,3 +66,15 @@ def test_missing_matplotlib_backend_falls_back_to_agg(tmp_path: Path) -> None:
     drawn = [line for line in result.stdout.splitlines() if line.endswith(": agg")]
     assert drawn == [f"{name}: agg" for name in ("run", "compare", "heat map", "panel", "decode", "inspect")], result
     assert "Error" not in result.stderr, result.stderr
+
+
+def test_texts_of_figures_reach_no_terminal(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """matplotlib warns of a character without a glyph by printing it."""
+    figure = new_figure("\x1b]0;title\x07", (3, 2), dpi=50, title_size=8)
+    axes = figure.subplots()
+    axes.plot([1, 2], [1, 2], label="\x9b2J")
+    label_axes(axes, "of \udcff", "\x1b[2J", "y")
+    axes.set_yticks([1, 2], [plain("\x1bc"), "two"])
+    save_figure(figure, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 0
+    assert not [str(warning.message) for warning in recwarn.list]

@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,23 @@ def test_imported_modules_are_exempt_from_collection(disabled: bool) -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=ENOUGH)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.processes
+def test_package_data_of_the_user_hides_no_command(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text("print('not of this project')")
+    (tmp_path / "text.txt").write_text("some text")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=ENOUGH)
+
+    done = run("-m", "zeco_train.prepare", "text.txt", "--out", "store", "--workers", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "store: 1 documents, 10 tokens" in done.stdout
+    assert "not of this" not in done.stdout
+    done = run("-c", "import data; from zeco_train.system.signals import run_command; run_command('data.prepare')")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: package=data: {tmp_path / 'data.py'} hides this project's; ")
+    assert done.stderr.count("\n") == 1

@@ -21,7 +21,7 @@ from data.hugging_face import DatasetSpec, open_dataset
 from data.npy import map_array
 from data.store import TokenStore, is_store, read_meta
 from data.store_writer import StoreWriter
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_name
 from tests.support.commands import run_here
 from tests.support.stores import write_store
 from zeco_train.bench.figures import plot_files
@@ -73,6 +73,33 @@ def test_deep_nesting_and_huge_numbers_give_short_errors(name: str, text: str, t
     # Not `line`, which joins lines.
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *(
+            "words",
+            ["bytes"],
+            5,
+            {"kind": 5},
+            {"kind": "huggingface", "path": ["a"]},
+            {"kind": "bytes", "sha256": None},
+        ),
+        *({"kind": "huggingface", "path": "x" * 5000}, {"kind": {"a": "x" * 5000}}, {"x" * 5000: "bytes"}),
+        *({"kind": "huggingface", "path": path} for path in ("x" * 300, "", "\0", "\ud800")),
+    ],
+)
+def test_tokenizer_entries_of_strangers_give_short_errors(entry: object, tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store")
+    meta = json.loads((store / "meta.json").read_text())
+    (store / "meta.json").write_text(json.dumps({**meta, "tokenizer": entry}))
+    (store / "identity.json").write_text(json.dumps({"data.tokenizer": entry}))
+    for read in (lambda: read_meta(store).tokenizer, lambda: read_identity(store)["data.tokenizer"]):
+        with pytest.raises((DataError, CheckpointError)) as raised:
+            load_tokenizer(tokenizer_name(read(), store))
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 500
 
 
 def _npy(header: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import shutil
 import threading
 from pathlib import Path
 from unittest import mock
@@ -174,9 +175,11 @@ def test_write_errors_name_run_folder(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "overrides.txt", "lock", "logs/rank_0.log"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "overrides.txt", "lock", "logs/rank_0.log", "profile/.rank_0_steps_1_2.json", "wandb"]
+)
 @pytest.mark.parametrize("exists", [True, False])
-def test_run_files_that_are_symlinks_are_refused(name: str, exists: bool, tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_refused(name: str, exists: bool, tmp_path: Path) -> None:
     run, private = tmp_path / "run", tmp_path / "private"
     folder = RunFolder(run, IDENTITY)
     folder.begin({"seed": 0}, [])
@@ -186,19 +189,79 @@ def test_run_files_that_are_symlinks_are_refused(name: str, exists: bool, tmp_pa
     (run / name).symlink_to(private)
     if exists:
         private.write_text("mine")
-    with pytest.raises(ConfigError, match=f"{name} is a link, and files of a run never are; remove the link"):
+    with pytest.raises(
+        ConfigError, match=f"{name} is a link out of the folder, as only checkpoints may be; remove the link"
+    ):
         RunFolder(run, IDENTITY)
     assert private.read_text() == "mine" if exists else not private.exists()
 
 
-def test_run_subfolders_may_be_symlinks(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    for name in ("checkpoints", "logs"):
-        (tmp_path / name).mkdir()
-        run.mkdir(exist_ok=True)
-    folder = RunFolder(run, IDENTITY)
+def _begun(path: Path) -> RunFolder:
+    folder = RunFolder(path, IDENTITY)
     folder.begin({"seed": 0}, [])
+    return folder
+
+
+def _link_checkpoints(run: Path, to: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to(to)
+
+
+def test_checkpoints_may_be_a_link_of_one_run(tmp_path: Path) -> None:
+    """The folder of checkpoints has a mark of its run: another run would load and delete them."""
+    first, second, disk = tmp_path / "first", tmp_path / "second", tmp_path / "disk"
+    for run in (first, second):
+        _begun(run).release()
+    (first / "wandb").mkdir()
+    (first / "wandb" / "latest-run").symlink_to("run-1")
+    (first / "checkpoints").rename(disk)
+    (first / "checkpoints").symlink_to(disk)
+    _begun(first).release()
+    _link_checkpoints(second, disk)
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=rf"second: its checkpoints are those of the run in {first}; remove the link"):
+        _begun(second)
+    assert snapshot(tmp_path) == before
+    # A run that was moved keeps its checkpoints.
+    moved = first.rename(tmp_path / "moved")
+    _begun(moved).release()
+    assert (disk / "lock").read_text() == str(moved)
+
+
+@pytest.mark.parametrize("mark", ["", "\0", "elsewhere"])
+def test_checkpoints_inside_another_run_are_refused(mark: str, tmp_path: Path) -> None:
+    """As versions without marks left them."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for run in (first, second):
+        _begun(run).release()
+    (first / "checkpoints" / "lock").write_text(mark)
+    _link_checkpoints(second, first / "checkpoints")
+    with pytest.raises(ConfigError, match=rf"second: its checkpoints are those of the run in {first}"):
+        _begun(second)
+    assert (first / "checkpoints" / "lock").read_text() == mark
+
+
+def test_checkpoints_that_are_a_link_to_other_files_are_refused(tmp_path: Path) -> None:
+    run, private = tmp_path / "run", tmp_path / "private"
+    _begun(run).release()
+    private.mkdir()
+    (private / "thesis.txt").touch()
+    _link_checkpoints(run, private)
+    with pytest.raises(ConfigError, match=r"run: its checkpoints are a link to a folder with thesis\.txt"):
+        _begun(run)
+    assert [path.name for path in private.iterdir()] == ["thesis.txt"]
+
+
+def test_checkpoints_in_use_and_locks_that_are_links_are_refused(tmp_path: Path) -> None:
+    run, other, private = tmp_path / "run", tmp_path / "other", tmp_path / "private"
+    folder = _begun(run)
+    _begun(other).release()
+    _link_checkpoints(other, run / "checkpoints")
+    with pytest.raises(ConfigError, match="other: another process saves in its checkpoints; end it first"):
+        _begun(other)
     folder.release()
-    for name in ("checkpoints", "logs"):
-        (run / name).symlink_to(tmp_path / name)
-    RunFolder(run, IDENTITY).release()
+    (run / "checkpoints" / "lock").unlink()
+    (run / "checkpoints" / "lock").symlink_to(private)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        _begun(run)
+    assert not private.exists()

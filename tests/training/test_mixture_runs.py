@@ -22,12 +22,12 @@ pytestmark = pytest.mark.numeric
 CONFIG, DATA, CHECKPOINT = ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code
 
 
-def write(folder: Path, seed: int, num_documents: int = 60, tokenizer: str = "bytes") -> Path:
+def write(folder: Path, seed: int, num_documents: int = 60, tokenizer: str = "bytes", **preparation: str) -> Path:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 200, num_documents)
     with StoreWriter(folder, vocab_size=259, eos_id=1, tokenizer={"kind": tokenizer}) as writer:
         writer.append(rng.integers(2, 259, lengths.sum()), lengths)
-        writer.finish("sources")
+        writer.finish("sources", preparation)
     return folder
 
 
@@ -55,6 +55,14 @@ def finished(folder: Path) -> Path:
     outcome = train_here(*mixture(folder, books=books), f"run_dir={run}", "train.steps=2", "train.eval_sequences=2")
     assert outcome.code == 0, outcome.err
     return run
+
+
+def test_stores_with_different_rules_for_control_strings_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "web", seed=0, tokenizer="huggingface", control_strings="text")
+    write(tmp_path / "books", seed=1, tokenizer="huggingface")
+    outcome = train_here(*mixture(tmp_path), f"run_dir={tmp_path / 'run'}", "train.steps=1")
+    assert outcome.code == 0, outcome.err
+    assert "became (training store 0: text, training store 1: unknown)" in outcome.err
 
 
 def test_validation_loss_per_store_and_weighted_mean(folder: Path, finished: Path) -> None:

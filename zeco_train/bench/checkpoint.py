@@ -7,6 +7,7 @@ median asynchronous stall is below a quarter of the synchronous one.
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import time
@@ -23,7 +24,7 @@ from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Row, slowest_rank
 from zeco_train.bench.session import Session
 from zeco_train.checkpoint.checkpointer import CheckpointMode
-from zeco_train.checkpoint.files import complete_checkpoints
+from zeco_train.checkpoint.files import CHECKPOINT_FOLDER
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.errors import ConfigError, ZecoError
@@ -81,11 +82,11 @@ class CheckpointConfig(CaseConfig):
         """The configuration of the run.
 
         Raises:
-            ConfigError: see `load_config`; or its folder contains checkpoints.
+            ConfigError: see `load_config`; or there is a folder of checkpoints already.
         """
         config = load_config([*_DEFAULTS, f"seed={self.seed}", f"train.device={self.device.name}", *self.overrides])
-        if complete_checkpoints(Path(config.run_dir)):
-            raise ConfigError("run_dir", config.run_dir, "holds checkpoints, which would be lost; name a new folder")
+        if os.path.lexists(Path(config.run_dir, CHECKPOINT_FOLDER)):
+            raise ConfigError("run_dir", config.run_dir, "may hold checkpoints, which would be lost; name a new folder")
         return config
 
     def join(self, launch: Launch) -> ProcessMesh:
@@ -185,6 +186,7 @@ def run(config: CheckpointConfig, session: Session) -> Report:
     report.note(f"{run_config.model.name}, {parameters:,} parameters, {config.rounds} saves of each mode")
     _add_rows(report, loop.stalls, first, session)
     if mesh.is_main:
+        # All of it is of this benchmark, see `run_config`.
         shutil.rmtree(parts.checkpointer.folder)
     return report
 

@@ -7,18 +7,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.system.files import sha256_of, write_durably
+from zeco_train.system.files import sha256_of, take_lock, write_durably, write_locked
 from zeco_train.system.paths import is_plain_name
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.run_files import IDENTITY_FILE, METRICS_FILE
 from zeco_train.system.small_files import read_json
 
 METADATA_FILE = ".metadata"
@@ -26,7 +28,11 @@ CHECKPOINT_FOLDER = "checkpoints"
 PROGRESS_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
-# Beside the folder of checkpoints, which may be on another disk: the step of the last complete one.
+# In the folder of checkpoints: locked by the process that saves there, with the path of its run's folder.
+_LOCK = "lock"
+_LONGEST_PATH = 4096
+# Beside the folder of checkpoints, which may be on another disk: the step of the last complete one, and those that the
+# run has saved.
 RECORD_FILE = "last_checkpoint.json"
 # Prefix to the path of a model in Hugging Face format, and a file that its folder has.
 HF_PREFIX = "hf:"
@@ -35,6 +41,8 @@ HF_CONFIG_FILE = "config.json"
 _COMPLETE = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST_NUMBER = (1 << 63) - 1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -102,6 +110,49 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 def _unreachable(link: Path) -> CheckpointError:
     target = link.readlink()
     return CheckpointError(f"{link}: is a link to {target}, which is not there; mount that disk, or remove the link")
+
+
+def take_checkpoints(run_dir: Path) -> tuple[int, str | None]:
+    """Create the folder of a run's checkpoints if it is missing, lock it, and mark it as this run's.
+
+    The folder may be a link. Two runs in one would load and remove each other's checkpoints.
+
+    Returns:
+        See `take_lock`.
+
+    Raises:
+        ConfigError: it is another run's, a link to a folder with other files, or another process saves there.
+        CheckpointError: see `complete_checkpoints`.
+        OSError: the system refuses to write there.
+    """
+    complete_checkpoints(run_dir)
+    folder = run_dir / CHECKPOINT_FOLDER
+    folder.mkdir(exist_ok=True)
+    other = next((path for path in folder.iterdir() if not path.name.startswith(("step_", LATEST, _LOCK))), None)
+    if folder.is_symlink() and other is not None:
+        raise ConfigError("run_dir", run_dir, f"its {CHECKPOINT_FOLDER} are a link to a folder with {other.name}")
+    try:
+        lock, problem = take_lock(folder / _LOCK)
+    except BlockingIOError as error:
+        in_use = f"another process saves in its {CHECKPOINT_FOLDER}; end it first"
+        raise ConfigError("run_dir", run_dir, in_use) from error
+    marked = Path(os.fsdecode(os.pread(lock, _LONGEST_PATH, 0)))
+    # A run that has moved is not where the mark says any more. Older versions left no mark.
+    for owner in (marked, folder.resolve().parent):
+        if _is_another_runs(folder, owner, run_dir):
+            os.close(lock)
+            problem = f"its {CHECKPOINT_FOLDER} are those of the run in {owner}"
+            raise ConfigError("run_dir", run_dir, f"{problem}; remove the link, or name a new folder")
+    write_locked(lock, os.fsencode(run_dir.resolve()))
+    return lock, problem
+
+
+def _is_another_runs(folder: Path, other: Path, run_dir: Path) -> bool:
+    # ValueError: a damaged mark, with a NUL character.
+    with suppress(OSError, ValueError):
+        is_run = (other / IDENTITY_FILE).is_file() and folder.samefile(other / CHECKPOINT_FOLDER)
+        return is_run and not other.samefile(run_dir)
+    return False
 
 
 def step_of(checkpoint: Path) -> int:
@@ -248,7 +299,24 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def record_checkpoint(run_dir: Path, step: int | None) -> None:
     """Record in a run's folder the step of its last complete checkpoint; None: there has been none."""
-    write_durably(run_dir / RECORD_FILE, json.dumps({"step": step}))
+    # Later ones, of before the run went back to an earlier step, are a user's now.
+    saved = [] if step is None else [*(each for each in map(step_of, saved_checkpoints(run_dir)) if each < step), step]
+    write_durably(run_dir / RECORD_FILE, json.dumps({"step": step, "saved": saved}))
+
+
+def saved_checkpoints(run_dir: Path) -> list[Path]:
+    """The complete checkpoints that this run itself has saved, oldest first; of a run of an older version, all.
+
+    Raises:
+        CheckpointError: the record cannot be read; or see `complete_checkpoints`.
+    """
+    complete, path = complete_checkpoints(run_dir), run_dir / RECORD_FILE
+    saved = read_record(path).get("saved") if path.exists() else None
+    if saved is None:
+        return complete
+    if not isinstance(saved, list):
+        raise CheckpointError(f"{path}: has no list of saved steps; remove it if it is damaged")
+    return [checkpoint for checkpoint in complete if step_of(checkpoint) in saved]
 
 
 def recorded_checkpoint(run_dir: Path) -> int | None:
@@ -291,7 +359,7 @@ def check_nothing_is_missing(run_dir: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that it is not loaded; returns the new path."""
+    """Rename a damaged checkpoint, or a folder in the way, so that it is not loaded; returns the new path."""
     number, aside = 1, folder.with_name(f"{folder.name}.damaged")
     while aside.exists():
         number += 1
@@ -300,10 +368,15 @@ def set_aside(folder: Path) -> Path:
 
 
 def link_latest(checkpoint: Path) -> None:
-    """Point the link `latest` at this checkpoint; atomic."""
+    """Point the link `latest` at this checkpoint; atomic. A folder in its place, as of a copied run, is renamed."""
     link = checkpoint.parent / LATEST
     temporary = link.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
-    # A relative target survives a move of the run's folder; the rename replaces the link without a gap.
-    temporary.symlink_to(checkpoint.name)
-    temporary.replace(link)
+    try:
+        # A relative target survives a move of the run's folder; the rename replaces the link without a gap.
+        temporary.symlink_to(checkpoint.name)
+        if link.is_dir() and not link.is_symlink():
+            logger.warning("%s was a folder, not a link; it is %s now", link, set_aside(link).name)
+        temporary.replace(link)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -27,9 +27,10 @@ from torch.futures import Future
 from zeco_train.checkpoint.files import (
     METADATA_FILE,
     PROGRESS_FILE,
-    complete_checkpoints,
     link_latest,
+    named_step,
     record_checkpoint,
+    saved_checkpoints,
     set_aside,
     step_of,
     write_checksums,
@@ -123,7 +124,8 @@ class CheckpointWriter(FileSystemWriter):
     def _make_folder(self) -> None:
         # Leftovers of a killed save.
         for leftover in self._final.parent.glob("step_*.tmp"):
-            _remove(leftover)
+            if named_step(leftover.with_suffix("")) is not None:
+                _remove(leftover)
         self.partial.mkdir(parents=True)
 
     def _write(self, write: Callable[[], Future[list[WriteResult]]]) -> list[WriteResult]:
@@ -169,11 +171,9 @@ class CheckpointWriter(FileSystemWriter):
         return True
 
     def _drop_old(self) -> None:
-        """Remove older checkpoints than `keep` ones."""
+        """Remove older checkpoints of this run than `keep` ones; others in the folder are a user's."""
         if self._keep:
-            # Not those of later steps, which only a user can have put there.
-            own = [path for path in complete_checkpoints(self._run_dir) if step_of(path) <= step_of(self._final)]
-            for old in own[: -self._keep]:
+            for old in saved_checkpoints(self._run_dir)[: -self._keep]:
                 # Renamed first, so that a kill during the removal leaves no partial one under a complete one's name.
                 _remove(old.rename(old.with_suffix(".tmp")))
 

@@ -44,7 +44,7 @@ from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.ranges import check_least
-from zeco_train.system.stored_values import by_key, check_values, find_interpolation, read_values
+from zeco_train.system.stored_values import by_key, check_values, find_unstorable, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.optim.registry import OptimConfig
 from zeco_train.training.profiler import check_profile
@@ -216,9 +216,9 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     """
     config, given = _compose_checked(overrides, base)
     config.validate()
-    # The run stores the configuration, and a stored one is refused if it has interpolations.
-    if (found := find_interpolation(to_plain(config))) is not None:
-        raise ConfigError(*found, "must not have ${ in it once it is resolved; config.yaml keeps values only")
+    # The run stores the configuration.
+    if (found := find_unstorable(to_plain(config))) is not None:
+        raise ConfigError(*found)
     # Only overrides are checked: files of `configs/` may set keys without effect.
     for key, value in given.items():
         if (needed := unmet_need(key, config)) is not None:

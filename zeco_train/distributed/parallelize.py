@@ -200,5 +200,5 @@ def reshard(model: nn.Module) -> None:
 def global_norm(model: nn.Module) -> torch.Tensor:
     """The global gradient 2-norm, the same scalar on every rank and for every strategy."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    # Of sharded gradients it is a DTensor, a partial norm, which `full_tensor` reduces over the ranks.
+    # Of sharded gradients it is a DTensor; where that is a partial norm, `full_tensor` reduces it over the ranks.
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

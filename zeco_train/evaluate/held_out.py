@@ -56,7 +56,12 @@ class HeldOut:
             raise ConfigError("--tasks", "validation", allowed)
         self._sources = main_first(
             mesh,
-            lambda: open_held_out(config.data, vocab_size=trained.model.vocab_size, tokenizer=_tokenizer(trained)),
+            lambda: open_held_out(
+                config.data,
+                vocab_size=trained.model.vocab_size,
+                tokenizer=_tokenizer(trained),
+                folders=trained.folders,
+            ),
         )
         digests = {
             source.name or "held-out tokens": source.documents.store.meta.tokens_sha256 for source in self._sources

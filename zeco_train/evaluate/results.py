@@ -34,7 +34,7 @@ class ResultsFolder:
         path: the folder; None before the first results.
 
     Raises:
-        ConfigError: it cannot be created, or exists and is not empty.
+        ConfigError: it cannot be created, exists and is not empty, or lies beside the model behind a link.
     """
 
     def __init__(self, out: Path | None, trained: Trained, facts: Mapping[str, Any]) -> None:
@@ -45,6 +45,9 @@ class ResultsFolder:
             check_output_folder("--out", self._wanted, "name a folder with --out")
             if self._is_named and self._wanted.exists():
                 _check_empty(self._wanted)
+            if not self._is_named and (beside := self._wanted.parent).is_symlink():
+                # Who made the folder of the model would choose where the results go.
+                raise ConfigError("RUN", trained.path, f"{beside} is a link; remove it, or name a folder with --out")
 
     def add(self, name: str, result: TaskResult) -> None:
         """Add a task's results to results.json, and write its plots.

@@ -27,7 +27,7 @@ from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampler, Sampling
-from zeco_train.generate.text import CONTEXT, StopTexts, TextStream
+from zeco_train.generate.text import StopTexts, TextStream
 from zeco_train.ops.seam import StateScan
 
 _STEPS_BETWEEN_MEETINGS = 16
@@ -102,7 +102,7 @@ class _Row:
     def __init__(self, key: _Key, limits: Limits, tokenizer: Tokenizer, prompt: Tensor) -> None:
         self.key, self._limits = key, limits
         self._eos = tokenizer.eos_id if limits.at_eos else None
-        self._stream = TextStream(tokenizer, prompt[-CONTEXT:].tolist())
+        self._stream = TextStream(tokenizer, prompt.numpy())
         self._stops = StopTexts(limits.stops)
         self._pieces: list[str] = []
         self.tokens: list[int] = []
@@ -127,7 +127,7 @@ class _Row:
         if self._stops.found is None:
             piece += self._stops.finish()
         self._pieces.append(piece)
-        self.ended_by = reason
+        self.ended_by = reason if self._stops.found is None else "stop"
         return piece
 
     def completion(self) -> Completion:
@@ -191,9 +191,12 @@ class Generator:
         """The nonzero value of `stop` on some rank, else 0."""
         return self._meetings.signal
 
-    def encode(self, text: str) -> Tensor:
-        """The ids of a prompt, [T] int64, T ≥ 1; an empty prompt becomes the end-of-sequence id, as in training."""
-        ids = torch.as_tensor(self._tokenizer.encode([text])[0].astype("int64"))
+    def encode(self, text: str, *, control: bool = False) -> Tensor:
+        """The ids of a prompt, [T] int64, T ≥ 1; an empty prompt becomes the end-of-sequence id, as in training.
+
+        `control`: see `Tokenizer.encode`.
+        """
+        ids = torch.as_tensor(self._tokenizer.encode([text], control=control)[0].astype("int64"))
         return ids if len(ids) else torch.tensor([self._tokenizer.eos_id])
 
     def generate(

@@ -12,7 +12,7 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.system.arguments import Parser, user_path
-from zeco_train.system.files import read_errors
+from zeco_train.system.files import decode_text, read_errors
 from zeco_train.system.paths import check_output_file
 
 _STDIN = "-"
@@ -39,6 +39,7 @@ class Options:
         run: path of the model.
         overrides: KEY=VALUE, of train.py.
         prompts: texts, or files not yet read; see `read_prompts`.
+        control_strings: what control strings in a prompt become, such as "</s>": "text", or "ids", the control ids.
         samples: texts per prompt.
         sampling, limits: sampling parameters and stopping criteria.
         stream: print text as it is generated.
@@ -49,6 +50,7 @@ class Options:
     run: str
     overrides: list[str]
     prompts: list[str | Path]
+    control_strings: str
     samples: int
     sampling: Sampling
     limits: Limits
@@ -89,12 +91,13 @@ def parse(arguments: Sequence[str]) -> Options:
         check_output_file("--json", given.json)
     for text in given.overrides:
         _check_setting(text)
-    same = ("run", "overrides", "prompts", "samples", "stream", "json", "prefill_tokens", "batch", "cuda_graph")
-    return Options(sampling=sampling, limits=limits, **{name: getattr(given, name) for name in same})
+    same = ("run", "overrides", "prompts", "control_strings", "samples", "stream", "json", "prefill_tokens", "batch")
+    values = {name: getattr(given, name) for name in (*same, "cuda_graph")}
+    return Options(sampling=sampling, limits=limits, **values)
 
 
 def read_prompts(prompts: Sequence[str | Path]) -> list[str]:
-    """The texts of prompts; reads files (UTF-8) and stdin.
+    """The texts of prompts; reads files (UTF-8, without a byte-order mark) and stdin.
 
     Raises:
         DataError: a file cannot be read or is not UTF-8.
@@ -106,7 +109,7 @@ def _read(path: Path) -> str:
     with read_errors(path):
         raw = sys.stdin.buffer.read() if str(path) == _STDIN else path.read_bytes()
     try:
-        return raw.decode("utf-8")
+        return decode_text(raw)
     except UnicodeDecodeError as error:
         raise DataError(path, f"is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
@@ -145,6 +148,12 @@ def _parser() -> argparse.ArgumentParser:
         dest="prompts",
         metavar="FILE",
         help="a file's whole text as prompt; - is stdin; may be given several times",
+    )
+    add(
+        "--control-strings",
+        choices=("text", "ids"),
+        default="text",
+        help="what </s> and the like in a prompt become (default text)",
     )
     add("--samples", type=int, default=1, metavar="N", help="texts for each prompt; the n-th has seed + n (default 1)")
     add("--max-tokens", type=int, default=256, metavar="N", help="tokens of a text at most (default 256)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data.tokenizer import Tokenizer
 
@@ -13,37 +14,42 @@ from data.tokenizer import Tokenizer
 _MARK = "\ufffd"
 _MOST_MARKS = 3
 # Preceding tokens decoded as context: enough for a tokenizer's treatment of word boundaries.
-CONTEXT = 8
+_CONTEXT = 8
 _MOST_IDS = 64
 
 
 class TextStream:
-    """Decodes a sequence token by token. The concatenated pieces equal the decoding of all tokens at once.
+    """Decodes a sequence token by token.
+
+    The pieces join to the text of context and tokens decoded at once, without as many characters as the context's text
+    has.
 
     Args:
         tokenizer: of the tokens.
         context: tokens before the first; their text is not returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | NDArray[np.integer] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(context[-CONTEXT:])
-        self._given = len(self._decode())
+        self._ids = self._end_of(context)
+        self._given = len(self._decode(self._ids))
 
     def add(self, token: int) -> str:
-        """The text completed by this token; "" while a character is incomplete."""
+        """The text that is certain with this token; "" while later tokens may change it."""
         self._ids.append(token)
-        text = self._decode()
+        if token in self._tokenizer.open_ids:
+            return ""
+        text = self._decode(self._ids)
         piece = self._give(text, _settled(text))
         if len(self._ids) > _MOST_IDS:
             # Bounds the work per token, however long the text.
-            del self._ids[:-CONTEXT]
-            self._given = _settled(self._decode())
+            self._ids = self._end_of(self._ids)
+            self._given = _settled(self._decode(self._ids))
         return piece
 
     def finish(self) -> str:
         """The remaining text, after the last token."""
-        text = self._decode()
+        text = self._decode(self._ids)
         return self._give(text, len(text))
 
     def _give(self, text: str, stop: int) -> str:
@@ -51,8 +57,16 @@ class TextStream:
         self._given = max(self._given, stop)
         return piece
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(np.asarray(self._ids, dtype=np.int64))
+    def _end_of(self, ids: Sequence[int] | NDArray[np.integer]) -> list[int]:
+        """The last ids, from which on the text is decoded as it is after all ids before."""
+        start = max(len(ids) - _CONTEXT, 0)
+        # Not within ids that are decoded together, and with some text: a decoder treats the first text differently.
+        while start and (int(ids[start]) in self._tokenizer.open_ids or not self._decode(ids[start:])):
+            start -= 1
+        return [int(token) for token in ids[start:]]
+
+    def _decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        return self._tokenizer.decode(np.asarray(ids, dtype=np.int64))
 
 
 def _settled(text: str) -> int:

@@ -16,18 +16,31 @@ from zeco_train.config.schema import Config
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
-_IMPORT_FLA = (
-    "# pip install flash-linear-attention==0.6.0 'transformers<5.24' (from 5.24 on it would generate without states)\n"
-    "import fla  # tells transformers what a {name} model is\n"
-)
-_USE = """```python
-{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
+_OF_FLA = """# Needs a GPU, since fla computes with Triton, and:
+# pip install flash-linear-attention==0.6.0 'transformers<5.24'{packages} (5.24 would generate without states)
+import fla  # tells transformers what a {name} model is
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto").cuda()
-prompt = tokenizer("Once", add_special_tokens=False, return_tensors="pt").to("cuda")
+device = "cuda"
+"""
+_OF_TRANSFORMERS = """import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cpu":
+    # Kernels of these packages need a GPU, and transformers takes them wherever they are installed.
+    sys.modules.update(dict.fromkeys(("fla", "causal_conv1d", "mamba_ssm")))
+"""
+_USE = """```python
+{beginning}tokenizer = AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto").to(device)
+prompt = tokenizer("Once", return_tensors="pt").to(device)
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0]))
 ```
+
+The tokenizer adds no special tokens to a text, and has none that begins one: training had none, either.
 
 With ZeCO-Train, also without a GPU: `python -m zeco_train.generate PATH --prompt Once`, and to train on:
 `checkpoint.load=hf:PATH`."""
@@ -67,7 +80,7 @@ def model_card(
         f"# {config.name}, step {progress.step}\n\n"
         f"A language model with {fla.title}, trained with ZeCO-Train "
         f"{origin['version']}. {_memory(model)}, but it was trained on {data.seq_len:,} tokens at once.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(fla)}\n\n{_remarks(model, fla)}"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(model, fla)}\n\n{_remarks(model, fla)}"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
 
@@ -96,8 +109,12 @@ def _remarks(model: LanguageModelConfig, fla: FlaFormat) -> str:
     return " ".join(found) + "\n\n" if found else ""
 
 
-def _use(fla: FlaFormat) -> str:
-    return _USE.format(imports=_IMPORT_FLA.format(name=fla.name) if fla.library == "fla" else "")
+def _use(model: LanguageModelConfig, fla: FlaFormat) -> str:
+    beginning = _OF_TRANSFORMERS
+    if fla.library == "fla":
+        packages = " flash-attn" if model.attn.chosen(model.num_layers) else ""
+        beginning = _OF_FLA.format(name=fla.name, packages=packages)
+    return _USE.format(beginning=beginning)
 
 
 def last_losses(run_dir: Path, step: int) -> dict[str, float]:

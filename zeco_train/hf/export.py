@@ -18,7 +18,6 @@ import torch
 
 from data.atomic import atomic_folder
 from data.tokenizer import ByteTokenizer
-from data.tokenizer_files import tokenizer_files
 from models.spec import spec_of
 from zeco_train import __version__
 from zeco_train.checkpoint.files import HF_CONFIG_FILE, is_hf_folder, read_progress, write_checksums
@@ -33,10 +32,10 @@ from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.system.amounts import compact
 from zeco_train.system.files import sha256_of, write_durably
-from zeco_train.system.paths import check_output_folder
+from zeco_train.system.paths import check_output_folder, is_utf8
 from zeco_train.system.ranges import check_least
 
-# ByT5's <pad>.
+# The byte tokenizer's <pad>.
 _PAD_OF_BYTES = 0
 
 
@@ -74,6 +73,8 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
         raise ConfigError("RUN", run, "is an export already; copy it")
     assert trained.config is not None
     check_output_folder("OUT", out)
+    if not is_utf8(str(out)):
+        raise ConfigError("OUT", out, "has bytes that are no UTF-8, as names of safetensors files must be")
     if out.exists():
         raise ConfigError("OUT", out, "exists; name a new folder, or move that one away")
     if (problem := problem_of(trained.path)) is not None:
@@ -113,7 +114,7 @@ def _fill(
     write_durably(folder / HF_CONFIG_FILE, _json(record))
     ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
     write_durably(folder / "generation_config.json", _json({**ids, "use_cache": True}))
-    write_tokenizer(trained.tokenizer, tokenizer_files(*trained.token_folders), folder)
+    write_tokenizer(trained.tokenizer, folder)
     progress, run_dir = read_progress(trained.path), trained.path.parent.parent
     origin = {
         "version": __version__,

@@ -67,6 +67,11 @@ def checked_tensors(folder: Path) -> tuple[FlaModel, list[StoredTensors]]:
     """As `checked_fla_model`, with the tensors in the order of our parameters."""
     fla = from_fla(read_record(folder / CONFIG_FILE), folder)
     found = _by_own_names(folder, fla, stored_weights(folder))
+    if fla.model.num_layers > len(found):
+        # Before the model is built, whose number of layers a stranger may have chosen.
+        raise CheckpointError(
+            f"{folder}: {len(found)} tensors are no model of the {fla.model.num_layers} layers of {CONFIG_FILE}"
+        )
     if fla.model.tie_word_embeddings:
         found.pop(_HEAD, None)
     shapes, tensors = spec_of(fla.model).parameter_shapes, []

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from omegaconf.errors import OmegaConfBaseException
 
-from data.config import locate_stores
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
+from data.tokenizer_files import tokenizer_files
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import cast
@@ -25,6 +25,7 @@ from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
+from zeco_train.hf.writer import stored_dtype
 from zeco_train.ops.selection import Kernels
 from zeco_train.system.paths import check_path
 from zeco_train.tracking.run_folder import read_identity
@@ -37,7 +38,8 @@ class Trained:
     Attributes:
         path: folder of the weights: a checkpoint, or an export.
         model: its shape.
-        config: of the run that trained it; None if unknown, as for other programs' exports.
+        config: of the run that trained it, without run_dir, data.cache_dir and checkpoint.load; None if unknown, as for
+            other programs' exports.
         step: at which it was saved; None if unknown.
         tokenizer_info: `StoreMeta.tokenizer` of its training data.
         folders: searched in order for the tokenizer's files.
@@ -50,29 +52,25 @@ class Trained:
     tokenizer_info: Mapping[str, str]
     folders: tuple[Path, ...] = field(default=())
 
-    @property
-    def token_folders(self) -> list[Path]:
-        """`folders`, and for a run also its token stores: older runs have no copy of the tokenizer."""
-        data = self.config.data if self.config is not None else None
-        if data is None or not (data.path or data.stores) or is_hf_folder(self.path):
-            return list(self.folders)
-        stores = [paths.train for paths in locate_stores(data)]
-        return [*self.folders, *(folder for store in stores for folder in (store, store.parent))]
-
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, loaded lazily: all but the byte tokenizer import transformers, which is slow.
 
         Raises:
-            DataError: it cannot be found.
+            DataError: it cannot be found, or the one found outside of `folders` is another.
         """
-        name = tokenizer_name(self.tokenizer_info, *self.token_folders)
+        name = tokenizer_name(self.tokenizer_info, *self.folders)
+        places = ", ".join(str(folder) for folder in self.folders)
+        remedy = f"put its files into {self.folders[0]}/tokenizer" if self.folders else ""
         try:
-            return load_tokenizer(name)
+            tokenizer = load_tokenizer(name)
         except DataError as error:
-            places = ", ".join(str(folder) for folder in self.folders)
-            remedy = f"put its files into {self.folders[0]}/tokenizer" if self.folders else ""
             raise DataError(name or self.path, f"no tokenizer there, nor in {places} ({error})", remedy) from error
+        # A stranger's run may name any tokenizer of this machine; an export of the run would publish it.
+        is_own = tokenizer_files(*self.folders) is not None or Path(name) in self.folders
+        if not is_own and tokenizer.info.get("sha256") != self.tokenizer_info.get("sha256"):
+            raise DataError(name, "is not the tokenizer of the training (its SHA-256 differs)", remedy)
+        return tokenizer
 
     def configure(self, overrides: list[str]) -> Config:
         """The run's configuration with overrides in `train.py`'s syntax.
@@ -88,15 +86,15 @@ class Trained:
             if key == "model" or key.startswith("model."):
                 raise ConfigError(key, value, f"is decided by the trained model in {self.path}; leave it out")
         base = self.config if self.config is not None else load_config(["name=trained"])
-        # Chosen anew: other ranks than those of the training may use the model, and its weights are in `path`.
+        # Chosen anew: other ranks than those of the training may use the model.
         base = replace(
             base,
-            run_dir=str(self.path),
+            # For results.json only; a folder's name may have bytes that are no UTF-8.
+            run_dir=str(self.path).encode(errors="replace").decode(),
             model=self.model,
             sp=replace(base.sp, size=-1),
             parallel=replace(base.parallel, shard_size=-1),
             train=replace(base.train, device=Device.auto, kernels=Kernels.auto),
-            checkpoint=replace(base.checkpoint, load=None),
         )
         if any(text.partition("=")[0] == "data" for text in overrides):
             # A config file of group `data` replaces the whole section; keep the run's sequence length.
@@ -105,7 +103,9 @@ class Trained:
 
 
 def find_trained(path: str) -> Trained:
-    """Find a trained model: a run's newest checkpoint, a given checkpoint, or an export. Reads only small files.
+    """Find a trained model: a run's newest checkpoint, a given checkpoint, or an export. Reads no weights.
+
+    Names and shapes of the stored weights are compared with the configuration.
 
     Raises:
         ZecoError: there is none, or its files are damaged or unsupported.
@@ -158,7 +158,9 @@ def _of_checkpoint(path: Path) -> Trained:
     if not (run / "config.yaml").is_file():
         problem = f"is a checkpoint, but {run} has no config.yaml of its run; leave it in the run's folder"
         raise ConfigError("RUN", path, problem)
-    config = read_config(run / "config.yaml")
+    config = _without_places(read_config(run / "config.yaml"))
+    # Before anything is built: the configuration may ask for any number of layers, of any width.
+    stored_dtype(path, config.model)
     info = read_identity(run).get("data.tokenizer")
     return Trained(path, config.model, config, read_progress(path).step, info or {}, (run,))
 
@@ -170,8 +172,17 @@ def _of_export(path: Path) -> Trained:
         return Trained(path, model, None, None, info, (path,))
     origin = read_record(path / ORIGIN_FILE)
     try:
-        config, step = config_of(origin["config"]), int(origin["step"])
+        config, step = _without_places(config_of(origin["config"])), int(origin["step"])
     except (KeyError, TypeError, ValueError, OverflowError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path / ORIGIN_FILE}: cannot be read: {reason}") from error
     return Trained(path, replace(model, name=config.model.name), config, step, info, (path,))
+
+
+def _without_places(config: Config) -> Config:
+    """Drop the folders that the training wrote to and the weights that it began with: a stranger may have named them.
+
+    The stores of `data` stay: of a store nothing but its tokens is read, and nothing is written there.
+    """
+    data, checkpoint = replace(config.data, cache_dir=None), replace(config.checkpoint, load=None)
+    return replace(config, run_dir="", data=data, checkpoint=checkpoint)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,10 +22,11 @@ from zeco_train.errors import CheckpointError, system_errors
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.names import FileTensors, FlaModel
 from zeco_train.ops import accumulation_dtype
-from zeco_train.system.files import sync_file, write_durably
+from zeco_train.system.files import make_readable, sync_file, write_durably
 
 # Key of the weights in a checkpoint (`Checkpointer`).
 _MODEL = "model"
+_EMBEDDING = "model.embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,38 @@ class Written:
 def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
     """The common dtype of a checkpoint's weights, after checking that names and shapes match the model.
 
+    Builds a model of no more layers than the checkpoint has weights: the configuration may be a stranger's.
+
     Raises:
         CheckpointError: a mismatch, several dtypes, or an unreadable checkpoint.
     """
     with system_errors(lambda reason: CheckpointError(f"{checkpoint}: .metadata cannot be read: {reason}")):
         metadata = read_metadata(checkpoint).state_dict_metadata
+    count = sum(name.startswith(f"{_MODEL}.") for name in metadata)
+    if model.num_layers > count:
+        raise CheckpointError(f"{checkpoint}: {count} weights are no model of model.num_layers={model.num_layers}")
+    try:
+        # First the one shape that needs no model: it bounds what building takes.
+        _dtypes(checkpoint, metadata, {_EMBEDDING: torch.Size((model.vocab_size, model.hidden_size))})
+        dtypes = _dtypes(checkpoint, metadata, spec_of(model).parameter_shapes)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{checkpoint}: the run's configuration has impossible sizes: {reason}") from error
+    if len(dtypes) > 1:
+        raise CheckpointError(f"{checkpoint}: its weights have several dtypes: {sorted(map(str, dtypes))}")
+    return dtypes.pop()
+
+
+def _dtypes(checkpoint: Path, metadata: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> set[torch.dtype]:
+    """The dtypes of weights; raises `CheckpointError` unless all are there, with these shapes."""
     dtypes = set()
-    for name, shape in spec_of(model).parameter_shapes.items():
+    for name, shape in shapes.items():
         stored = metadata.get(f"{_MODEL}.{name}")
         if not isinstance(stored, TensorStorageMetadata) or stored.size != shape:
             found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "not there"
             raise CheckpointError(f"{checkpoint}: {name} is {found}, the run's configuration makes it {list(shape)}")
         dtypes.add(stored.properties.dtype)
-    if len(dtypes) > 1:
-        raise CheckpointError(f"{checkpoint}: its weights have several dtypes: {sorted(map(str, dtypes))}")
-    return dtypes.pop()
+    return dtypes
 
 
 def write_weights(checkpoint: Path, written: FlaModel, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
@@ -131,7 +150,7 @@ def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fsync a file, and compare it bit by bit with the tensors."""
     sync_file(path)
     # Readable by others: weights are not secret.
-    path.chmod(0o644)
+    make_readable(path)
     with safe_open(path, framework="pt") as stored:
         for name, tensor in tensors.items():
             # As bytes: NaN is not equal to itself, and 0 is equal to −0.

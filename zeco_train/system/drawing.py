@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from zeco_train.system.files import whole_file, write_errors
+from zeco_train.system.terminal import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,8 +52,8 @@ def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: floa
 
 
 def plain(text: str) -> str:
-    """Escape dollar signs, between which matplotlib would typeset a formula."""
-    return text.replace("$", r"\$")
+    """Escape dollar signs, between which matplotlib would typeset a formula, and control characters."""
+    return visible(text).replace("$", r"\$")
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -64,8 +65,21 @@ def save_figure(figure: Figure, path: Path) -> Path:
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
-            figure.savefig(partial, format="png")
+            render(figure, partial)
     return path
+
+
+def render(figure: Figure, target: Path | BinaryIO, kind: str = "png") -> None:
+    """Draw into a file of this kind, with control characters of texts escaped; ticks need `plain`.
+
+    Names may come from a stranger's file, and matplotlib warns of a character without a glyph by printing it.
+    """
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_text(visible(text.get_text()))
+    figure.savefig(target, format=kind)
 
 
 def finish_axes(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:

@@ -17,6 +17,10 @@ from typing import Any
 from zeco_train.errors import DataError
 from zeco_train.system.jsonable import jsonable
 
+BYTE_ORDER_MARK = "\ufeff"
+# As file systems without an operation answer: FUSE, FAT, and network ones.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EBADF)
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -42,6 +46,11 @@ def write_durably(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def decode_text(contents: bytes) -> str:
+    """Decode UTF-8; a byte-order mark at the start is no text. Raises UnicodeDecodeError."""
+    return contents.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file's contents, in hexadecimal."""
     with path.open("rb", buffering=0) as file:
@@ -58,12 +67,23 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk."""
-    try:
+    """Flush a folder's entries to disk, on file systems that can; some network ones neither support nor need it."""
+    with _if_supported():
         sync_file(path)
+
+
+def make_readable(path: Path) -> None:
+    """Let everybody read a file, on file systems with permissions."""
+    with _if_supported():
+        path.chmod(0o644)
+
+
+@contextmanager
+def _if_supported() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        # Some network file systems neither support nor need fsync of a folder.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        if error.errno not in _UNSUPPORTED:
             raise
 
 
@@ -75,9 +95,10 @@ def take_lock(path: Path) -> tuple[int, str | None]:
 
     Raises:
         BlockingIOError: another process holds it.
+        OSError: it cannot be opened, or is a link, which could lead to any file of the user.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         problem: str | None = None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,6 +112,14 @@ def take_lock(path: Path) -> tuple[int, str | None]:
                 return descriptor, problem
         # The last owner has removed the file between the open and the lock.
         os.close(descriptor)
+
+
+def write_locked(lock: int, content: bytes) -> None:
+    """Make `content` that of a file of `take_lock`, on disk. Not by a rename, which would lose the lock."""
+    if os.pread(lock, 1 + len(content), 0) != content:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, content, 0)
+        os.fsync(lock)
 
 
 @contextmanager

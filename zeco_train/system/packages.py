@@ -16,7 +16,17 @@ _OWN = ("zeco_train", "data", "models")
 
 
 def put_own_packages_first() -> None:
-    """Import `data` and `models` from beside this package, even if the current folder has modules of these names."""
+    """Import `data` and `models` from beside this package, even if the current folder has modules of these names.
+
+    Raises:
+        SystemExit: `python -m data.NAME` has imported such a module before this project's; after a one-line error.
+    """
+    for name in {*_OWN} & sys.modules.keys():
+        path = getattr(sys.modules[name], "__file__", None) or f"a folder {name}"
+        if Path(path).resolve().parents[1:2] != (_ROOT,):
+            remedy = "take the name that nothing hides: python -m zeco_train COMMAND, or zeco-train COMMAND"
+            print(ConfigError("package", name, f"{path} hides this project's; {remedy}").line, file=sys.stderr)
+            sys.exit(ConfigError.exit_code)
     if sys.path[:1] != [str(_ROOT)]:
         sys.path.insert(0, str(_ROOT))
 

@@ -41,9 +41,28 @@ def path_problem(path: str | Path) -> str | None:
     return None
 
 
+def is_within(path: Path, folder: Path) -> bool:
+    """Whether a resolved path lies in a resolved folder.
+
+    Or in the blobs of the hub's cache if the folder is a snapshot there, where all files are links to them:
+    `models--NAME/snapshots/REVISION/`.
+    """
+    cache = folder.parent.parent
+    is_snapshot = folder.parent.name == "snapshots" and cache.name.startswith(("models--", "datasets--"))
+    return path.is_relative_to(folder) or (is_snapshot and path.is_relative_to(cache / "blobs"))
+
+
 def is_plain_name(name: str) -> bool:
     """Whether `name` is a plain file name, which cannot lead out of its folder or into a subfolder."""
     return 0 < len(name) < 256 and not set(name) & {"/", "\0"} and name not in (".", "..")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text from the command line, or a path, was UTF-8; other bytes are surrogates in Python."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def check_path(field: str, path: str | Path) -> None:

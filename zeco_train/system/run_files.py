@@ -3,3 +3,5 @@
 from __future__ import annotations
 
 METRICS_FILE = "metrics.jsonl"
+# Present in every run's folder: the settings that its starts share.
+IDENTITY_FILE = "identity.json"

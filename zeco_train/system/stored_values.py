@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from zeco_train.system.paths import is_utf8
 from zeco_train.system.small_files import DEEPEST, read_small
 
 # Enough for a run with a mixture of 10,000 stores; YAML takes 10 s for a megabyte.
@@ -45,23 +46,28 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def check_values(values: Any) -> None:
-    """Check nested values, of at most `DEEPEST` levels, for interpolations and oversized integers.
+    """Check nested values, of at most `DEEPEST` levels, for what no configuration stores.
 
     Raises:
-        ValueError: names the key of an interpolation, or of an integer of more than 64 bits.
+        ValueError: names the key, of a text as in `find_unstorable`, or of an integer of more than 64 bits.
     """
-    if (found := find_interpolation(values)) is not None:
-        raise ValueError(f"{found[0]}={found[1]}: stored configurations hold values, not interpolations")
+    if (found := find_unstorable(values)) is not None:
+        raise ValueError("{}={}: {}".format(*found))
     for key, value in _leaves(values, ""):
         if isinstance(value, int) and value.bit_length() > _LARGEST_INT_BITS:
             raise ValueError(f"{key} is a number of more than {_LARGEST_INT_BITS} bits")
 
 
-def find_interpolation(values: Any) -> tuple[str, str] | None:
-    """The key and the text of the first nested value that OmegaConf would try to resolve."""
+def find_unstorable(values: Any) -> tuple[str, str, str] | None:
+    """The key and the first text that no file can keep as it is, and why; None if there is none.
+
+    OmegaConf would try to resolve an interpolation. A path of the command line may have bytes that are no UTF-8.
+    """
     for key, value in _leaves(values, ""):
         if isinstance(value, str) and _INTERPOLATION in value:
-            return key, value
+            return key, value, "stored configurations hold values, not interpolations"
+        if isinstance(value, str) and not is_utf8(value):
+            return key, value, "stored configurations are UTF-8, and this has other bytes; choose another name"
     return None
 
 

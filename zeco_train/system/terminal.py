@@ -9,12 +9,13 @@ import select
 import sys
 
 # Characters that move the cursor, change colours, titles or the clipboard, or reorder the displayed text: C0, C1, and
-# the bidirectional embeddings, overrides and isolates. Tabs and line ends are kept.
-_HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
+# the bidirectional embeddings, overrides and isolates. Tabs and line ends are kept. Surrogates stand for a path's bytes
+# that are no UTF-8, which neither files nor pictures take.
+_HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 
 
 def visible(text: str) -> str:
-    r"""Escape control characters, as in "\x1b".
+    r"""Escape control characters, as in "\x1b", and bytes of a path that are no UTF-8, as in "\udcff".
 
     In names from an untrusted file, or in a document's text, they would be commands to the terminal.
     """

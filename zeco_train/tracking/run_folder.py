@@ -9,7 +9,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from data.tokenizer import comparable
+from data.tokenizer import comparable, info_problem
 from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 from models.attn import AttnConfig
 from zeco_train.checkpoint.files import (
@@ -26,18 +26,16 @@ from zeco_train.checkpoint.files import (
     complete_checkpoints,
     read_record,
     record_checkpoint,
+    take_checkpoints,
 )
 from zeco_train.errors import CheckpointError, ConfigError, system_errors
-from zeco_train.lifecycle.logs import LOG_FOLDER
-from zeco_train.system.files import take_lock, write_durably
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import take_lock, write_durably, write_locked
+from zeco_train.system.run_files import IDENTITY_FILE, METRICS_FILE
 from zeco_train.system.small_files import read_small
 from zeco_train.system.stored_values import by_key, read_values
 
-IDENTITY_FILE = "identity.json"
 _CONFIG_FILE = "config.yaml"
-# Locked by the process that trains in the folder. Never replaced by rename, unlike `identity.json`: that would lose the
-# lock.
+# Locked by the process that trains in the folder.
 _LOCK = "lock"
 # Folder of the batch script's job files, created before the first rank starts.
 _JOBS = "slurm"
@@ -89,6 +87,7 @@ class RunFolder:
         self.mark, self.changes = secrets.token_hex(16), list[str]()
         self.lock_problem: str | None = None
         self._lock: int | None = None
+        self._checkpoints: int | None = None
         self._begun = False
         with _system_errors(path):
             self._is_new = not path.exists()
@@ -103,7 +102,7 @@ class RunFolder:
                 self.has_begun = (path / IDENTITY_FILE).exists()
                 if self.has_begun:
                     _compare(path, read_identity(path), identity)
-                self._write_mark(self.mark)
+                write_locked(self._lock, self.mark.encode())
             except BaseException:
                 self.release()
                 raise
@@ -116,13 +115,17 @@ class RunFolder:
             overrides: the command line; written with shell quoting.
 
         Raises:
-            ConfigError: the folder cannot be written.
+            ConfigError: the folder cannot be written, or its checkpoints are another run's.
+            CheckpointError: see `complete_checkpoints`.
         """
+        assert self._lock is not None
         with _system_errors(self.path):
-            self._write_mark("")
+            write_locked(self._lock, b"")
             # Before all other files: without it the next start would take the folder for somebody else's.
             if not (self.path / IDENTITY_FILE).exists():
                 write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=2))
+            self._checkpoints, problem = take_checkpoints(self.path)
+            self.lock_problem = self.lock_problem or problem
             if not ((self.path / RECORD_FILE).exists() or (self.path / METRICS_FILE).exists()):
                 record_checkpoint(self.path, None)
             self._begun = True
@@ -158,7 +161,7 @@ class RunFolder:
             partial.rename(kept)
 
     def release(self) -> None:
-        """Unlock the folder. If no start has initialised it, remove its lock file, and the folder if it was new.
+        """Unlock the folder and its checkpoints. If no start has initialised it, remove its lock file, and it if new.
 
         The system also releases the lock when the process ends.
         """
@@ -166,21 +169,15 @@ class RunFolder:
             return
         with contextlib.suppress(OSError):
             if not self._begun:
-                self._write_mark("")
+                write_locked(self._lock, b"")
                 if not (self.path / IDENTITY_FILE).exists():
                     (self.path / _LOCK).unlink()
                     if self._is_new:
                         self.path.rmdir()
-        os.close(self._lock)
-        self._lock = None
-
-    def _write_mark(self, text: str) -> None:
-        """Write `text` to the lock file, unless it is already there."""
-        assert self._lock is not None
-        if os.pread(self._lock, 1 + len(self.mark), 0) != text.encode():
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, text.encode(), 0)
-            os.fsync(self._lock)
+        for lock in (self._checkpoints, self._lock):
+            if lock is not None:
+                os.close(lock)
+        self._checkpoints = self._lock = None
 
 
 def check_shared(path: Path, mark: str, rank: int) -> None:
@@ -220,15 +217,27 @@ def _check_owner(path: Path) -> None:
 
 
 def _check_links(path: Path) -> None:
-    """Refuse symlinked files: in an untrusted folder they could redirect a run's writes to any file of its user.
+    """Refuse links that lead out of a run's folder: an untrusted one would redirect its writes to any file of its user.
 
-    Folders may be links. That of checkpoints, for example to a larger disk, is checked elsewhere.
+    The folder of checkpoints may be a link, for example to a larger disk; see `take_checkpoints`.
     """
-    for folder in (path, path / LOG_FOLDER):
-        for entry in folder.iterdir() if folder.is_dir() else ():
-            if entry.is_symlink() and not entry.is_dir() and entry.name != CHECKPOINT_FOLDER:
-                name = entry.relative_to(path)
-                raise ConfigError("run_dir", path, f"{name} is a link, and files of a run never are; remove the link")
+    root = os.path.realpath(path)
+    for link in _links(path, path / CHECKPOINT_FOLDER):
+        if not Path(os.path.realpath(link)).is_relative_to(root):
+            problem = f"{link.relative_to(path)} is a link out of the folder, as only {CHECKPOINT_FOLDER} may be"
+            raise ConfigError("run_dir", path, f"{problem}; remove the link")
+
+
+def _links(folder: Path, skipped: Path) -> Iterator[Path]:
+    # A temporary folder of another start may be gone by now.
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if (path := Path(entry)) == skipped:
+                continue
+            if entry.is_symlink():
+                yield path
+            elif entry.is_dir():
+                yield from _links(path, skipped)
 
 
 def _system_errors(path: Path) -> AbstractContextManager[None]:
@@ -240,9 +249,12 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     """The settings that must not change between the starts of a run; see `RunFolder`.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or its tokenizer is none.
     """
-    return read_record(run_dir / IDENTITY_FILE)
+    identity = read_record(run_dir / IDENTITY_FILE)
+    if (problem := info_problem(identity.get("data.tokenizer") or {})) is not None:
+        raise CheckpointError(f"{run_dir / IDENTITY_FILE}: cannot be read: data.tokenizer: {problem}")
+    return identity
 
 
 def begun_with(run_dir: Path, key: str) -> Any:

@@ -216,6 +216,10 @@ def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
             folder.path,
             folder.lock_problem,
         )
+    rules = {name: store.meta.control_strings for name, store in data.stores().items()}
+    if len(set(rules.values())) > 1:
+        text = ", ".join(f"{name}: {rule}" for name, rule in rules.items())
+        logger.warning("the data's stores differ in what control strings of their texts became (%s)", text)
     if data.unvalidated:
         of = f" of {', '.join(data.unvalidated)}" if len(data.train) > 1 else ""
         logger.warning(

@@ -32,7 +32,7 @@ from zeco_train.verify.report import Row, deviations
 from zeco_train.verify.runs import run_backend, run_one_device
 from zeco_train.verify.scan_cases import scan_cases
 from zeco_train.verify.sequences import VERIFIED, Sequence
-from zeco_train.verify.step_cases import SIZE, run_step_cases, step_cases
+from zeco_train.verify.step_cases import ONE_RANK, SIZE, run_step_cases, step_cases
 
 # Longest wait of own ranks for each other: they compute milliseconds.
 _OWN_SECONDS = 60.0
@@ -189,6 +189,7 @@ def _rows_of_own_ranks(timeout: float) -> Iterator[Row]:
     worlds = (
         (partial(run_team_cases, cases), sum(map(len, PARTITIONS[0])), len(cases)),
         (partial(run_step_cases, steps), SIZE, len(steps)),
+        (partial(run_step_cases, [ONE_RANK]), 1, 1),
     )
     for work, size, count in worlds:
         try:
