@@ -161,6 +161,21 @@ def test_killed_rank_ends_job(way: Way, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
+def test_torchrun_restarts_killed_ranks(tmp_path: Path) -> None:
+    """Each attempt goes on from the last checkpoint, with the default time-out of communication."""
+    settings = ["train.steps=1000000", "checkpoint.every=1", "run_dir=run"]
+    restarts = ("--standalone", "--max-restarts", "2")
+    with torchrun(2, tmp_path, *settings, fault=NONE, launcher_options=restarts) as job:
+        wait_for_steps(job, tmp_path, 2)
+        for count, lost in enumerate((1, 0), 1):
+            os.kill(job.ranks()[lost], signal.SIGKILL)
+            job.wait_until(lambda count=count: job.out.count("from step ") == count, "restart")
+            done = steps_done(tmp_path)
+            job.wait_until(lambda done=done: steps_done(tmp_path) >= done + 2, "steps after a restart")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
 @ways(2, 0)
 def test_stopped_rank_is_reported_and_nothing_is_saved(way: Way, tmp_path: Path) -> None:
     with way.start(tmp_path) as job:
