@@ -19,6 +19,7 @@ import torch
 from tests.support import distributed
 from tests.support.few import mark_others_slow
 from tests.support.loaded import settings_of_imports
+from zeco_train.system.signals import STOP_SIGNALS
 
 # Applies to this process and its children. By default a process that wakes another one may be preempted by it. A gloo
 # rank that sends wakes its peer while it holds the connection's lock, and its own event loop then spins until the rank
@@ -39,7 +40,7 @@ _SECONDS = pytest.StashKey[float]()
 @pytest.fixture(autouse=True)
 def _signal_handlers_stay() -> Iterator[None]:
     """Give the next test the handlers that this one found: a job that ends in a test ignores signals from then on."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
+import subprocess
+import sys
+import termios
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +23,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.support.commands import Command, Outcome, is_running, torchrun, train_here
+from tests.support.commands import REPOSITORY, SMALL, TORCHRUN, Command, Outcome, is_running, torchrun, train_here
+from tests.support.loaded import python_path
 from tests.support.replays import REPLAYABLE, SEQ_LEN, can_replay, replayed_steps
+from tests.support.waiting import ENOUGH
 from zeco_train.errors import NonFiniteError
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.positions import ValidationLoss
@@ -226,7 +234,7 @@ def test_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_job_stopped_by_signal_resumes_with_same_command(tmp_path: Path) -> None:
     before = 0
-    for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None)):
+    for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None), (signal.SIGHUP, None)):
         # With the shell's `trap '' USR1`, and to the end of the ranks' interpreters.
         fresh = number is signal.SIGUSR1
         with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE, fresh=fresh) as job:
@@ -249,6 +257,46 @@ def test_job_stopped_by_signal_resumes_with_same_command(tmp_path: Path) -> None
         before = step
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, before + 1))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], [*TORCHRUN, "--standalone", "--nproc-per-node=2"]], ids=["alone", "torchrun"])
+def test_run_saves_when_its_terminal_is_closed(launcher: list[str], tmp_path: Path) -> None:
+    """With a bar and a log on the terminal, whose writes fail from then on."""
+    command = [*(launcher or [sys.executable]), str(REPOSITORY / "train.py"), *SMALL, *ENDLESS, "checkpoint.every=0"]
+    terminal, its_end = pty.openpty()
+    os.set_blocking(terminal, False)
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+        start_new_session=True,
+        preexec_fn=partial(_take_terminal, its_end),
+    ) as process:
+        os.close(its_end)
+        began = time.monotonic()
+        while steps_done(tmp_path) < 3:
+            assert time.monotonic() - began < ENOUGH
+            assert process.poll() is None
+            # What nobody reads would stop the run.
+            with contextlib.suppress(BlockingIOError):
+                os.read(terminal, 1 << 16)
+            time.sleep(0.05)
+        os.close(terminal)
+        code = process.wait(ENOUGH)
+    # torchrun's own code is 1.
+    assert code == (1 if launcher else 75)
+    assert checkpoints(tmp_path) == {f"step_{steps_done(tmp_path):08d}"}
+
+
+def _take_terminal(terminal: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    # nohup may have the tests ignore it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.slow

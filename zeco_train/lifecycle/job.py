@@ -30,7 +30,7 @@ from zeco_train.distributed.postmortem import Postmortem
 from zeco_train.errors import CommunicationError, OutOfMemoryError, ZecoError
 from zeco_train.lifecycle.watchdog import TERMINATED, Watchdog, is_communication_failure
 from zeco_train.system import background
-from zeco_train.system.signals import catch_in_this_process, die_with_launcher
+from zeco_train.system.signals import STOP_SIGNALS, catch_in_this_process, die_with_launcher
 from zeco_train.system.terminal import nobody_reads
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Job:
         if dist.is_initialized():
             # A launcher terminates the other ranks when one exits with a code ≠ 0. So all exit together, and a signal
             # during the rest of the shutdown does not change the exit code.
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             dist.barrier()
         # Before the process groups on which courier threads wait are destroyed.
@@ -275,7 +275,7 @@ def _run(command: Callable[[Job], int], job: Job) -> int:
         code = command(job)
         job.finish(code)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
+        if nobody_reads(error):
             return job.leave(signal.SIGPIPE)
         failure = job.fail(error)
         if failure is None:
