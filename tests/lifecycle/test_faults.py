@@ -419,7 +419,6 @@ def test_ranks_end_when_launcher_is_killed(tmp_path: Path) -> None:
         deadline = time.monotonic() + wait_for_steps(job, tmp_path, 1)
         job.signal(signal.SIGKILL)
         job.wait()
-        # By the parent-death signal of the kernel; otherwise the ranks would continue.
         while any(is_running(process) for process in job.ranks().values()):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -7,12 +7,12 @@ die of it and kill its ranks. Ranks inherit the ignored signal and install their
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -28,7 +28,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_WARNINGS)
 # Exit code of a run that was stopped and has saved, which a batch system may requeue (EX_TEMPFAIL of sysexits.h).
 REQUEUE_EXIT_CODE = 75
 
-_PR_SET_PDEATHSIG = 1
+# How often a rank looks whether its launcher is alive.
+_LOOK_SECONDS = 0.2
 
 _early: list[signal.Signals] = []
 
@@ -77,18 +78,20 @@ def exit_code(stopped_by: signal.Signals) -> int:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher dies, on Linux.
+    """Kill this process when its launcher has died.
 
     torchrun starts ranks in their own sessions: after a SIGKILL of torchrun they would continue unsupervised and
-    conflict with the run's next start.
+    conflict with the run's next start. A thread watches; the kernel's parent-death signal (`PR_SET_PDEATHSIG`) would
+    also come when only that thread of a living launcher has ended which started this process.
     """
-    if sys.platform != "linux":
-        return
-    launcher = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        # It died before the call, so no signal will come.
-        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=_watch_launcher, args=[os.getppid()], name="launcher", daemon=True).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    # A process whose parent has died gets another one.
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def catch_in_this_process(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
