@@ -28,7 +28,7 @@ from data.readers import (
     read_lines,
     read_row_group,
 )
-from zeco_train.errors import DataError
+from zeco_train.errors import DataError, check_open_files
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst")
@@ -145,6 +145,7 @@ def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str
             else:
                 files.append(_named_file(source))
         except OSError as error:
+            check_open_files(error)
             raise DataError(error.filename or source, f"cannot be read ({error.strerror})") from error
     return files, skipped
 
@@ -204,6 +205,7 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[str]:
                 for path in unit.paths:
                     yield decode(path.read_bytes(), path)
     except OSError as error:
+        check_open_files(error)
         raise SourceProblem(str(path), f"cannot be read ({error.strerror or error})", "") from error
 
 

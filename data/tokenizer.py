@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.tokenizer_files import check_tokenizer, tokenizer_files
-from zeco_train.errors import DataError
+from zeco_train.errors import DataError, check_open_files
 
 BYTES = "bytes"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -128,6 +128,7 @@ def _failures(name: str, problem: str, remedy: str = "") -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the `tokenizers` library is not an Exception
+        check_open_files(error)
         if "trust_remote_code" in str(error):
             remedy = "give a tokenizer that transformers has a class for"
             raise DataError(name, "the tokenizer needs code of its own, which is never run", remedy) from error

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from data import atomic, store
 from data.atomic import atomic_folder
 from data.store import META_FILE, OFFSETS_FILE, TokenStore, check_vocabulary, shard_name
 from data.store_writer import StoreWriter
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError, DataError, OpenFilesError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -100,6 +103,46 @@ def test_concurrent_reads_from_many_threads(tmp_path: Path) -> None:
         thread.join()
     assert not wrong
     assert opened.bytes_requested == 8 * 100 * 1000 * 2
+
+
+def num_open() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_open_shards_of_all_stores_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_places", places := queue.SimpleQueue())
+    for _ in range(5):
+        places.put(None)
+    tokens = np.arange(2, 42)
+    opened = []
+    for name in ("a", "b"):
+        with StoreWriter(
+            tmp_path / name, vocab_size=1000, eos_id=1, tokenizer={"kind": "bytes"}, shard_tokens=10
+        ) as writer:
+            writer.append(tokens, [40])
+            writer.finish(sources_sha256="sources")
+        opened.append(TokenStore.open(tmp_path / name))
+    before = num_open()
+    for _ in range(2):
+        for each in opened:
+            np.testing.assert_array_equal(each.read(0, 40), tokens)
+        assert num_open() == before + 5
+    for each in opened:
+        each.close()
+    assert num_open() == before
+    assert places.qsize() == 5
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_limit_of_open_files_is_no_damage(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_store(tmp_path / "store", [100])
+    opened = TokenStore.open(tmp_path / "store")
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=OSError(number, os.strerror(number))))
+    monkeypatch.setattr(Path, "open", os.open)
+    limit = "ulimit -n" if number == errno.EMFILE else "fs.file-max"
+    for act in (lambda: opened.read(0, 10), lambda: TokenStore.open(tmp_path / "store"), opened.verify):
+        with pytest.raises(OpenFilesError, match=limit):
+            act()
 
 
 def test_tail_takes_whole_documents_within_fraction(tmp_path: Path) -> None:

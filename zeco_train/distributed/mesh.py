@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from zeco_train.collectives.topology import Topology, find_topology
 from zeco_train.distributed.postmortem import record_communication
 from zeco_train.errors import CommunicationError, ConfigError, ZecoError
 from zeco_train.sp.registry import BACKENDS
+from zeco_train.system.files import FILES_OF_A_PROCESS, allow_open_files
 
 T = TypeVar("T")
 
@@ -83,8 +83,8 @@ _LARGEST_PORT = 65535
 _SECONDS_BETWEEN_TRIES = 0.5
 # To reach the launcher's store.
 _STORE_TIMEOUT = timedelta(seconds=10)
-# Files of a process without sockets to peers, and groups of all ranks, at most.
-_FILES, _GROUPS = 256, 10
+# Groups of all ranks, at most.
+_GROUPS = 10
 
 
 def check_address(host: str, port: str) -> None:
@@ -269,12 +269,8 @@ def prepare_for_peers(world_size: int) -> None:
     time, about 800,000 requests for 256 ranks; with `GLOO_ENABLE_STORE_V2_API` it reads them together.
     """
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
-    needed = _FILES + _GROUPS * world_size
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # "Unlimited" is a negative number.
-    if 0 <= allowed < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if most < 0 else min(needed, most), most))
-    if 0 <= most < needed:
+    needed = FILES_OF_A_PROCESS + _GROUPS * world_size
+    if 0 <= (most := allow_open_files(needed)) < needed:
         logger.warning("ulimit -n: %d open files may be too few for %d ranks; allow %d", most, world_size, needed)
 
 

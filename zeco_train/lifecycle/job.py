@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from zeco_train.distributed.mesh import Launch, OwnRankError, launcher_store
 from zeco_train.distributed.postmortem import Postmortem
-from zeco_train.errors import CommunicationError, OutOfMemoryError, ZecoError
+from zeco_train.errors import CommunicationError, OutOfMemoryError, ZecoError, open_files_error
 from zeco_train.lifecycle.watchdog import TERMINATED, Watchdog, is_communication_failure
 from zeco_train.system import background
 from zeco_train.system.signals import STOP_SIGNALS, catch_in_this_process, die_with_launcher
@@ -192,6 +192,8 @@ class Job:
         """The error as a `ZecoError`; None for a bug."""
         if isinstance(error, ZecoError):
             return error
+        if (limit := open_files_error(error)) is not None:
+            return limit
         # Out of memory raises a plain RuntimeError on CPUs, and in libraries with their own GPU allocations.
         signs = ("can't allocate memory", "out of memory")
         lacks_memory = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
