@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import tests.support.places  # noqa: F401 - before torch and others, which look for homes and caches
+
+# isort: split
 import torch
 
 from tests.support import distributed
@@ -35,6 +39,15 @@ MARGIN = 1.5
 # CPU time of `slowness` on the idle machine on which LIMIT was set: two threads of a Xeon.
 _REFERENCE_SECONDS = 0.1
 _SECONDS = pytest.StashKey[float]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _in_an_empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Relative paths, such as the default `runs/NAME`, are not those of the user's working directory."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("empty"))
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(autouse=True)
