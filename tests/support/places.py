@@ -1,6 +1,6 @@
 """Keeps the tests out of the user's folders; import it before packages that read these variables when imported.
 
-Homes and caches lie in a folder of the tests, which is kept between their runs: compiling everything again takes minutes.
+Homes and caches lie in a folder of the tests, which is kept between their runs: compiling again would take minutes.
 """
 
 from __future__ import annotations
