@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
@@ -103,34 +102,6 @@ def test_concurrent_reads_from_many_threads(tmp_path: Path) -> None:
         thread.join()
     assert not wrong
     assert opened.bytes_requested == 8 * 100 * 1000 * 2
-
-
-def num_open() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def test_open_shards_of_all_stores_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_places", places := queue.SimpleQueue())
-    for _ in range(5):
-        places.put(None)
-    tokens = np.arange(2, 42)
-    opened = []
-    for name in ("a", "b"):
-        with StoreWriter(
-            tmp_path / name, vocab_size=1000, eos_id=1, tokenizer={"kind": "bytes"}, shard_tokens=10
-        ) as writer:
-            writer.append(tokens, [40])
-            writer.finish(sources_sha256="sources")
-        opened.append(TokenStore.open(tmp_path / name))
-    before = num_open()
-    for _ in range(2):
-        for each in opened:
-            np.testing.assert_array_equal(each.read(0, 40), tokens)
-        assert num_open() == before + 5
-    for each in opened:
-        each.close()
-    assert num_open() == before
-    assert places.qsize() == 5
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
