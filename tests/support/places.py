@@ -23,4 +23,7 @@ if "ZECO_TEST_HOME" not in os.environ:
     os.environ["PYTHONUSERBASE"] = site.getuserbase()
     for name in [name for name in os.environ if name in _NAMED or name.startswith(_PREFIXES)]:
         del os.environ[name]
+    # For commands that tests start in other folders.
+    root = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     os.environ["HOME"] = os.environ["ZECO_TEST_HOME"] = str(home)
