@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -251,6 +252,16 @@ def _lanes(units: Iterator[tuple[int, Unit]], first: int, made: list[Part]) -> G
         first = 0
 
 
+@contextmanager
+def _terminal_signals_blocked() -> Iterator[None]:
+    """Block the signals that a terminal sends to all processes; those started here inherit that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Pool:
     """Worker processes, each with its own queue, so that an open unit stays with its worker."""
 
@@ -258,10 +269,12 @@ class _Pool:
         # Spawn: fork is unsafe with the threads of tokenizers and pyarrow.
         context = multiprocessing.get_context("spawn")
         self._stop_reader, self._stop_writer = context.Pipe(duplex=False)
-        self._executors = [
-            ProcessPoolExecutor(1, mp_context=context, initializer=_start_worker, initargs=(self._stop_reader, job))
-            for _ in range(workers)
-        ]
+        create = functools.partial(
+            ProcessPoolExecutor, 1, mp_context=context, initializer=_start_worker, initargs=(self._stop_reader, job)
+        )
+        # The first one starts Python's resource tracker.
+        with _terminal_signals_blocked():
+            self._executors = [create() for _ in range(workers)]
         self._load = [0] * workers
 
     def __enter__(self) -> _Pool:
@@ -284,15 +297,12 @@ class _Pool:
         if lane.worker < 0:
             lane.worker = self._load.index(min(self._load))
             self._load[lane.worker] += 1
-        # Block SIGINT while a process may be started: it inherits the mask, so only the parent handles Ctrl-C.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            executor = self._executors[lane.worker]
-            lane.pending = executor.submit(_part_in_worker, lane.index, lane.unit, lane.first)
+            with _terminal_signals_blocked():
+                executor = self._executors[lane.worker]
+                lane.pending = executor.submit(_part_in_worker, lane.index, lane.unit, lane.first)
         except BrokenProcessPool as error:
             raise _worker_died() from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def harvest(self, lanes: deque[_Lane]) -> list[Part]:
         """Wait for a part of any lane; collect and return all finished parts, and submit the next ones.

@@ -16,7 +16,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
 from typing import Any, NoReturn
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         out = options.out
-        with _sigterm_interrupts():
+        with _signals_interrupt():
             prepared = prepare_store(options)
     except ZecoError as error:
         print("; ".join([error.line, *map(visible, _notes(error))]), file=sys.stderr)
@@ -52,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         tokens = kept_tokens(out.resolve()) if out is not None else 0
         kept = f"{tokens:,} tokens are kept, the same command goes on from there"
-        print(f"interrupted: {kept if tokens else 'nothing was written'}", file=sys.stderr)
-        return 128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT)
+        # The terminal may be closed.
+        with suppress(OSError):
+            print(f"interrupted: {kept if tokens else 'nothing was written'}", file=sys.stderr)
+        return 128 + (interrupt.number if isinstance(interrupt, _Terminated) else signal.SIGINT)
     _report(options, prepared)
     return 0
 
@@ -86,19 +88,26 @@ def _report(options: PrepareOptions, prepared: Prepared) -> None:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
+    """SIGTERM or SIGHUP, handled like Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-        raise _Terminated
+def _signals_interrupt() -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Terminated(number)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    # nohup ignores SIGHUP.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

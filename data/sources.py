@@ -30,7 +30,7 @@ from data.readers import (
     read_lines,
     read_row_group,
 )
-from zeco_train.errors import DataError
+from zeco_train.errors import DataError, check_open_files
 from zeco_train.system.paths import is_within
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -162,6 +162,7 @@ def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str
             else:
                 files.append(_named_file(source))
         except OSError as error:
+            check_open_files(error)
             raise DataError(error.filename or source, f"cannot be read ({error.strerror})") from error
     return files, skipped
 
@@ -222,6 +223,7 @@ def read_unit(unit: Unit, text_field: str, most_bytes: int = DOCUMENT_BYTES) -> 
                     is_large = path.stat().st_size > most_bytes
                     yield LeftOut.large if is_large else decode(path.read_bytes(), path)
     except OSError as error:
+        check_open_files(error)
         raise SourceProblem(str(path), f"cannot be read ({error.strerror or error})", "") from error
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import queue
 import re
 import threading
 import weakref
@@ -37,8 +38,8 @@ from data.npy import map_array
 from data.tokenizer import BYTES, info_problem
 from data.tokenizer_files import TOKENIZER_FOLDER
 from zeco_train import __version__
-from zeco_train.errors import ConfigError, DataError
-from zeco_train.system.files import read_errors
+from zeco_train.errors import ConfigError, DataError, check_open_files
+from zeco_train.system.files import FILES_OF_A_PROCESS, OPEN_SHARDS, allow_open_files, read_errors
 from zeco_train.system.small_files import read_json
 
 FORMAT = "zeco-train token store"
@@ -53,8 +54,11 @@ _VERSION_1_TOKENS = "tokens.bin"
 _SHARD_NAME = re.compile(r"tokens-[0-9]{5,}\.bin")
 _OTHER_NAMES = frozenset({OFFSETS_FILE, META_FILE, VALIDATION_FOLDER, TOKENIZER_FOLDER, _VERSION_1_TOKENS})
 _OFFSETS_BLOCK = 1 << 20
-# Further shards are opened per read: a store of thousands must not exhaust the process's file descriptors.
-_OPEN_SHARDS = 256
+# A place for each shard that stays open, of all stores of this process; further ones are opened for each read. A
+# finalizer, which interrupts other code, may use a queue of this kind, but no lock.
+_places: queue.SimpleQueue[None] = queue.SimpleQueue()
+for _ in range(OPEN_SHARDS):
+    _places.put(None)
 
 
 def shard_name(index: int) -> str:
@@ -160,6 +164,7 @@ class TokenStore:
         """
         folder = Path(path)
         meta = read_meta(folder)
+        allow_open_files(FILES_OF_A_PROCESS)
         itemsize = token_dtype(meta.vocab_size).itemsize
         stats = []
         for shard in meta.shards:
@@ -261,6 +266,7 @@ class TokenStore:
             elif file_version(now) != self.versions[index]:
                 problem = "was changed or replaced since it was opened"
         except OSError as error:
+            check_open_files(error)
             problem, remedy = f"cannot be read ({error.strerror})", _COPY_AGAIN
         if problem:
             raise DataError(self._where(index, first, tokens), problem, remedy)
@@ -272,11 +278,15 @@ class TokenStore:
 
     @contextlib.contextmanager
     def _shard(self, index: int) -> Iterator[int]:
-        """Context manager: a descriptor of a shard; the first _OPEN_SHARDS shards stay open."""
+        """Context manager: a descriptor of a shard, which stays open while there is a place."""
         with self._lock:
             descriptor = self._descriptors.get(index)
-            if descriptor is None and len(self._descriptors) < _OPEN_SHARDS:
-                descriptor = self._descriptors[index] = os.open(self.shard_path(index), os.O_RDONLY)
+            if descriptor is None and _take_place():
+                try:
+                    descriptor = self._descriptors[index] = os.open(self.shard_path(index), os.O_RDONLY)
+                except OSError:
+                    _places.put(None)
+                    raise
         if descriptor is not None:
             yield descriptor
             return
@@ -302,9 +312,18 @@ def is_store(folder: Path) -> bool:
     return known and isinstance(record, dict) and record.get("format") == FORMAT
 
 
+def _take_place() -> bool:
+    try:
+        _places.get_nowait()
+    except queue.Empty:
+        return False
+    return True
+
+
 def _close_all(descriptors: dict[int, int]) -> None:
     while descriptors:
         os.close(descriptors.popitem()[1])
+        _places.put(None)
 
 
 def read_meta(folder: Path) -> StoreMeta:
@@ -371,6 +390,7 @@ def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
     try:
         offsets = map_array(path)
     except (OSError, ValueError) as error:
+        check_open_files(error)
         problem = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(path, f"cannot be read ({problem})", _COPY_AGAIN) from error
     problem = ""

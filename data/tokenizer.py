@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from data.display import announce_hub
 from data.tokenizer_files import TOKENIZER_FILE, check_tokenizer, tokenizer_files
-from zeco_train.errors import DataError
+from zeco_train.errors import DataError, check_open_files
 from zeco_train.system.paths import path_problem, shown
 
 if TYPE_CHECKING:
@@ -267,6 +267,7 @@ def _failures(name: str, problem: str, remedy: str = "") -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the `tokenizers` library is not an Exception
+        check_open_files(error)
         if "trust_remote_code" in str(error):
             remedy = "give a tokenizer that transformers has a class for"
             raise DataError(name, "the tokenizer needs code of its own, which is never run", remedy) from error

@@ -14,11 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import tests.support.places  # noqa: F401 - before torch and others, which look for homes and caches
+
+# isort: split
 import torch
 
 from tests.support import distributed
 from tests.support.few import mark_others_slow
 from tests.support.loaded import settings_of_imports
+from zeco_train.system.signals import STOP_SIGNALS
 
 # Applies to this process and its children. By default a process that wakes another one may be preempted by it. A gloo
 # rank that sends wakes its peer while it holds the connection's lock, and its own event loop then spins until the rank
@@ -36,10 +41,19 @@ _REFERENCE_SECONDS = 0.1
 _SECONDS = pytest.StashKey[float]()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _in_an_empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Relative paths, such as the default `runs/NAME`, are not those of the user's working directory."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("empty"))
+    yield
+    os.chdir(before)
+
+
 @pytest.fixture(autouse=True)
 def _signal_handlers_stay() -> Iterator[None]:
     """Give the next test the handlers that this one found: a job that ends in a test ignores signals from then on."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from data import prepare
+from launch import emulated_nodes, family, sweep
 from tests.support.commands import REPOSITORY
+from zeco_train import compare
+from zeco_train.bench import __main__ as bench
+from zeco_train.config.overrides import load_settings
+from zeco_train.config.schema import load_config
+from zeco_train.errors import ZecoError
+from zeco_train.evaluate import arguments as evaluate_arguments
+from zeco_train.generate import options as generate_options
+from zeco_train.hf.export import ExportSettings
+from zeco_train.plan import config as plan_config
+from zeco_train.plan.case import build_case
+from zeco_train.report import __main__ as report
+from zeco_train.verify.config import VerifyConfig
 
 _FENCE = re.compile(r"^ *(```+|~~~+)")
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _HTML_LINK = re.compile(r"\b(?:href|src)=\"([^\"]+)\"")
+_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.S | re.M)
 _CODE_SPAN = re.compile(r"(`+).+?\1", re.S)
 _EXTERNAL = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 _MODULE = re.compile(r"(?<!\S)-m ((?:zeco_train|data|models|tests)(?:\.\w+)*)(?![\w.…])")
@@ -123,6 +139,67 @@ def test_links_and_commands_resolve() -> None:
 def test_readme_links_every_page() -> None:
     links = _LINK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))
     assert {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")} <= set(links)
+
+
+def commands() -> Iterator[list[str]]:
+    """The words of each command in a block of README and docs/, without environment and launcher."""
+    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
+        for block in _BLOCK.findall(path.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words and words[0] in ("python", "torchrun"):
+                    words = words[1:]
+                    while words[0] in ("--standalone", "--nproc-per-node", "-m") or words[0].isdigit():
+                        words = words[1:]
+                # Not an assignment of the shell.
+                if words and "=" not in words[0]:
+                    yield words
+
+
+def _bench(arguments: list[str]) -> None:
+    if arguments[0] != "paper":
+        bench._CASES[arguments[0]][0].load(arguments[1:])
+
+
+# What reads the arguments of a command; what it then does is tested in the command's own room.
+_READERS: dict[str, Callable[[list[str]], object]] = {
+    "train.py": lambda arguments: load_config([word for word in arguments if word not in ("--help", "$settings")]),
+    "zeco_train.plan": lambda arguments: build_case(plan_config.parse(arguments)),
+    "zeco_train.verify": lambda arguments: load_settings(VerifyConfig, arguments),
+    "zeco_train.bench": _bench,
+    "zeco_train.evaluate": evaluate_arguments.parse,
+    "zeco_train.generate": generate_options.parse,
+    "zeco_train.export": lambda arguments: load_settings(ExportSettings, arguments[2:]),
+    "zeco_train.compare": compare._parse,
+    "zeco_train.report": report._parse,
+    "data.prepare": prepare._parse,
+    "launch/family.py": family.parse,
+    "launch/sweep.py": sweep.parse,
+    "launch/emulated_nodes.py": emulated_nodes.parse,
+}
+# Others: the test that runs them, or the reason why none does.
+_ELSEWHERE = {
+    "source": "the environment of launch/quickstart.sh",
+    "./launch/quickstart.sh": "it installs packages and takes minutes; .ci/run trains its experiment",
+    "data.inspect": "tests/data/test_inspect.py",
+    "./launch/compare_backends.sh": "tests/report/test_compare.py",
+    "launch/length_extension.sh": "tests/training/test_length_extension.py",
+    "launch/wandb_dashboard.py": "tests/report/test_dashboard.py; without --offline it needs an account",
+    "sbatch": "a Slurm cluster: tests/launch/test_slurm.py",
+    "grep": "a program of the system",
+    "pytest": "tests of the named file",
+}
+
+
+def test_arguments_of_every_command_are_accepted() -> None:
+    found = Counter(words[0] for words in commands())
+    assert found.keys() == _READERS.keys() | _ELSEWHERE.keys()
+    for name, *arguments in commands():
+        if name in _READERS:
+            try:
+                _READERS[name](arguments)
+            except (ZecoError, SystemExit) as error:
+                pytest.fail(f"{name} {' '.join(arguments)}: {error}")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 
 from models.spec import spec_of
@@ -31,9 +32,8 @@ def _train(arguments: list[str], job: Job) -> int:
             print(describe([a for a in arguments if a not in ("-h", "--help")]))
         return 0
     config = load_config(arguments)
-    job.enter("joining the other ranks")
-    mesh = init(config, job.launch)
-    job.guard(mesh.timeout)
+    with job.joining(timedelta(seconds=config.parallel.timeout_seconds)):
+        mesh = init(config, job.launch)
     return _run(config, arguments, mesh, job)
 
 

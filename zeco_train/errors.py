@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -39,7 +41,33 @@ def system_errors(explain: Callable[[str], ZecoError]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        check_open_files(error)
         raise explain(error.strerror or str(error)) from error
+
+
+def check_open_files(error: BaseException) -> None:
+    """Call before blaming a file for an error of opening it.
+
+    Raises:
+        OpenFilesError: see `open_files_error`.
+    """
+    if (limit := open_files_error(error)) is not None:
+        raise limit from error
+
+
+def open_files_error(error: BaseException) -> OpenFilesError | None:
+    """The error of a limit of open files, if `error` is one."""
+
+    def is_of(number: int) -> bool:
+        # Libraries in Rust give the number in the text.
+        return (isinstance(error, OSError) and error.errno == number) or f"(os error {number})" in str(error)
+
+    if is_of(errno.EMFILE):
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return OpenFilesError(f"too many open files: this process may have {allowed:,} (ulimit -n); allow more")
+    if is_of(errno.ENFILE):
+        return OpenFilesError("too many open files on this machine, of all processes (sysctl fs.file-max); allow more")
+    return None
 
 
 class ConfigError(ZecoError):
@@ -97,6 +125,12 @@ class OutOfMemoryError(ZecoError):
 
     def __init__(self, rank: int, activity: str, problem: str, remedy: str = "") -> None:
         super().__init__(f"rank {rank}: {activity}: out of memory ({problem})" + (f"; {remedy}" if remedy else ""))
+
+
+class OpenFilesError(ZecoError):
+    """No more files can be opened, by this process or on this machine: no fault of the file."""
+
+    exit_code = 7
 
 
 def first_cause(error: BaseException) -> str:

@@ -352,6 +352,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         (signal.SIGKILL, -signal.SIGKILL, True),
         (signal.SIGTERM, 128 + signal.SIGTERM, False),
         (signal.SIGINT, 128 + signal.SIGINT, False),
+        (signal.SIGHUP, 128 + signal.SIGHUP, False),
     ],
 )
 def test_interrupted_preparation_leaves_no_loadable_store(
@@ -368,6 +369,7 @@ def test_interrupted_preparation_leaves_no_loadable_store(
     command = [sys.executable, "-m", "data.prepare", str(source), "--out", str(out), "--workers", "2", "--overwrite"]
     # SIGINT is ignored if the tests run in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with subprocess.Popen(
         command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -381,7 +383,7 @@ def test_interrupted_preparation_leaves_no_loadable_store(
         process.send_signal(signal.SIGSTOP)
         workers = children(process.pid)
         assert len(workers) >= 2
-        if number is signal.SIGINT:
+        if number in (signal.SIGINT, signal.SIGHUP):
             os.killpg(process.pid, number)  # as a terminal does
         else:
             process.send_signal(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 from pathlib import Path
 
 import numpy as np
@@ -56,15 +57,19 @@ def test_reads_cross_shard_borders(tmp_path: Path, shard_tokens: int) -> None:
     opened.verify()
 
 
-def test_number_of_open_shards_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_OPEN_SHARDS", 3)
-    opened = TokenStore.open(write(tmp_path / "store", 5))
+def test_number_of_open_shards_of_all_stores_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_places", places := queue.SimpleQueue())
+    for _ in range(3):
+        places.put(None)
+    stores = [TokenStore.open(write(tmp_path / name, 5)) for name in ("a", "b")]
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts descriptors
-    for _ in range(2):
+    for opened in [*stores, *stores]:
         np.testing.assert_array_equal(opened.read(0, NUM_TOKENS), TOKENS)
-    assert len(os.listdir("/proc/self/fd")) == before + 3  # noqa: PTH208
-    opened.close()
+        assert len(os.listdir("/proc/self/fd")) == before + 3  # noqa: PTH208
+    for opened in stores:
+        opened.close()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert places.qsize() == 3
 
 
 @pytest.mark.parametrize("shard_tokens", [6, 50])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from data import atomic, store
 from data.atomic import atomic_folder
 from data.store import META_FILE, OFFSETS_FILE, TokenStore, check_vocabulary, shard_name
 from data.store_writer import StoreWriter
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError, DataError, OpenFilesError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -100,6 +102,18 @@ def test_concurrent_reads_from_many_threads(tmp_path: Path) -> None:
         thread.join()
     assert not wrong
     assert opened.bytes_requested == 8 * 100 * 1000 * 2
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_limit_of_open_files_is_no_damage(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_store(tmp_path / "store", [100])
+    opened = TokenStore.open(tmp_path / "store")
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=OSError(number, os.strerror(number))))
+    monkeypatch.setattr(Path, "open", os.open)
+    limit = "ulimit -n" if number == errno.EMFILE else "fs.file-max"
+    for act in (lambda: opened.read(0, 10), lambda: TokenStore.open(tmp_path / "store"), opened.verify):
+        with pytest.raises(OpenFilesError, match=limit):
+            act()
 
 
 def test_tail_takes_whole_documents_within_fraction(tmp_path: Path) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
+import subprocess
+import sys
+import termios
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +23,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.support.commands import Command, Outcome, is_running, torchrun, train_here
+from tests.support.commands import REPOSITORY, SMALL, TORCHRUN, Command, Outcome, is_running, torchrun, train_here
+from tests.support.loaded import python_path
 from tests.support.replays import REPLAYABLE, SEQ_LEN, can_replay, replayed_steps
+from tests.support.waiting import ENOUGH
 from zeco_train.errors import NonFiniteError
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.positions import ValidationLoss
@@ -161,6 +169,21 @@ def test_killed_rank_ends_job(way: Way, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
+def test_torchrun_restarts_killed_ranks(tmp_path: Path) -> None:
+    """Each attempt goes on from the last checkpoint, with the default time-out of communication."""
+    settings = ["train.steps=1000000", "checkpoint.every=1", "run_dir=run"]
+    restarts = ("--standalone", "--max-restarts", "2")
+    with torchrun(2, tmp_path, *settings, fault=NONE, launcher_options=restarts) as job:
+        wait_for_steps(job, tmp_path, 2)
+        for count, lost in enumerate((1, 0), 1):
+            os.kill(job.ranks()[lost], signal.SIGKILL)
+            job.wait_until(lambda count=count: job.out.count("from step ") == count, "restart")
+            done = steps_done(tmp_path)
+            job.wait_until(lambda done=done: steps_done(tmp_path) >= done + 2, "steps after a restart")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
 @ways(2, 0)
 def test_stopped_rank_is_reported_and_nothing_is_saved(way: Way, tmp_path: Path) -> None:
     with way.start(tmp_path) as job:
@@ -211,7 +234,7 @@ def test_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_job_stopped_by_signal_resumes_with_same_command(tmp_path: Path) -> None:
     before = 0
-    for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None)):
+    for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None), (signal.SIGHUP, None)):
         # With the shell's `trap '' USR1`, and to the end of the ranks' interpreters.
         fresh = number is signal.SIGUSR1
         with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE, fresh=fresh) as job:
@@ -234,6 +257,46 @@ def test_job_stopped_by_signal_resumes_with_same_command(tmp_path: Path) -> None
         before = step
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, before + 1))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], [*TORCHRUN, "--standalone", "--nproc-per-node=2"]], ids=["alone", "torchrun"])
+def test_run_saves_when_its_terminal_is_closed(launcher: list[str], tmp_path: Path) -> None:
+    """With a bar and a log on the terminal, whose writes fail from then on."""
+    command = [*(launcher or [sys.executable]), str(REPOSITORY / "train.py"), *SMALL, *ENDLESS, "checkpoint.every=0"]
+    terminal, its_end = pty.openpty()
+    os.set_blocking(terminal, False)
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+        start_new_session=True,
+        preexec_fn=partial(_take_terminal, its_end),
+    ) as process:
+        os.close(its_end)
+        began = time.monotonic()
+        while steps_done(tmp_path) < 3:
+            assert time.monotonic() - began < ENOUGH
+            assert process.poll() is None
+            # What nobody reads would stop the run.
+            with contextlib.suppress(BlockingIOError):
+                os.read(terminal, 1 << 16)
+            time.sleep(0.05)
+        os.close(terminal)
+        code = process.wait(ENOUGH)
+    # torchrun's own code is 1.
+    assert code == (1 if launcher else 75)
+    assert checkpoints(tmp_path) == {f"step_{steps_done(tmp_path):08d}"}
+
+
+def _take_terminal(terminal: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    # nohup may have the tests ignore it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.slow
@@ -356,7 +419,6 @@ def test_ranks_end_when_launcher_is_killed(tmp_path: Path) -> None:
         deadline = time.monotonic() + wait_for_steps(job, tmp_path, 1)
         job.signal(signal.SIGKILL)
         job.wait()
-        # By the parent-death signal of the kernel; otherwise the ranks would continue.
         while any(is_running(process) for process in job.ranks().values()):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.commands import Command
-from zeco_train.distributed.mesh import Launch
+from zeco_train.distributed import mesh
+from zeco_train.distributed.mesh import Launch, launcher_store
 from zeco_train.errors import CommunicationError, ConfigError, DataError, OutOfMemoryError, ZecoError
-from zeco_train.lifecycle import job, watchdog
+from zeco_train.lifecycle import job
 from zeco_train.lifecycle.job import Advice, Job, run_job
 
 ADVICE = Advice("the rest is lost", "less needs less", "patience")
@@ -244,10 +245,42 @@ def test_unreachable_launcher_store_is_reported_once_per_node(
     for name, value in {**launcher, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(job, "die_with_launcher", mock.Mock())
-    monkeypatch.setattr(watchdog, "_STORE_TIMEOUT", timedelta(0))
+    monkeypatch.setattr(mesh, "_STORE_TIMEOUT", timedelta(0))
     assert run_job(mock.Mock(), ADVICE) == CommunicationError.exit_code
     line = "error: rank 9: start: the launcher's store at localhost:1 cannot be reached; its node may be gone\n"
     assert capsys.readouterr().err == (line if local_rank == "0" else "")
+
+
+def test_attempts_of_a_launcher_share_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives its ranks: addresses of those before a restart must not be found."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    for name, value in {**address, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    stores = []
+    for attempt in ("0", "0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        stores.append(launcher_store(Launch(0, 2, 0)))
+    first, same, second = stores
+    assert first is not None
+    assert same is not None
+    assert second is not None
+    first.set("address", "old")
+    assert (same.check(["address"]), second.check(["address"])) == (True, False)
+
+
+def test_joining_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo applies the time-out to each of its tries, so it may take several times as long."""
+    ended: list[CommunicationError] = []
+    monkeypatch.setattr(Job, "_abandon", lambda self, error: ended.append(error))
+    monkeypatch.setattr(job, "_SECONDS_LATE", 0.1)
+    with Job(Launch(0, 1, 0), ADVICE).joining(timedelta(seconds=0.1)):
+        while not ended:
+            time.sleep(0.01)
+    with Job(Launch(0, 1, 0), ADVICE).joining(timedelta(seconds=0.1)):
+        pass
+    time.sleep(0.3)
+    assert [str(error) for error in ended] == ["rank 0: joining the other ranks: not done within 0.1 s"]
 
 
 def test_world_size_without_rank_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

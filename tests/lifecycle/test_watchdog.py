@@ -73,10 +73,10 @@ def test_one_rank_reads_heartbeats_and_all_get_diagnosis(is_lost: bool) -> None:
     alive = [Watchdog(Launch(rank, 8, rank), cast(dist.Store, store)) for rank in (0, 1, 3, 4, 5, 6, 7)]
     for rank in alive:
         rank.enter("step 7, optimizer")
-    while not store.check([f"zeco/attempt_0/heartbeat/{rank}" for rank in (0, 1, 3, 4, 5, 6, 7)]):
+    while not store.check([f"zeco/heartbeat/{rank}" for rank in (0, 1, 3, 4, 5, 6, 7)]):
         time.sleep(0.01)
     if is_lost:
-        store.add("zeco/attempt_0/looking/0", 1)
+        store.add("zeco/looking/0", 1)
     with ThreadPoolExecutor(len(alive)) as threads:
         errors = [*threads.map(lambda rank: rank.diagnose(RuntimeError("late")), alive)]
     for rank in alive:

@@ -287,8 +287,8 @@ def _run(arguments: list[str], job: Job) -> int:
 def _compare(lasp: Lasp, job: Job) -> None:
     runs = ["runs=3", "warmup=1", "flush_mb=0", "device=cpu", "dtype=fp32"] if ON_CPU else ["runs=30", "warmup=5"]
     config = OperatorConfig.load([*runs, f"timeout_seconds={TIMEOUT_SECONDS}"])
-    session = Session.open(config, job.launch, job)
-    job.guard(session.mesh.timeout)
+    with job.joining(timedelta(seconds=config.timeout_seconds)):
+        session = Session.open(config, job.launch, job)
     lasp.join(session.world_size)
     session.enter("checking the results")
     checked = check(lasp, config, session)

@@ -222,6 +222,30 @@ def test_run_without_starts_takes_layout_from_config(tmp_path: Path) -> None:
     assert measurement.layout == Layout("zeco", "gla_tiny", 64, 2, 2, "ddp", 1, "fp32")
 
 
+@pytest.mark.slow
+def test_all_stored_results_are_reported_or_left_out_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As README and docs name them: zeco_train/bench/results/*.json."""
+    files = sorted(RESULTS.glob("*.json"))
+    assert main([*map(str, files), "--out", str(tmp_path / "page")]) == 0
+    told = capsys.readouterr()
+    left = [line for line in told.err.splitlines() if line.startswith("left out: ")]
+    assert sorted(Path(line.split(": ")[1]).name for line in left) == [
+        "convergence_1xh200_fp8.json",
+        "delays_2xh200.json",
+    ]
+    assert f"{len(files) - 2} benchmarks" in told.out
+
+
+def test_results_of_other_kinds_are_left_out_with_a_note(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "case.json").write_text('{"case": "delays", "rows": [], "world_size": 2, "environment": {}}')
+    found = read([tmp_path / "other.json", tmp_path / "case.json", RESULTS / "operator_4xh200.json"])
+    assert [*found.benchmarks] == ["operator_4xh200"]
+    assert [note.partition(": ")[0] for note in found.notes].count("left out") == 2
+
+
 def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", {1: 1.0}, [(0, DP)])
     bare = write_run(tmp_path / "bare", {1: 1.0}, [])

@@ -23,6 +23,7 @@ from tests.support.loaded import Forked, Start, can_fork, ignored_signals, loade
 from tests.support.waiting import ENOUGH
 from zeco_train import cli
 from zeco_train.lifecycle.logs import close_logging
+from zeco_train.system.signals import STOP_SIGNALS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, str(REPOSITORY / "tests/support/torchrun.py"))
@@ -71,7 +72,7 @@ def train_here(*arguments: str) -> Outcome:
 def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
     """Run a command on one rank inside this process, however it exits; much faster than a subprocess."""
     out, err = io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with (
             contextlib.redirect_stdout(out),

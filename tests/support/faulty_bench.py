@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import collectives
-from zeco_train.distributed.mesh import Launch
-from zeco_train.lifecycle.watchdog import launcher_store
+from zeco_train.distributed.mesh import Launch, launcher_store
 
 _RANK = os.environ["RANK"]
 
@@ -27,7 +26,7 @@ _RANK = os.environ["RANK"]
 def _measure(*arguments: Any) -> None:
     store = launcher_store(Launch.from_environment())
     assert store is not None
-    while b"a state of" not in store.get(f"zeco/attempt_0/heartbeat/{_RANK}"):
+    while b"a state of" not in store.get(f"zeco/heartbeat/{_RANK}"):
         time.sleep(0.05)
     Path(f"measuring_{_RANK}").touch()
     if _RANK == "1" and os.environ["ZECO_FAULT"] == "memory":

@@ -7,6 +7,7 @@ Fully isolated from a Slurm installation of the machine: own ports, keys and soc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -19,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.support.waiting import ENOUGH
-from zeco_train.system.signals import die_with_launcher
 
+_PR_SET_PDEATHSIG = 1
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 # Debian installs daemons outside of a user's PATH.
 _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
@@ -232,7 +233,7 @@ class SlurmCluster:
                 env=self.environment,
                 stdout=output,
                 stderr=output,
-                preexec_fn=die_with_launcher,
+                preexec_fn=_die_with_parent,
             )
 
     def _end_jobs(self) -> None:
@@ -278,3 +279,8 @@ def _free_ports(count: int) -> Iterator[list[int]]:
             held.bind(("127.0.0.1", 0))
             ports.append(held.getsockname()[1])
         yield ports
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process, and the program that replaces it, when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

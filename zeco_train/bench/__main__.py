@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -84,9 +85,8 @@ def _run(arguments: list[str], job: Job) -> int:
     if case not in _CASES:
         raise ConfigError("case", case, f"must be {', '.join(_CASES)}, plot or paper")
     config = _CASES[case][0].load(rest)
-    job.enter("joining the other ranks")
-    session = Session.open(config, job.launch, job)
-    job.guard(session.mesh.timeout)
+    with job.joining(timedelta(seconds=config.timeout_seconds)):
+        session = Session.open(config, job.launch, job)
     report = run_case(config, session)
     session.drain()
     if session.mesh.is_main:

@@ -43,10 +43,15 @@ _POSITIVE = ("size_mb", "p10_ms", "p90_ms")
 _LARGEST = 1e100
 
 
+class OtherResultsError(DataError):
+    """A file of results that are not of rows which plots and reports can show."""
+
+
 def load_results(path: Path) -> dict[str, Any]:
     """A benchmark's results.json.
 
     Raises:
+        OtherResultsError: the file is JSON of another kind, or of a case that has no such rows.
         DataError: the file is not a valid result; names the row and the column.
     """
     try:
@@ -56,14 +61,16 @@ def load_results(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(path, "is no results.json of a benchmark") from error
     if not isinstance(result, dict) or not {"case", "rows", "world_size", "environment"} <= result.keys():
-        raise DataError(path, "is no results.json of a benchmark")
+        raise OtherResultsError(path, "is no results.json of a benchmark")
+    if isinstance(result["case"], str) and result["case"] not in _NEEDED:
+        raise OtherResultsError(path, f"case is {_shown(result['case'])}, not one of {', '.join(_NEEDED)}")
     if problem := _problem_of(result):
         raise DataError(path, problem, "measure again, or correct the file")
     return result
 
 
 def _problem_of(result: dict[str, Any]) -> str | None:
-    if not isinstance(result["case"], str) or result["case"] not in _NEEDED:
+    if not isinstance(result["case"], str):
         return f"case is {_shown(result['case'])}, not one of {', '.join(_NEEDED)}"
     if not _is_count(result["world_size"]):
         return f"world_size is {_shown(result['world_size'])}, not a whole number ≥ 1"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.errors import CheckpointError, ConfigError, check_open_files
 from zeco_train.system.files import sha256_of, take_lock, write_durably, write_locked
 from zeco_train.system.paths import is_plain_name
 from zeco_train.system.run_files import IDENTITY_FILE, METRICS_FILE
@@ -98,6 +98,7 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
             raise _unreachable(folder) from None
         return []
     except OSError as error:
+        check_open_files(error)
         if isinstance(error, NotADirectoryError) and not run_dir.is_dir():
             return []
         raise CheckpointError(f"{folder}: cannot be listed: {error.strerror or error}") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from zeco_train.collectives.topology import Topology, find_topology
 from zeco_train.distributed.postmortem import record_communication
 from zeco_train.errors import CommunicationError, ConfigError, ZecoError
 from zeco_train.sp.registry import BACKENDS
+from zeco_train.system.files import FILES_OF_A_PROCESS, allow_open_files
 
 T = TypeVar("T")
 
@@ -81,8 +81,10 @@ _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DIGITS = re.compile(r"[0-9]{1,7}")
 _LARGEST_PORT = 65535
 _SECONDS_BETWEEN_TRIES = 0.5
-# Files of a process without sockets to peers, and groups of all ranks, at most.
-_FILES, _GROUPS = 256, 10
+# To reach the launcher's store.
+_STORE_TIMEOUT = timedelta(seconds=10)
+# Groups of all ranks, at most.
+_GROUPS = 10
 
 
 def check_address(host: str, port: str) -> None:
@@ -253,13 +255,18 @@ def join(device: torch.device, timeout: timedelta) -> None:
         return
     record_communication()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        prepare_for_peers(int(os.environ["WORLD_SIZE"]))
-        _await_rank_0(timeout)
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    launch = Launch.from_environment()
+    if launch.world_size == 1:
         # Within the process: a single rank needs no port.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    prepare_for_peers(launch.world_size)
+    if (store := launcher_store(launch)) is None:
+        _await_rank_0(launch, timeout)
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 
 def prepare_for_peers(world_size: int) -> None:
@@ -270,33 +277,46 @@ def prepare_for_peers(world_size: int) -> None:
     time, about 800,000 requests for 256 ranks; with `GLOO_ENABLE_STORE_V2_API` it reads them together.
     """
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
-    needed = _FILES + _GROUPS * world_size
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # "Unlimited" is a negative number.
-    if 0 <= allowed < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if most < 0 else min(needed, most), most))
-    if 0 <= most < needed:
+    needed = FILES_OF_A_PROCESS + _GROUPS * world_size
+    if 0 <= (most := allow_open_files(needed)) < needed:
         logger.warning("ulimit -n: %d open files may be too few for %d ranks; allow %d", most, world_size, needed)
 
 
-def _await_rank_0(timeout: timedelta) -> None:
-    """Wait for rank 0's store if the launcher has none; on a timeout, torch would print a page of C++ frames.
+def _await_rank_0(launch: Launch, timeout: timedelta) -> None:
+    """Wait for rank 0's store; on a timeout, torch would print a page of C++ frames.
 
     Raises:
         CommunicationError: rank 0's store is not reachable within `timeout`.
     """
-    rank = int(os.environ["RANK"])
-    if rank == 0 or has_launcher_store():
+    if launch.rank == 0:
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if (problem := await_listener(host, port, timeout)) is not None:
         detail = f"{problem} within {timeout.total_seconds():g} s; start rank 0 there, with the same MASTER_PORT"
-        raise CommunicationError(rank, "joining the other ranks", detail)
+        raise CommunicationError(launch.rank, "joining the other ranks", detail)
 
 
-def has_launcher_store() -> bool:
-    """Whether the rendezvous uses torchrun's store, not one of rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def launcher_store(launch: Launch) -> dist.Store | None:
+    """A separate connection to torchrun's store; None with one rank, and under launchers that have no store.
+
+    torchrun keeps one store for all attempts (`--max-restarts`), which after a restart still has the keys of the one
+    before, such as addresses of dead ranks. So the keys of each attempt have a prefix.
+
+    Raises:
+        CommunicationError: it cannot be reached.
+    """
+    if launch.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    unreachable = f"the launcher's store at {host}:{port} cannot be reached; its node may be gone"
+    # torch would print a page of C++ frames.
+    if await_listener(host, port, _STORE_TIMEOUT) is not None:
+        raise CommunicationError(launch.rank, "start", unreachable)
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+    except (dist.DistError, RuntimeError) as error:
+        raise CommunicationError(launch.rank, "start", unreachable) from error
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def device_mesh(device: str, shape: tuple[int, int], names: tuple[str, str], timeout: timedelta) -> DeviceMesh:

@@ -56,10 +56,9 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     device = find_device(config.train.device, job.launch, "train.device")
     calls = spec_of(trained.model).calls(config.train.dtype.compute)
     slow = check_kernels("train.kernels", config.train.kernels, calls, device)
-    job.enter("joining the other ranks")
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    mesh = join_alike(to_plain(config), job.launch, sp_size, device, timeout)
-    job.guard(mesh.timeout)
+    with job.joining(timeout):
+        mesh = join_alike(to_plain(config), job.launch, sp_size, device, timeout)
     if mesh.is_main:
         warn_of(slow)
     config = replace(

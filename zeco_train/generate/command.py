@@ -51,9 +51,9 @@ def _generate(arguments: list[str], job: Job) -> int:
     if not trained.model.causal:
         raise ConfigError("RUN", options.run, "reads in both directions (model.causal=false), so it cannot generate")
     config = trained.configure(options.overrides)
-    job.enter("joining the other ranks")
-    mesh = _join(config, options, job.launch)
-    job.guard(mesh.timeout)
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    with job.joining(timeout):
+        mesh = _join(config, options, job.launch, timeout)
     if mesh.is_main:
         warn_of_replacing([] if options.json is None else [options.json])
     job.enter("loading the model")
@@ -100,14 +100,13 @@ def _generate(arguments: list[str], job: Job) -> int:
     return 128 + generator.stopped_by if generator.stopped_by else 0
 
 
-def _join(config: Config, options: Options, launch: Launch) -> ProcessMesh:
+def _join(config: Config, options: Options, launch: Launch, timeout: timedelta) -> ProcessMesh:
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     device = find_device(config.train.device, launch, "train.device")
     spec, dtype = spec_of(config.model), config.train.dtype.compute
     # The prompts' passes, and a step for each token of the texts.
     calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
     slow = check_kernels("train.kernels", config.train.kernels, calls, device)
-    timeout = timedelta(seconds=config.parallel.timeout_seconds)
     # Prompts and results are rank 0's alone; a model's path may differ between nodes.
     own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
     mesh = join_alike(to_plain(config), launch, sp_size, device, timeout, own)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,7 +10,7 @@ from typing import Any, TextIO
 from zeco_train.generate.generator import Completion
 from zeco_train.system.files import write_result
 from zeco_train.system.jsonable import jsonable
-from zeco_train.system.terminal import visible
+from zeco_train.system.terminal import nobody_reads, visible
 
 
 class Printer:
@@ -81,10 +79,11 @@ class Printer:
         try:
             self._out.write(visible(text) if self._is_terminal else text)
             self._out.flush()
-        except BrokenPipeError:
-            self.is_closed = True
+        except OSError as error:
             # Python flushes stdout at exit, which would fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.is_closed = nobody_reads(error)
+            if not self.is_closed:
+                raise
         self._last = text[-1]
 
 

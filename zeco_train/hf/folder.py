@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from models.spec import spec_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.checkpoint.files import read_record
-from zeco_train.errors import CheckpointError
+from zeco_train.errors import CheckpointError, check_open_files
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.names import FileTensors, FlaModel, renamed
 from zeco_train.system import small_files
@@ -156,9 +156,12 @@ def _header(path: Path) -> dict[str, Stored]:
     try:
         # Opening a FIFO would block.
         small_files.check_regular(path)
+        # Where no more files can be opened, safetensors says that there is no such file.
+        path.open("rb").close()
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
             return {n: Stored(path.name, part.get_dtype(), tuple(part.get_shape())) for n, part in slices.items()}
     except (OSError, SafetensorError) as error:
+        check_open_files(error)
         reason = error.strerror or error if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: damaged: {reason}") from error

@@ -13,8 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from zeco_train.distributed.mesh import Launch, OwnRankError
+from zeco_train.distributed.mesh import Launch, OwnRankError, launcher_store
 from zeco_train.distributed.postmortem import Postmortem
-from zeco_train.errors import OutOfMemoryError, ZecoError
-from zeco_train.lifecycle.watchdog import TERMINATED, Watchdog, is_communication_failure, launcher_store
+from zeco_train.errors import CommunicationError, OutOfMemoryError, ZecoError, open_files_error
+from zeco_train.lifecycle.watchdog import TERMINATED, Watchdog, is_communication_failure
 from zeco_train.system import background
-from zeco_train.system.signals import catch_in_this_process, die_with_launcher
+from zeco_train.system.signals import STOP_SIGNALS, catch_in_this_process, die_with_launcher
 from zeco_train.system.terminal import nobody_reads
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _SECONDS_TO_IMPORT = 20.0
 _SECONDS_AMONG_RANKS = 2.0
 _LOOK_SECONDS = 0.5
+# Beyond the time-out of joining, whose own error is more specific.
+_SECONDS_LATE = 6.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,24 @@ class Job:
         """Set this rank's current activity, for error messages."""
         self.watchdog.enter(activity)
 
+    @contextmanager
+    def joining(self, timeout: timedelta) -> Iterator[None]:
+        """Context manager for the creation of the process groups; afterwards `guard` is in force.
+
+        This rank ends if it takes much longer than `timeout`, which gloo applies to each of its tries to connect.
+        """
+        self.enter("joining the other ranks")
+        seconds = timeout.total_seconds()
+        late = CommunicationError(self.launch.rank, self.watchdog.activity, f"not done within {seconds:g} s")
+        timer = threading.Timer(seconds + _SECONDS_LATE, self._abandon, [late])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        self.guard(timeout)
+
     def guard(self, timeout: timedelta) -> None:
         """From now on, end this rank if the next one's heartbeat stops for longer than `timeout`; see `Watchdog.guard`.
 
@@ -102,7 +122,7 @@ class Job:
         if dist.is_initialized():
             # A launcher terminates the other ranks when one exits with a code ≠ 0. So all exit together, and a signal
             # during the rest of the shutdown does not change the exit code.
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             dist.barrier()
         # Before the process groups on which courier threads wait are destroyed.
@@ -172,6 +192,8 @@ class Job:
         """The error as a `ZecoError`; None for a bug."""
         if isinstance(error, ZecoError):
             return error
+        if (limit := open_files_error(error)) is not None:
+            return limit
         # Out of memory raises a plain RuntimeError on CPUs, and in libraries with their own GPU allocations.
         signs = ("can't allocate memory", "out of memory")
         lacks_memory = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
@@ -255,7 +277,7 @@ def _run(command: Callable[[Job], int], job: Job) -> int:
         code = command(job)
         job.finish(code)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
+        if nobody_reads(error):
             return job.leave(signal.SIGPIPE)
         failure = job.fail(error)
         if failure is None:

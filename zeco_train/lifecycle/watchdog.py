@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeco_train.distributed.agreement import name_ranks
-from zeco_train.distributed.mesh import Launch, await_listener, has_launcher_store
+from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.postmortem import last_communication
 from zeco_train.errors import CommunicationError
 from zeco_train.lifecycle.bounded_store import BoundedStore
@@ -39,8 +39,8 @@ _WATCH_SECONDS = 2.0
 _GRACE_SECONDS = 6.0
 # For the launcher's store to answer a request, which takes it milliseconds.
 _ANSWER_SECONDS = 15.0
-# To reach the launcher's store.
-_STORE_TIMEOUT = timedelta(seconds=10)
+# Of this module's keys.
+_PREFIX = "zeco"
 
 # Exit code of ranks that their launcher has terminated although none was lost: 128 + signal, as in a shell.
 TERMINATED = 128 + signal.SIGTERM
@@ -90,9 +90,7 @@ class Watchdog:
         self.activity = "start"
         self.is_terminated = False
         self._stop = threading.Event()
-        # After a restart by the launcher, its store still holds the keys of the previous attempt.
-        self._prefix = f"zeco/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._spoken = f"{self._prefix}/spoken"
+        self._spoken = f"{_PREFIX}/spoken"
         if store is not None:
             background.start(self._beat, name="heartbeat", stop=self.stop)
 
@@ -183,7 +181,7 @@ class Watchdog:
     def _find(self, store: BoundedStore) -> _Finding:
         """Elect one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks."""
         turn = 0
-        while store.add(f"{self._prefix}/looking/{turn}", 1) > 1:
+        while store.add(f"{_PREFIX}/looking/{turn}", 1) > 1:
             deadline = time.monotonic() + 2 * _LISTEN_SECONDS
             # Not `store.wait`, which would block this rank's heartbeat on the same connection.
             while time.monotonic() < deadline:
@@ -261,7 +259,7 @@ class Watchdog:
 
     def _heartbeats(self, store: BoundedStore, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
         """The last heartbeat of each rank with its activity, in one request if all of them have started."""
-        keys = {rank: f"{self._prefix}/heartbeat/{rank}" for rank in ranks}
+        keys = {rank: f"{_PREFIX}/heartbeat/{rank}" for rank in ranks}
         if not store.check([*keys.values()]):
             # multi_get blocks on missing keys.
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
@@ -282,18 +280,18 @@ class Watchdog:
             return
         try:
             line = json.dumps([self._launch.rank, word]) + "\n"
-            self._store.append(f"{self._prefix}/{kind}", line)
+            self._store.append(f"{_PREFIX}/{kind}", line)
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
 
     def _set(self, key: str, value: str) -> None:
         if self._store is not None:
-            self._store.set(f"{self._prefix}/{key}", value)
+            self._store.set(f"{_PREFIX}/{key}", value)
 
     def _get(self, key: str) -> str | None:
-        if self._store is None or not self._store.check([f"{self._prefix}/{key}"]):
+        if self._store is None or not self._store.check([f"{_PREFIX}/{key}"]):
             return None
-        return self._store.get(f"{self._prefix}/{key}").decode()
+        return self._store.get(f"{_PREFIX}/{key}").decode()
 
 
 def _where(activities: Mapping[int, str]) -> str:
@@ -312,22 +310,3 @@ def is_communication_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         mark in str(error) for mark in ("gloo", "Connection closed by peer", "Timed out waiting", "NCCL")
     )
-
-
-def launcher_store(launch: Launch) -> dist.TCPStore | None:
-    """A separate connection to torchrun's store; None with one rank, and under launchers that have no store.
-
-    Raises:
-        CommunicationError: it cannot be reached.
-    """
-    if launch.world_size == 1 or not has_launcher_store():
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    unreachable = f"the launcher's store at {host}:{port} cannot be reached; its node may be gone"
-    # torch would print a page of C++ frames.
-    if await_listener(host, port, _STORE_TIMEOUT) is not None:
-        raise CommunicationError(launch.rank, "start", unreachable)
-    try:
-        return dist.TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
-    except (dist.DistError, RuntimeError) as error:
-        raise CommunicationError(launch.rank, "start", unreachable) from error

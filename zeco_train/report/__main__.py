@@ -9,6 +9,7 @@ if __name__ == "__main__":
     run_command("zeco_train.report.__main__")
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
     rows = [measurement.as_dict() for measurement in comparison.measurements]
     write_json_result(out / RESULTS_FILE, {"title": title, "measurements": rows, "notes": comparison.notes})
     write_result(out / PAGE_FILE, page(title, comparison, drawn, _benchmark_pictures(comparison)))
+    for note in comparison.notes:
+        print(visible(note), file=sys.stderr)
     runs = sum(len(family) for family in comparison.families)
     return f"{runs} runs, {len(comparison.benchmarks)} benchmarks: {', '.join(map(str, files))}"
 

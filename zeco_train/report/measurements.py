@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zeco_train.bench.stored import load_results
+from zeco_train.bench.stored import OtherResultsError, load_results
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.report.comparison import Run, read_runs
 from zeco_train.sp.registry import BACKENDS
@@ -100,7 +100,7 @@ def read(paths: Sequence[Path]) -> Comparison:
     """Read runs and benchmarks; see the package's docstring for PATH.
 
     Raises:
-        DataError: a path is neither, or cannot be read.
+        DataError: a path is neither, or cannot be read; other results among several files are noted only.
         ConfigError: a duplicate run.
     """
     files = [path for path in paths if path.is_file()]
@@ -113,7 +113,15 @@ def read(paths: Sequence[Path]) -> Comparison:
         families[_identity(run.path)].append(run)
         measurements += _of_run(run, notes)
     measurements = _with_ratios(measurements, {run.name: _identity(run.path) for run in runs})
-    benchmarks = {name: load_results(path) for name, path in zip(_file_names(files), files, strict=True)}
+    benchmarks: dict[str, dict[str, Any]] = {}
+    for name, path in zip(_file_names(files), files, strict=True):
+        try:
+            benchmarks[name] = load_results(path)
+        except OtherResultsError as error:
+            # Folders of results have other files, too.
+            if len(paths) == 1:
+                raise
+            notes.append(f"left out: {error}")
     for name, results in benchmarks.items():
         measurements += _of_benchmark(name, results, notes)
     return Comparison(measurements, list(families.values()), benchmarks, notes)

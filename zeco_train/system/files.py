@@ -8,18 +8,22 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zeco_train.errors import DataError
+from zeco_train.errors import DataError, check_open_files
 from zeco_train.system.jsonable import jsonable
 
 BYTE_ORDER_MARK = "\ufeff"
 # As file systems without an operation answer: FUSE, FAT, and network ones.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EBADF)
+# Open at once without sockets to peers: shards of token stores, and as many others. The usual soft limit is 1,024.
+OPEN_SHARDS = 256
+FILES_OF_A_PROCESS = 2 * OPEN_SHARDS
 
 
 @contextmanager
@@ -55,6 +59,19 @@ def sha256_of(path: Path) -> str:
     """The SHA-256 of a file's contents, in hexadecimal."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def allow_open_files(needed: int) -> int:
+    """Raise this process's soft limit of open files to `needed`, or as far as the hard one allows.
+
+    Returns:
+        The hard limit; < 0: none.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # "Unlimited" is a negative number.
+    if 0 <= allowed < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if most < 0 else min(needed, most), most))
+    return most
 
 
 def sync_file(path: Path) -> None:
@@ -128,6 +145,7 @@ def read_errors(path: Path, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        check_open_files(error)
         raise DataError(path, f"cannot be read ({error.strerror or error})", remedy) from error
 
 
@@ -137,6 +155,7 @@ def write_errors(path: Path, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        check_open_files(error)
         raise DataError(path, f"cannot be written ({error.strerror or error})", remedy) from error
 
 

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C, SIGTERM and SIGUSR1 as requests to save and exit; and ends ranks whose launcher has died.
+"""Handles stop signals as requests to save and exit; and ends ranks whose launcher has died.
 
 SIGUSR1 is Slurm's warning before a time limit (`sbatch --signal=USR1@300`). Slurm sends it to every process of a step,
 so the launcher must be started with the signal ignored (`trap '' USR1` in the shell before): otherwise torchrun would
@@ -7,12 +7,12 @@ die of it and kill its ranks. Ranks inherit the ignored signal and install their
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -20,12 +20,16 @@ from typing import NoReturn
 from zeco_train.system.packages import explained_if_missing, put_own_packages_first, quick_imports
 from zeco_train.system.terminal import nobody_reads, show_any_text
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A batch system's, before it ends a job: Slurm and Grid Engine send SIGUSR1 or SIGUSR2, limits of CPU time SIGXCPU.
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+# Requests to save and exit; docs/training.md has all signals. SIGHUP: the terminal or the connection to it was closed.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_WARNINGS)
 
 # Exit code of a run that was stopped and has saved, which a batch system may requeue (EX_TEMPFAIL of sysexits.h).
 REQUEUE_EXIT_CODE = 75
 
-_PR_SET_PDEATHSIG = 1
+# How often a rank looks whether its launcher is alive.
+_LOOK_SECONDS = 0.2
 
 _early: list[signal.Signals] = []
 
@@ -35,8 +39,9 @@ _before_fork = threading.local()
 
 
 def remember_warning() -> None:
-    """Record SIGUSR1 from now on for the later `StopRequest`; its default action would end the process."""
-    signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(signal.Signals(number)))
+    """Record a batch system's warning from now on for the later `StopRequest`; by default it ends the process."""
+    for warning in _WARNINGS:
+        signal.signal(warning, lambda number, frame: _early.append(signal.Signals(number)))
 
 
 def run_command(module: str) -> NoReturn:
@@ -61,8 +66,8 @@ def run_command(module: str) -> NoReturn:
             sys.exit(code)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
-        except BrokenPipeError:
-            if not nobody_reads():
+        except OSError as error:
+            if not nobody_reads(error):
                 raise
             sys.exit(128 + signal.SIGPIPE)
 
@@ -73,18 +78,20 @@ def exit_code(stopped_by: signal.Signals) -> int:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher dies, on Linux.
+    """Kill this process when its launcher has died.
 
     torchrun starts ranks in their own sessions: after a SIGKILL of torchrun they would continue unsupervised and
-    conflict with the run's next start.
+    conflict with the run's next start. A thread watches; the kernel's parent-death signal (`PR_SET_PDEATHSIG`) would
+    also come when only that thread of a living launcher has ended which started this process.
     """
-    if sys.platform != "linux":
-        return
-    launcher = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        # It died before the call, so no signal will come.
-        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=_watch_launcher, args=[os.getppid()], name="launcher", daemon=True).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    # A process whose parent has died gets another one.
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def catch_in_this_process(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
@@ -133,8 +140,10 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._remember)
+        for number in STOP_SIGNALS:
+            # nohup ignores it, for a run that outlives its terminal; the others only launchers are to ignore.
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

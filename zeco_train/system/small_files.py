@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from zeco_train.errors import check_open_files
+
 # Far more than this project writes: 100,000 shards of a token store, or tensors of an index, are about 15 MB of JSON.
 LARGEST_BYTES = 64 << 20
 # This project's files have four levels. Beyond Python's own limit, parsing raises RecursionError, not ValueError.
@@ -29,10 +31,16 @@ def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
 
     Raises:
         OSError: not such a file, or it cannot be read; `strerror` has the reason.
+        OpenFilesError: too many files are open.
     """
     check_regular(path)
     # Not blocking, and checked again: the path may name another file by now.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        check_open_files(error)
+        raise
+    with os.fdopen(descriptor, "rb") as file:
         _check_regular(os.fstat(file.fileno()), path)
         contents = bytearray()
         # Does not use st_size, which is 0 for files of /proc.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -33,12 +34,17 @@ def show_any_text() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def nobody_reads() -> bool:
-    """Whether the reader of stdout is gone, as after `| head`; if so, redirects stdout to /dev/null."""
+def nobody_reads(error: BaseException) -> bool:
+    """Whether an error means that the reader of stdout is gone: after `| head`, or with the terminal.
+
+    If so, redirects stdout to /dev/null.
+    """
+    if not (isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.errno == errno.EIO)):
+        return False
     poll = select.poll()
-    # POLLERR, by which a pipe reports that its reader is gone, is returned without being asked for.
+    # POLLERR and POLLHUP, by which pipes and terminals report it, are returned without being asked for.
     poll.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True

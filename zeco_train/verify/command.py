@@ -52,9 +52,8 @@ def _verify(arguments: list[str], job: Job) -> int:
     # The result on one device is a reference, too, so fp32 products must not use tf32.
     torch.set_float32_matmul_precision("highest")
     started = time.monotonic()
-    job.enter("joining the other ranks")
-    verification = Verification(config, launch, device, job.enter, everything)
-    job.guard(timedelta(seconds=config.timeout))
+    with job.joining(timedelta(seconds=config.timeout)):
+        verification = Verification(config, launch, device, job.enter, everything)
     machine: dict[str, Any] = {}
     if launch.rank == 0:
         warn_of_replacing([] if config.out is None else [config.out])
