@@ -129,6 +129,8 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Fail a test that passed but exceeded the time limit of its marks."""
     report = yield
+    # pytest-xdist cannot send lone surrogates, as of file names that are no UTF-8.
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     if call.when == "call" and report.passed:
         seconds = cpu_seconds() - item.stash[_SECONDS]
         item.user_properties.append(("cpu", seconds))
