@@ -105,7 +105,7 @@ def test_export_of_a_hybrid_keeps_all_bits_and_is_read_by_fla(tmp_path: Path) ->
         "| softmax attention | layers 1, counted from 0: 4 heads of 12, 2 of keys and values, window of 7 tokens |"
         in card
     )
-    assert "'transformers<5.24' flash-attn (from" in card
+    assert "'transformers<5.24' flash-attn (" in card
 
 
 @pytest.mark.parametrize("name", [name for name in MIXERS if name not in ("mamba2", "lightning")])

@@ -144,8 +144,8 @@ def test_invalid_stored_model_is_refused(trained: tuple[Path, Path], tmp_path: P
 
 
 def test_stored_configuration_is_read_back(trained: tuple[Path, Path]) -> None:
-    """With the device and the split that the run has chosen itself."""
+    """With the device, the split and the rule of labels that the run has chosen itself."""
     config = read_config(trained[0] / "config.yaml")
     assert config.train.device is not Device.auto
-    found = ["sp.size=1", f"train.device={config.train.device.value}"]
+    found = ["sp.size=1", f"train.device={config.train.device.value}", "data.labels_across_documents=true"]
     assert config == load_config([*SMALL, f"run_dir={trained[0]}", "train.steps=1", "checkpoint.every=1", *found])
