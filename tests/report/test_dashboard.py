@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import runpy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.wandb_dashboard import main
 from tests.support.commands import REPOSITORY, Outcome, check_line
 from tests.support.wandb_server import WandbServer, history, run_record
 from tests.tracking.test_loggers import run_python
@@ -165,7 +165,6 @@ def test_existing_chart_is_accepted_and_refusal_is_an_error() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main = runpy.run_path(COMMAND)["main"]
     (tmp_path / "x.json").mkdir()
     for arguments, code, part in (
         (["--offline", "x.json", "--update", "u"], 2, "--update=u: has no effect with --offline"),

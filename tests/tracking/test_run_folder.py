@@ -212,8 +212,9 @@ def test_checkpoints_may_be_a_link_of_one_run(tmp_path: Path) -> None:
     first, second, disk = tmp_path / "first", tmp_path / "second", tmp_path / "disk"
     for run in (first, second):
         _begun(run).release()
-    (first / "wandb").mkdir()
+    (first / "wandb" / "run-1" / "logs").mkdir(parents=True)
     (first / "wandb" / "latest-run").symlink_to("run-1")
+    (first / "wandb" / "run-1" / "logs" / "debug-core.log").symlink_to(tmp_path / "cache.log")
     (first / "checkpoints").rename(disk)
     (first / "checkpoints").symlink_to(disk)
     _begun(first).release()

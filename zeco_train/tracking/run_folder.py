@@ -222,22 +222,23 @@ def _check_links(path: Path) -> None:
     The folder of checkpoints may be a link, for example to a larger disk; see `take_checkpoints`.
     """
     root = os.path.realpath(path)
-    for link in _links(path, path / CHECKPOINT_FOLDER):
+    for link in _links(path, path):
         if not Path(os.path.realpath(link)).is_relative_to(root):
             problem = f"{link.relative_to(path)} is a link out of the folder, as only {CHECKPOINT_FOLDER} may be"
             raise ConfigError("run_dir", path, f"{problem}; remove the link")
 
 
-def _links(folder: Path, skipped: Path) -> Iterator[Path]:
+def _links(folder: Path, run: Path) -> Iterator[Path]:
     # A temporary folder of another start may be gone by now.
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            if (path := Path(entry)) == skipped:
+            if (path := Path(entry)) == run / CHECKPOINT_FOLDER:
                 continue
             if entry.is_symlink():
                 yield path
-            elif entry.is_dir():
-                yield from _links(path, skipped)
+            # Each start of W&B makes a folder there, with a link to a log in the user's cache, and writes to no other.
+            elif entry.is_dir() and folder != run / "wandb":
+                yield from _links(path, run)
 
 
 def _system_errors(path: Path) -> AbstractContextManager[None]:
