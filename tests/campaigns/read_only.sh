@@ -15,7 +15,7 @@ git clone -q "$root" "$place/checkout"
 cd "$place/checkout"
 
 export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$place/checkout" VENV=none
-small=(model.num_layers=1 model.hidden_size=32 model.num_heads=2 data.seq_len=64 train.steps=2 train.device=cpu)
+small=(model.num_layers=1 model.hidden_size=32 model.num_heads=2 data.seq_len=64 train.steps=2 sched.warmup_steps=0 train.device=cpu)
 for name in default quickstart compare/dp; do
   ZECO_CACHE="$place/tmp/cache" "$python" train.py +experiment=quickstart "${small[@]}" "run_dir=runs/$name"
 done
