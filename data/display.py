@@ -15,7 +15,7 @@ _LINE_SECONDS = 10.0
 
 
 def announce_hub(name: str) -> None:
-    """Tell that a name is looked up on the Hugging Face hub, if it is: the library retries for a minute in silence."""
+    """Say so if a name will be looked up on the Hugging Face hub, whose library prints nothing for up to a minute."""
     from huggingface_hub import constants  # with `datasets` or `transformers`, which the caller has imported
 
     if not (constants.HF_HUB_OFFLINE or Path(name).exists()):

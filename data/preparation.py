@@ -54,7 +54,7 @@ class PrepareOptions:
         validation_fraction: the last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
         workers: processes; None for one per CPU (one for a small corpus). The result does not depend on it.
         min_tokens: shorter documents are dropped.
-        max_document_bytes: larger documents, in UTF-8, are left out; of .jsonl files, those of longer lines.
+        max_document_bytes: documents with more bytes of UTF-8 are left out; in .jsonl files, lines with more bytes.
         max_tokens: stop with the document that reaches this count; None for all.
         shard_tokens: tokens per shard of the store.
         overwrite: replace an existing store, or an interrupted preparation with other arguments.

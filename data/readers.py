@@ -205,7 +205,7 @@ def check_column(source: object, schema: Any, text_field: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether an Arrow type is text, a dictionary of text, or that of a column of nulls only."""
+    """Whether an Arrow type is text, a dictionary of text, or null, the type of a column without values."""
     import pyarrow
 
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind

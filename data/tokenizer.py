@@ -317,7 +317,9 @@ def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
 
 
 def same_tokenizer(*described: tuple[Mapping[str, str], Sequence[Path]]) -> bool:
-    """Whether tokenizers have equal digests, as recorded or else as computed from their files: those of 0.2 differ.
+    """Whether tokenizers have equal digests.
+
+    Where the recorded ones differ, digests of their files are compared: version 0.2 computed them in another way.
 
     Args:
         described: `info` of each, and the stores or runs that may hold its files.
