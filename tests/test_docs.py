@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from data import prepare
-from launch import emulated_nodes, family, sweep
+from lab import emulated_nodes, family
+from launch import sweep
 from tests.support.commands import REPOSITORY
 from zeco_train import compare
 from zeco_train.bench import __main__ as bench
@@ -34,9 +35,9 @@ _HTML_LINK = re.compile(r"\b(?:href|src)=\"([^\"]+)\"")
 _BLOCK = re.compile(r"^```bash\n(.*?)^```", re.S | re.M)
 _CODE_SPAN = re.compile(r"(`+).+?\1", re.S)
 _EXTERNAL = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
-_MODULE = re.compile(r"(?<!\S)-m ((?:zeco_train|data|models|tests)(?:\.\w+)*)(?![\w.…])")
+_MODULE = re.compile(r"(?<!\S)-m ((?:zeco_train|data|lab|models|tests)(?:\.\w+)*)(?![\w.…])")
 # File names, delimited by a blank, a quote or punctuation.
-_FOLDERS = "configs|data|docs|launch|models|tests|zeco_train"
+_FOLDERS = "configs|data|docs|lab|launch|models|tests|zeco_train"
 _PATH = re.compile(rf"(?<![\w/.*{{-])(?:\./)?((?:{_FOLDERS})/[\w./-]*[\w/]|train\.py)(?![\w*{{])")
 _EXPERIMENT = re.compile(r"(?<!\S)\+experiment=(\w+)")
 
@@ -173,9 +174,9 @@ _READERS: dict[str, Callable[[list[str]], object]] = {
     "zeco_train.compare": compare._parse,
     "zeco_train.report": report._parse,
     "data.prepare": prepare._parse,
-    "launch/family.py": family.parse,
+    "lab.family": family.parse,
     "launch/sweep.py": sweep.parse,
-    "launch/emulated_nodes.py": emulated_nodes.parse,
+    "lab.emulated_nodes": emulated_nodes.parse,
 }
 # Others: the test that runs them, or the reason why none does.
 _ELSEWHERE = {

@@ -1,6 +1,6 @@
 """A run killed with SIGKILL at random moments, including saves, has the results of an uninterrupted run.
 
-This is the short version of `python -m tests.kill_many 50`, which takes a quarter of an hour.
+This is the short version of `python -m lab.kill_many 50`, which takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests import kill_many
-from tests.kill_many import GRAPHS, OTHERS, SAME, Campaign, Run, compare, run_campaign
+from lab import kill_many
+from lab.kill_many import GRAPHS, OTHERS, SAME, Campaign, Run, compare, run_campaign
 from tests.support.replays import REPLAYS_BEGIN, replayed_steps
 
 STEPS = 4

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.exactness_matrix import tiny
 from models import decays
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.mixers import gated_deltanet, kda
 from models.parameters import cast
 from models.spec import ModelSpec
-from tests.exactness_matrix import tiny
 from tests.support.distributed import run_distributed
 from tests.support.steps import make_mesh
 from zeco_train.config.schema import Dtype, TrainConfig

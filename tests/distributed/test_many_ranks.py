@@ -28,7 +28,7 @@ def test_many_ranks_may_open_more_files() -> None:
         pytest.skip("a hard limit of few files")
     few, many = run_distributed(_limits, 1)[0]
     assert few == (1024, most)
-    # Six groups of 255 peers were counted (launch/many_ranks.py).
+    # Six groups of 255 peers were counted (lab/many_ranks.py).
     assert 6 * 255 + 256 < many[0] <= most
 
 

@@ -1,4 +1,4 @@
-"""`launch/*.sh`: `--help` prints the header comment and installs nothing, and no run of a user is deleted."""
+"""Shell scripts: `--help` prints the header comment and installs nothing, and no run of a user is deleted."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from tests.support.commands import REPOSITORY
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["check_export", "compare_backends", "length_extension", "recall"])
+@pytest.mark.parametrize(
+    "name", ["lab/check_export", "launch/compare_backends", "launch/length_extension", "lab/recall"]
+)
 def test_help_prints_usage_without_installing(name: str, tmp_path: Path) -> None:
-    script = REPOSITORY / "launch" / f"{name}.sh"
+    script = REPOSITORY / f"{name}.sh"
     for arguments in (["--help"], ["train.steps=2", "-h"]):
         ended = subprocess.run(
             [script, *arguments], env={**os.environ, "VENV": str(tmp_path / "venv")}, capture_output=True, text=True
         )
         assert (ended.returncode, ended.stderr) == (0, "")
-        first, _, rest = ended.stdout.partition(f"usage: launch/{name}.sh [KEY=VALUE ...]")
+        first, _, rest = ended.stdout.partition(f"usage: {name}.sh [KEY=VALUE ...]")
         assert first.strip()
         assert "VENV=none" in rest
         assert "set -e" not in rest

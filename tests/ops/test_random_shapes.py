@@ -1,6 +1,6 @@
 """The kernels at random head dims, lengths, decays and strides under Triton's interpreter, in bf16 and fp32.
 
-Cases, guard bands and limits are those of the campaign that runs on GPUs (`tests.campaigns.operator_shapes`). All have
+Cases, guard bands and limits are those of the campaign that runs on GPUs (`lab.campaigns.operator_shapes`). All have
 at least three chunks. The interpreter runs the kernels that a GPU runs, with their tiles and masks, and rounds as they
 do; what it cannot see is the code that ptxas makes of them (`tests.support.descriptors`).
 """
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.campaigns.operator_shapes import DELTA, Case, draw, errors_of
+from lab.campaigns.operator_shapes import DELTA, Case, draw, errors_of
 from tests.support import interpreter
 from tests.support.distributed import run_distributed
 from zeco_train.ops.passes import Passes

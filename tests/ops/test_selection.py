@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.campaigns import slow_paths
+from lab.campaigns import slow_paths
 from zeco_train.ops import gated_norm, selection
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS

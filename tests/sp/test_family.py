@@ -1,14 +1,14 @@
 """Every mixer trains alike on one rank and on several: every scan, documents, segments, recompute, strategies.
 
-`python -m tests.exactness_matrix` has each scan with and without documents besides.
+`python -m lab.exactness_matrix` has each scan with and without documents besides.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from lab.exactness_matrix import COVERING, compare, reference
 from models.registry import MIXERS
-from tests.exactness_matrix import COVERING, compare, reference
 from tests.support.distributed import run_distributed
 from tests.support.steps import worst, write_documents
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.exactness_matrix import TOLERANCE, tiny
+from lab.hybrid_matrix import HYBRIDS
 from models import projections
-from tests.exactness_matrix import TOLERANCE, tiny
-from tests.hybrid_matrix import HYBRIDS
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, worst, write_documents

@@ -1,6 +1,6 @@
 """Models with softmax layers train alike on one rank and on several: every scan of states with every method.
 
-`python -m tests.hybrid_matrix` has each of these pairs with each model, with and without documents.
+`python -m lab.hybrid_matrix` has each of these pairs with each model, with and without documents.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.exactness_matrix import PLAIN
-from tests.hybrid_matrix import HYBRIDS, Row, Whole, case_of, compare, reference
+from lab.exactness_matrix import PLAIN
+from lab.hybrid_matrix import HYBRIDS, Row, Whole, case_of, compare, reference
 from tests.support.covering import cover_pairs, pairs_of
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans

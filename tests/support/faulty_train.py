@@ -2,7 +2,7 @@
 
 Or `ZECO_FAULT=none:0`. The ranks meet after their imports, so that a short `parallel.timeout_seconds` is enough.
 
-For tests and `tests.fault_table`. Each fault is as real as possible within one process: out-of-memory is a failed
+For tests and `lab.fault_table`. Each fault is as real as possible within one process: out-of-memory is a failed
 system allocation, a crash is a signal from the kernel. A fault creates the file `fault` in the working directory.
 """
 

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.ends import ENDS
 from tests.support.commands import REPOSITORY
+from tests.support.ends import ENDS
 from tests.support.waiting import ENOUGH
 from zeco_train.collectives.courier import Courier
 from zeco_train.distributed.mesh import Launch
@@ -31,7 +31,11 @@ def test_process_ends_while_thread_is_inside_torch() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-m", "tests.ends"], cwd=REPOSITORY, env=environment, capture_output=True, timeout=ENOUGH
+        [sys.executable, "-m", "tests.support.ends"],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        timeout=ENOUGH,
     )
     assert result.returncode == 0, result.stderr.decode()
     assert time.monotonic() - began < 55, "a stuck thread was waited for"

@@ -10,7 +10,7 @@ import pytest
 from tests.support.commands import REPOSITORY, TORCHRUN, Command
 from tests.support.waiting import ENOUGH
 
-# The first stage of launch/recall.sh, in smaller batches.
+# The first stage of lab/recall.sh, in smaller batches.
 STAGE = ["data.seq_len=16", "data.global_batch=32", "data.micro_batch=32", "train.steps=350"]
 TASK = ["data.synthetic.facts=2", "data.synthetic.keys=2", "data.synthetic.queries=1"]
 QUIET = ["train.eval_every=0", "train.eval_sequences=0", "checkpoint.every=0"]

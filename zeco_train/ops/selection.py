@@ -221,7 +221,7 @@ class SlowDown:
 
 @dataclass(frozen=True)
 class SlowDowns:
-    """Measured slow-downs; `tests/campaigns/slow_paths.py` measures and writes them.
+    """Measured slow-downs; `lab/campaigns/slow_paths.py` measures and writes them.
 
     Attributes:
         source: device, date and commit of the measurement.

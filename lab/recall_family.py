@@ -1,0 +1,240 @@
+r"""Multi-query associative recall over two ranks: keys on the first, questions on the second; mixers of equal state.
+
+    python -m lab.recall_family                                   # 5 models × 3 seeds, 64 to 512 tokens, 2 CPU ranks
+    python -m lab.recall_family --models kda softmax --seeds 0 --lengths 64 128 -- optim.lr=1e-3
+
+For each model and seed a curriculum of runs of `train.py` with `sp=zeco` (lab/recall_recipe.py), each from the
+weights of the one before; then `zeco_train.evaluate` at each of `--lengths`, with a pair for each 8 tokens: the part of
+the answers that are right, and as control the same with zeros in place of the states from the first rank. The linear
+mixers have a state of 2,048 numbers a layer; softmax keeps the keys and values of all tokens, which no control sets to
+zero. Layers, width, data, steps and optimizer are the same for all.
+
+Into FOLDER go the runs, MODEL-SEED/LENGTH, each with its result, recall.json, and over all finished ones
+recall_family.md and recall_family.png. Started again, it keeps what is finished and runs the rest. The exit code is 1
+if a run fails or the time of `--minutes` is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lab import forked_ranks
+from lab.recall_recipe import CURRICULUM, LENGTHS, MODELS, SHARED, Stage
+from launch.folders import check_folder, keep_record
+from models.spec import spec_of
+from zeco_train import cli
+from zeco_train.config.schema import Config, load_config
+from zeco_train.errors import ConfigError
+from zeco_train.evaluate import command as evaluate
+from zeco_train.evaluate.results import RESULTS_FILE
+from zeco_train.report.recall import PICTURE_FILE, TABLE_FILE, Model, Result, draw_recall, recall_table
+from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
+from zeco_train.system.files import write_durably, write_result
+from zeco_train.system.paths import check_outputs
+from zeco_train.system.small_files import read_json
+from zeco_train.system.terminal import show_any_text
+
+_RANKS = 2
+# At each length, asked for every pair.
+_EXAMPLES = 200
+_RECORD_FILE = "recall_family.json"
+# Settings that this script controls.
+_OWN_KEYS = "data.seq_len data.synthetic.facts data.synthetic.keys seed name run_dir checkpoint.load"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a seed."""
+
+    model: str
+    seed: int
+    options: argparse.Namespace
+
+    @property
+    def name(self) -> str:
+        """Of the case, and of its folder."""
+        return f"{self.model}-{self.seed}"
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Up to the longest length asked for."""
+        return [stage for stage in CURRICULUM if stage.length <= max(self.options.lengths)]
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a result for each length."""
+        return all(self.result_file(length).exists() for length in self.options.lengths)
+
+    def run_dir(self, length: int) -> Path:
+        """The folder of a stage's run."""
+        return self.options.out / self.name / str(length)
+
+    def result_file(self, length: int) -> Path:
+        """Of the evaluation after a stage."""
+        return self.run_dir(length) / "recall.json"
+
+    def overrides(self, stage: Stage) -> list[str]:
+        """The settings of a stage's train.py."""
+        before = max((each.length for each in CURRICULUM if each.length < stage.length), default=None)
+        task = [f"data.seq_len={stage.length}", f"data.synthetic.facts={stage.pairs}", f"train.steps={stage.steps}"]
+        task += [f"data.global_batch={stage.batch}", f"data.micro_batch={stage.batch}"]
+        task += [f"data.synthetic.keys={stage.keys}"] if stage.keys else []
+        own = [f"seed={self.seed}", f"name={self.name}", f"run_dir='{self.run_dir(stage.length)}'"]
+        own += [f"checkpoint.load='{self.run_dir(before)}'"] if before else []
+        return [*MODELS[self.model], *SHARED.split(), *task, *self.options.settings, *own]
+
+    def check(self) -> Config:
+        """Load and check the configurations of all stages; returns the last.
+
+        Raises:
+            ConfigError: an error that a run would report at its start; names the case.
+        """
+        try:
+            return [load_config(self.overrides(stage)) for stage in self.stages][-1]
+        except ConfigError as error:
+            error.args = (f"{self.name}: {error}",)
+            raise
+
+    def run(self, deadline: float) -> str:
+        """Train and evaluate what is not finished; returns what went wrong, in a line, or nothing."""
+        # The evaluation leaves softmax layers as they are.
+        began, has_states = time.monotonic(), self.model != "softmax"
+        for stage in self.stages:
+            run_dir, file = self.run_dir(stage.length), self.result_file(stage.length)
+            output = self.options.out / self.name / "output" / str(stage.length)
+            if file.exists():
+                continue
+            if problem := _on_ranks(cli.main, self.overrides(stage), output, deadline):
+                return f"{stage.length} tokens: {problem}"
+            if stage.length not in self.options.lengths:
+                continue
+            # An interrupted evaluation is not resumed, and what it left is not deleted.
+            out = next(path for n in itertools.count() if not (path := run_dir / "evaluation" / f"recall.{n}").exists())
+            asked = ["recall.depths=0", f"recall.examples={_EXAMPLES}", "train.device=cpu"]
+            asked += ["recall.zeroed=true"] if has_states else []
+            arguments = [str(run_dir), "--tasks", "recall", "--out", str(out), *asked]
+            if problem := _on_ranks(evaluate.main, arguments, output, deadline):
+                return f"{stage.length} tokens, evaluation: {problem}"
+            recall = read_json(out / RESULTS_FILE)["tasks"]["recall"]
+            [[whole]] = recall["whole"]["accuracy"]
+            zeroed = recall["zeroed"]["accuracy"][0][0] if has_states else None
+            seconds, began = time.monotonic() - began, time.monotonic()
+            accuracies = whole, zeroed, recall["chance"]
+            result = Result(self.model, self.seed, stage.length, stage.pairs, *accuracies, seconds)
+            write_durably(file, json.dumps(asdict(result)))
+            control = "" if zeroed is None else f", zeroed {zeroed:.1%}"
+            print(f"{self.name}, {stage.length} tokens: {whole:.1%}{control} ({seconds:.0f} s)", flush=True)
+        return ""
+
+
+def _on_ranks(main: Callable[[list[str]], int], arguments: list[str], folder: Path, deadline: float) -> str:
+    """Run a command on all ranks; returns what went wrong, in a line, or nothing."""
+    ranks = forked_ranks.start(_RANKS, lambda rank: main(arguments), folder)
+    codes = ranks.wait(max(deadline - time.monotonic(), 0.0))
+    if not any(codes):
+        return "" if None not in codes else "stopped: the time of --minutes is over"
+    return next((line.removeprefix("error: ") for line in ranks.errors()), f"exit codes {codes}, see {folder}")
+
+
+class RecallFamily:
+    """The cases of all models and seeds.
+
+    Raises:
+        ConfigError: an option, or the settings of a run, are wrong.
+        DataError: the folder holds runs with other settings.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        options.out = options.out.resolve()
+        _check(options)
+        self._options = options
+        # Seeds first: what is finished when the time is over is a smaller table of all models.
+        self.cases = [Case(model, seed, options) for seed, model in itertools.product(options.seeds, options.models)]
+        # The first cases are of all models; a seed needs no check of its own.
+        specs = {case.model: spec_of(case.check().model) for case in self.cases[: len(options.models)]}
+        self._models = [Model(name, specs[name].num_parameters, specs[name].state_shape) for name in options.models]
+
+    def run(self) -> int:
+        """Run what is not finished, then write the results; returns the exit code."""
+        out, own = self._options.out, {"settings": self._options.settings}
+        keep_record("--out", out, _RECORD_FILE, own, "lab/recall_family.py")
+        check_outputs("--out", out, (PICTURE_FILE, TABLE_FILE))
+        # Ranks share the memory of these objects; a collection in a rank would copy it.
+        gc.collect()
+        gc.freeze()
+        deadline, problems = time.monotonic() + 60 * self._options.minutes, []
+        for case in self.cases:
+            if case.finished:
+                print(f"{case.name}: finished", flush=True)
+            elif time.monotonic() >= deadline:
+                problems.append(f"{case.name}: not started: the time of --minutes is over")
+            elif problem := case.run(deadline):
+                problems.append(f"{case.name}: {problem}")
+        self._write()
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        return 1 if problems else 0
+
+    def _write(self) -> None:
+        """The table and the picture of the finished evaluations, if any."""
+        files = (case.result_file(length) for case in self.cases for length in self._options.lengths)
+        results = [Result(**read_json(file)) for file in files if file.exists()]
+        if not results:
+            return
+        table = recall_table(self._models, results)
+        write_result(self._options.out / TABLE_FILE, table)
+        draw_recall(self._models, results, f"{_RANKS} ranks", self._options.out / PICTURE_FILE)
+        print(f"{table}results are in {self._options.out}", flush=True)
+
+
+def _check(options: argparse.Namespace) -> None:
+    check_folder("--out", options.out)
+    for name, allowed in (("models", list(MODELS)), ("lengths", LENGTHS), ("seeds", range(1 << 31))):
+        values = getattr(options, name)
+        for value in values:
+            if value not in allowed or values.count(value) > 1:
+                names = "numbers ≥ 0" if name == "seeds" else f"ones of {', '.join(map(str, allowed))}"
+                raise ConfigError(f"--{name}", value, f"must be different {names}")
+    if not 0 < options.minutes <= 60 * 24 * 30:
+        raise ConfigError("--minutes", options.minutes, "must be > 0 and ≤ 43200")
+    for setting in options.settings:
+        key, _, value = setting.lstrip("+").partition("=")
+        if key in _OWN_KEYS.split():
+            raise ConfigError(key, value, "is set by lab/recall_family.py; see --help")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="lab/recall_family.py", description=docstring(sys.modules[__name__]), formatter_class=form)
+    parser.add_argument("--models", nargs="+", default=[*MODELS], metavar="MODEL", help="default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="T", help="default: 64 128 256 512")
+    parser.add_argument("--minutes", type=float, default=90.0, metavar="M", help="for all runs; default 90")
+    parser.add_argument("--out", type=user_path, default=Path("runs/recall_family"), help="default runs/recall_family")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of train.py, for all runs; after --")
+    return parser.parse_args(arguments)
+
+
+@errors_in_a_line
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns the exit code."""
+    try:
+        return RecallFamily(parse(arguments)).run()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    show_any_text()
+    sys.exit(main(sys.argv[1:]))

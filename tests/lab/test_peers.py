@@ -1,0 +1,124 @@
+"""The scripts of lab/peers without a GPU: their error lines, and how they compile configurations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton import Config
+from triton.runtime._async_compile import active_mode
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from lab.peers import lasp_beside, precompile, tuned
+from tests.support.commands import REPOSITORY, TORCHRUN, Command, check_line, run_here
+
+CONFIGURATIONS = [Config({"BLOCK": 16}), Config({"BLOCK": 32})]
+
+
+def test_lasp_needs_a_folder_and_two_ranks(tmp_path: Path) -> None:
+    check_line(run_here(lasp_beside.main), 2, "FOLDER", "github.com/OpenNLPLab/LASP")
+    check_line(run_here(lasp_beside.main, str(tmp_path)), 2, "ranks=1", "must be 2", "torchrun")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ([], "has no package lasp"),
+        (["__init__.py"], "cannot be imported (No module named 'lasp.lasp_fuse_parallel')"),
+        pytest.param(
+            ["__init__.py", "lasp_fuse_parallel.py", "utils.py"],
+            "GPUs=0: must be 2",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU"),
+        ),
+    ],
+    ids=["no package", "part of it", "no GPU"],
+)
+def test_unusable_lasp_is_one_line_of_two_ranks(tmp_path: Path, files: list[str], problem: str) -> None:
+    for name in files:
+        (tmp_path / "lasp").mkdir(exist_ok=True)
+        (tmp_path / "lasp" / name).touch()
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    with Command([*launcher, "-m", "lab.peers.lasp_beside", str(tmp_path)], REPOSITORY) as command:
+        outcome = command.wait()
+    assert outcome.code != 0
+    assert len(outcome.errors) == 1, outcome
+    assert problem in outcome.errors[0]
+
+
+@pytest.mark.parametrize("module", [[], ["zeco_train.nothing"], ["nothing.at_all"], ["not a module"], [".bench"]])
+def test_tuned_needs_a_module(module: list[str]) -> None:
+    check_line(run_here(tuned.main, *module), 2, f"MODULE={''.join(module)}: ", "zeco_train.bench")
+
+
+def test_tuned_runs_the_module_with_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_peer.py").write_text("import sys\nprint(__name__, sys.argv[1:])\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    original = Autotuner.run
+    with pytest.raises(SystemExit, match="3"):
+        tuned.main(["a_peer", "tokens=[64]"])
+    assert Autotuner.run is original
+    assert sys.argv[0] != "a_peer"
+
+
+def _autotuner(launch: Callable[..., object], measured: Callable[[], object]) -> Autotuner:
+    def kernel() -> None: ...
+
+    def measure(call: Callable[[], object], quantiles: Sequence[float]) -> list[float]:
+        measured()
+        return [1.0]
+
+    function = SimpleNamespace(fn=kernel, run=launch)
+    return Autotuner(function, ["x"], CONFIGURATIONS, ["x"], None, None, do_bench=measure, cache_results=True)
+
+
+def test_tuned_compiles_all_configurations_before_it_times_any(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The original one asks for the GPU.
+    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda self, key, configurations, measure: measure())
+    events: list[object] = []
+
+    def launch(x: int, BLOCK: int, warmup: bool = False, **_: Any) -> None:
+        events.append(("compiled" if warmup and active_mode.get() else "launched", BLOCK))
+
+    with tuned.parallel_tuning():
+        _autotuner(launch, lambda: events.append("timed")).run(1, grid=(1,), warmup=False)
+    assert events == [("compiled", 16), ("compiled", 32), "timed", "timed", ("launched", 16)]
+    assert "tuned kernel: 2 configurations" in capsys.readouterr().err
+
+
+def test_precompile_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_line(run_here(precompile.main), 2, "TUNE_DEVICE=cuda", "needs a GPU")
+
+
+def test_precompile_submits_every_configuration_and_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = []
+
+    def run(kernel: Any, x: int, grid: Any, warmup: bool, BLOCK: int, **_: Any) -> None:
+        mode = active_mode.get()
+        assert mode is not None
+        assert warmup
+        if BLOCK == 32:
+            raise ValueError("no such block")
+        submitted.append(BLOCK)
+        mode.submit(BLOCK, lambda: None, lambda compiled: None)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    compilation = precompile.Compilation(threads=1)
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        JITFunction.run(SimpleNamespace(fn=launch), *args, **kwargs)
+
+    with compilation.instead_of_launches():
+        _autotuner(launch, lambda: pytest.fail("timed")).run(1, grid=(1,), warmup=False)
+    assert submitted == [16]
+    assert compilation.wait() == (1, 0)
+    assert compilation.problems == ["launch: no such block"]
