@@ -159,7 +159,7 @@ def commands() -> Iterator[list[str]]:
 
 def _bench(arguments: list[str]) -> None:
     if arguments[0] != "paper":
-        bench._CASES[arguments[0]][0].load(arguments[1:])
+        bench.CASES[arguments[0]].config.load(arguments[1:])
 
 
 # What reads the arguments of a command; what it then does is tested in the command's own room.

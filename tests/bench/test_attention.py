@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from zeco_train.bench import __main__ as command
-from zeco_train.bench import attention_variants
+from zeco_train.bench import attention, attention_variants
 from zeco_train.bench.attention import AttentionConfig, _flops
 from zeco_train.bench.attention_figure import draw_attention
 from zeco_train.bench.attention_variants import VARIANTS, build_variant
@@ -116,14 +115,14 @@ def _case(rank: int, world_size: int, folder: str) -> list[str]:
     for index, more in enumerate(settings):
         config = AttentionConfig.load([*SMALL, *more, f"out={folder}/{index}"])
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        command.run_case(config, session)
+        attention.CASE.run(config, session)
         session.drain()
     # A method that forgets the keys of other ranks must not be timed.
     config = AttentionConfig.load([*SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     with mock.patch.object(attention_variants, "_method", return_value=local.LocalAttention()):
         try:
-            command.run_case(config, session)
+            attention.CASE.run(config, session)
         except WrongResultError as error:
             found.append(str(error))
     return found

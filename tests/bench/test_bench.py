@@ -191,7 +191,7 @@ def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[st
 
         with mock.patch.object(session, "scan", scan), mock.patch.object(Runner, "measure") as measure:
             try:
-                command.run_case(config, session)
+                command.CASES[case].run(config, session)
             except WrongResultError as error:
                 found.append(str(error))
             measure.assert_not_called()

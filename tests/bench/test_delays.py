@@ -18,7 +18,7 @@ from tests.support.all_scan_emulation import allocate_shared
 from tests.support.bench_settings import TINY, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
-from zeco_train.bench import __main__ as command
+from zeco_train.bench import delays
 from zeco_train.bench.chains import TwoGpuChain
 from zeco_train.bench.delays import _Measurement, hidden_us
 from zeco_train.bench.delays_config import DelaysConfig
@@ -182,7 +182,7 @@ def _one_failure_spares_the_rest(rank: int, world_size: int, folder: str) -> tup
             raise RuntimeError("no such kernel")
 
     with mock.patch.object(_Measurement, "_hops", fail):
-        report = command.run_case(config, session)
+        report = delays.CASE.run(config, session)
     session.drain()
     return report.failures, {row["part"] for row in report.rows}
 

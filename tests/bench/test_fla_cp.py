@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from zeco_train.bench import __main__ as command
+from zeco_train.bench import operator
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.fla_cp import context_parallel
 from zeco_train.bench.operands import Shape
@@ -59,7 +59,7 @@ def _run(rank: int, world_size: int, folder: str) -> None:
     config = OperatorConfig.load([*SETTINGS, *SIZES, variants, "passes=[forward]", f"out={folder}"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     with mock.patch.object(Session, "import_fla", _import):
-        command.run_case(config, session)
+        operator.CASE.run(config, session)
     session.drain()
 
 

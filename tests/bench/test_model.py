@@ -15,8 +15,7 @@ import torch
 from tests.support.bench_settings import QUICK, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
-from zeco_train.bench import __main__ as command
-from zeco_train.bench import figures, steps
+from zeco_train.bench import figures, model, steps
 from zeco_train.bench.backends import RandomTokens
 from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.model import _Measurement
@@ -261,7 +260,7 @@ def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
 
         with mock.patch.object(session, "scan", scan), mock.patch("zeco_train.bench.model.time_in_turns") as timed:
             try:
-                command.run_case(config, session)
+                model.CASE.run(config, session)
             except WrongResultError as error:
                 found.append(str(error))
             timed.assert_not_called()

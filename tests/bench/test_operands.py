@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.support.bench_settings import error_line
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
+from zeco_train.bench import operator
 from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Inputs, Shape, peer_attention
@@ -93,13 +94,13 @@ def _some_operators(rank: int, world_size: int, folder: str) -> list[str]:
         variants = "variants=[dp,copy,zeco:chain,lasp2,fla,fla_cp]"
         config, _ = _case(f"{folder}/{name}", f"operator={name}", *more, variants)
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        command.run_case(config, session)
+        operator.CASE.run(config, session)
         session.drain()
     config, _ = _case(f"{folder}/wrong", "operator=scalar_decay", "variants=[dp,lasp2]")
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     with mock.patch.object(session, "scan", return_value=LocalCopyScan()):
         try:
-            command.run_case(config, session)
+            operator.CASE.run(config, session)
         except WrongResultError as error:
             return [str(error)]
     return []

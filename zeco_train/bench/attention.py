@@ -33,6 +33,7 @@ from zeco_train.bench.attention_variants import (
     reference_of,
     whole_sequence,
 )
+from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import PASSES, RunsConfig
 from zeco_train.bench.operands import Inputs, Shape
@@ -147,6 +148,9 @@ def run(config: AttentionConfig, session: Session) -> Report:
         report.add(_measure(tokens, config, session, runner, report.folder, checked))
         session.spent(time.monotonic() - started)
     return report
+
+
+CASE = Case(AttentionConfig, run)
 
 
 def _check_all(config: AttentionConfig, session: Session, report: Report) -> dict[str, float]:

@@ -19,6 +19,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from zeco_train.bench.case import Case
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Row, slowest_rank
@@ -29,7 +30,7 @@ from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.system.ranges import check_least
-from zeco_train.system.signals import StopRequest
+from zeco_train.system.signals import StopRequest, run_command
 from zeco_train.training.build import Parts, build, init, open_run
 from zeco_train.training.trainer import Trainer
 
@@ -214,3 +215,10 @@ def _add_rows(report: Report, stalls: Stalls, first: Stalls, session: Session) -
     report.note(f"asynchronous over synchronous: {ratio:.3f} (less than {LARGEST_RATIO} is asked for)")
     if not ratio < LARGEST_RATIO:
         report.fail("an asynchronous save holds training up for too long")
+
+
+CASE = Case(CheckpointConfig, run)
+main = CASE.main
+
+if __name__ == "__main__":
+    run_command("zeco_train.bench.checkpoint")

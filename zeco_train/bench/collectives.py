@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import CollectivesConfig
 from zeco_train.bench.report import Report, time_columns
@@ -58,6 +59,9 @@ def run(config: CollectivesConfig, session: Session) -> Report:
         report.add(_measure_size(size, config, session, runner))
         session.spent(time.monotonic() - started)
     return report
+
+
+CASE = Case(CollectivesConfig, run)
 
 
 def _measure_size(size: float, config: CollectivesConfig, session: Session, runner: Runner) -> list[Row]:

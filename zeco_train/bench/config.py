@@ -289,6 +289,6 @@ def describe(cases: Mapping[str, type[CaseConfig]]) -> str:
     """The settings of cases: those of shared base classes, then each case's own, with all defaults."""
     lines = []
     for family in (CaseConfig, BenchConfig, RunsConfig, OfModelConfig):
-        names = ", ".join(name for name, schema in cases.items() if issubclass(schema, family))
-        lines.append(f"Of {names}:\n{describe_attributes(family)}")
+        if names := ", ".join(name for name, schema in cases.items() if issubclass(schema, family)):
+            lines.append(f"Of {names}:\n{describe_attributes(family)}")
     return "\n\n".join([*lines, *(f"Case {name}:\n{describe_settings(schema)}" for name, schema in cases.items())])

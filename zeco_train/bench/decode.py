@@ -30,6 +30,7 @@ from torch import Tensor
 from models.parameters import cast
 from models.spec import ModelSpec, spec_of
 from zeco_train.bench.backends import state_elements
+from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
 from zeco_train.bench.report import Report, time_columns
@@ -79,6 +80,9 @@ def run(config: DecodeConfig, session: Session) -> Report:
         report.note("graph is not measured: there is no CUDA device")
     _Measurement(config, session, report, variants).measure()
     return report
+
+
+CASE = Case(DecodeConfig, run)
 
 
 @dataclass(frozen=True)

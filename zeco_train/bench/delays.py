@@ -36,6 +36,7 @@ from torch import Tensor
 
 from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
+from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.delays_config import DelaysConfig
 from zeco_train.bench.delays_model import OVERLAPS, PATTERNS, Predicted, gpu_of, late_by
@@ -53,6 +54,7 @@ from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.backend import ScanBackend
+from zeco_train.system.signals import run_command
 from zeco_train.training.graphs import WARM_UP
 from zeco_train.training.machine import kernel_calls
 
@@ -400,3 +402,10 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+CASE = Case(DelaysConfig, run)
+main = CASE.main
+
+if __name__ == "__main__":
+    run_command("zeco_train.bench.delays")

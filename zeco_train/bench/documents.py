@@ -21,11 +21,13 @@ from data.config import Shuffle
 from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, StoreMeta, TokenStore, shard_name
+from zeco_train.bench.case import Case
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report
 from zeco_train.bench.session import Session
 from zeco_train.system.environment import process_memory
 from zeco_train.system.ranges import check_least
+from zeco_train.system.signals import run_command
 
 COLUMNS = {
     "shuffle": ("shuffle", "<10"),
@@ -124,3 +126,10 @@ def measure(path: Path, cache_dir: Path, seq_len: int, shuffle: Shuffle, shortes
     record["index_mb"] = sum(file.stat().st_size for file in (cache_dir / "indices").glob("*.npy")) / 1e6
     record["anonymous_mb"] = (process_memory("RssAnon") or 0) / 1e6
     return record, store.bytes_requested - before - _READS * (seq_len + 1) * store.itemsize
+
+
+CASE = Case(DocumentsConfig, run)
+main = CASE.main
+
+if __name__ == "__main__":
+    run_command("zeco_train.bench.documents")

@@ -22,11 +22,13 @@ from data.documents import Documents
 from data.loader import Batch, DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store_writer import StoreWriter
+from zeco_train.bench.case import Case
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.system.ranges import check_least
+from zeco_train.system.signals import run_command
 
 LARGEST_RATIO = 1.01
 COLUMNS = {
@@ -141,3 +143,10 @@ def _disk_bytes() -> int | None:
     except OSError:
         return None
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+CASE = Case(LoaderConfig, run)
+main = CASE.main
+
+if __name__ == "__main__":
+    run_command("zeco_train.bench.loader")

@@ -40,6 +40,7 @@ from torch import Tensor
 from models.spec import spec_of
 from zeco_train.bench import parts, trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
+from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results, gradient_norms
 from zeco_train.bench.mixers import mixer_rows, write_mixers
 from zeco_train.bench.model_config import ModelConfig, ModelSettings
@@ -122,6 +123,9 @@ def run(config: ModelConfig, session: Session) -> Report:
     if len(rows := mixer_rows(report.rows)) > 1:
         write_mixers(rows, report.folder, session)
     return report
+
+
+CASE = Case(ModelConfig, run)
 
 
 def _available(config: ModelConfig, session: Session, report: Report) -> dict[ModelSettings, list[str]]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.bench import trace
+from zeco_train.bench.case import Case
 from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.fla_cp import context_parallel
@@ -87,6 +88,9 @@ def run(config: OperatorConfig, session: Session) -> Report:
         _measure_shape(shape, config, session, runner, report, checked[dims])
         session.spent(time.monotonic() - started)
     return report
+
+
+CASE = Case(OperatorConfig, run)
 
 
 def sharded_operator(variant: str, shape: Shape, session: Session, purpose: str = "eager") -> Attention:

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig
 from zeco_train.bench.report import Report, time_columns
@@ -32,6 +33,7 @@ from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.transition import fold
 from zeco_train.system.environment import process_memory
 from zeco_train.system.ranges import check_least
+from zeco_train.system.signals import run_command
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg")
@@ -224,3 +226,10 @@ def _peak() -> int:
     if (peak := process_memory("VmHWM")) is not None:
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+CASE = Case(OperatorCpuConfig, run)
+main = CASE.main
+
+if __name__ == "__main__":
+    run_command("zeco_train.bench.operator_cpu")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,8 +23,20 @@ from zeco_train.bench.paper.machine import FITTED, NODE, Machine, Row, fit, fit_
 from zeco_train.bench.paper.noise import Noisy, noisy
 from zeco_train.bench.paper.ours import ASSUMED, TOKENS, Predicted, measured, predicted, ring_seconds
 from zeco_train.errors import ConfigError
+from zeco_train.system.arguments import docstring, errors_in_a_line
 from zeco_train.system.drawing import save_figure
 from zeco_train.system.files import whole_file, write_errors
+from zeco_train.system.signals import run_command
+
+
+@errors_in_a_line
+def main(arguments: Sequence[str]) -> int:
+    """The command; prints the paths of what it has written."""
+    if {"-h", "--help"} & {*arguments}:
+        print(docstring(sys.modules[__name__]))
+    else:
+        print("\n".join(str(path) for path in paper(arguments)))
+    return 0
 
 
 def paper(arguments: Sequence[str]) -> list[Path]:
@@ -120,3 +133,7 @@ def _csv(lines: Sequence[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()
+
+
+if __name__ == "__main__":
+    run_command("zeco_train.bench.paper.command")
