@@ -2,7 +2,7 @@
 
 python launch/wandb_dashboard.py --project zeco-train                   publishes it and prints its address
 python launch/wandb_dashboard.py --offline dashboard.json               writes and checks it without a network
-python launch/wandb_dashboard.py --bench zeco_train/bench/results/model_4xh200_16k.json    benchmarks as runs, too
+python launch/wandb_dashboard.py --bench lab/results/model_4xh200_16k.json    benchmarks as runs, too
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 
 from data import prepare
 from lab import emulated_nodes, family
+from lab.delays.config import DelaysConfig
 from launch import sweep
 from tests.support.commands import REPOSITORY
 from zeco_train import compare
@@ -157,25 +158,21 @@ def commands() -> Iterator[list[str]]:
                     yield words
 
 
-def _bench(arguments: list[str]) -> None:
-    if arguments[0] != "paper":
-        bench.CASES[arguments[0]].config.load(arguments[1:])
-
-
 # What reads the arguments of a command; what it then does is tested in the command's own room.
 _READERS: dict[str, Callable[[list[str]], object]] = {
     "train.py": lambda arguments: load_config([word for word in arguments if word not in ("--help", "$settings")]),
     "zeco_train.plan": lambda arguments: build_case(plan_config.parse(arguments)),
     "zeco_train.verify": lambda arguments: load_settings(VerifyConfig, arguments),
-    "zeco_train.bench": _bench,
+    "zeco_train.bench": lambda arguments: bench.CASES[arguments[0]].config.load(arguments[1:]),
     "zeco_train.evaluate": evaluate_arguments.parse,
     "zeco_train.generate": generate_options.parse,
     "zeco_train.export": lambda arguments: load_settings(ExportSettings, arguments[2:]),
     "zeco_train.compare": compare._parse,
     "zeco_train.report": report._parse,
     "data.prepare": prepare._parse,
-    "lab.family": family.parse,
     "launch/sweep.py": sweep.parse,
+    "lab.delays": DelaysConfig.load,
+    "lab.family": family.parse,
     "lab.emulated_nodes": emulated_nodes.parse,
 }
 # Others: the test that runs them, or the reason why none does.
@@ -186,6 +183,7 @@ _ELSEWHERE = {
     "./launch/compare_backends.sh": "tests/report/test_compare.py",
     "launch/length_extension.sh": "tests/training/test_length_extension.py",
     "launch/wandb_dashboard.py": "tests/report/test_dashboard.py; without --offline it needs an account",
+    "lab.paper": "tests/lab/test_paper.py",
     "sbatch": "a Slurm cluster: tests/launch/test_slurm.py",
     "grep": "a program of the system",
     "pytest": "tests of the named file",

@@ -21,7 +21,6 @@ from tests.support.waiting import ENOUGH
 from zeco_train.bench import __main__ as command
 from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig
-from zeco_train.bench.loader import LoaderConfig
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.runner import Runner
 from zeco_train.bench.samples import Summary, slowest_rank
@@ -124,7 +123,7 @@ def test_settings_are_yaml_values() -> None:
     [
         (
             ["collective"],
-            "case=collective: must be collectives, operator, attention, model, decode, operator_cpu, ",
+            "case=collective: must be collectives, operator, attention, model, decode or plot",
         ),
         (["collectives", "size_mb=[1]"], "size_mb=[1]: unknown key; did you mean sizes_mb?"),
         (["collectives", "sizes_mb=[0.7]"], "sizes_mb=0.7: must be a multiple of 0.03125"),
@@ -358,7 +357,7 @@ def test_failures_are_printed_to_stderr(tmp_path: Path, capsys: pytest.CaptureFi
     mesh = mock.Mock(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
     session = Session(mesh, 60)
     with mock.patch.object(session, "agree", lambda action: action()):
-        report = Report("loader", LoaderConfig(out=str(tmp_path)), session, {})
+        report = Report("collectives", CollectivesConfig(out=str(tmp_path)), session, {})
         report.note("two ranks")
         report.fail("rank 1 read other tokens than its own")
     wrong = "FAILED: rank 1 read other tokens than its own"

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.checkpoint import CheckpointConfig
 from launch.sweep import main as sweep
 from models.config import LanguageModelConfig
 from models.mixers.gla import GatedLinearAttention, GLAConfig
 from models.registry import MIXERS
 from tests.support.commands import check_line, train_here
 from tests.support.planning import command as plan
-from zeco_train.bench.checkpoint import CheckpointConfig
 from zeco_train.bench.config import DecodeConfig
 from zeco_train.bench.model_config import ModelConfig
 from zeco_train.config import composing

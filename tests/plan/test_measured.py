@@ -79,7 +79,7 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (_h200(2, 16, "sp=zeco"), 41.86, 0.2286),
 ]
 
-# Tokens a step, its milliseconds by train.matmul: gla_1b on an H200, replayed (bench/results/model_1xh200_*.txt).
+# Tokens a step, its milliseconds by train.matmul: gla_1b on an H200, replayed (lab/results/model_1xh200_*.txt).
 STEPS = {2048: (42.22, 41.71), 4096: (66.15, 60.75), 16384: (214.55, 176.93)}
 
 
@@ -114,7 +114,7 @@ def test_plan_of_fp8_needs_a_device_with_it() -> None:
 def test_exposed_scan_time_agrees_with_measurement(
     heads: int, tokens: int, exposed_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 H200s, one layer alone, at full clocks (bench/results/operator_4xh200.txt); All-Scan is hidden there."""
+    """4 H200s, one layer alone, at full clocks (lab/results/operator_4xh200.txt); All-Scan is hidden there."""
     monkeypatch.setattr(calibration, "IN_STEP", 1.0)
     # The kernels of that run took 1.427 ms for 16,384 tokens and 16 heads.
     monkeypatch.setitem(calibration.OPERATORS, "gla", calibration.OperatorTime(5.44e-9, 0.30, 64, 128))

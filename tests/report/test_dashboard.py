@@ -23,7 +23,7 @@ from zeco_train.tracking.starts import Layout
 from zeco_train.tracking.wandb_logger import WandbLogger
 
 COMMAND = str(REPOSITORY / "launch" / "wandb_dashboard.py")
-MODEL_RESULTS = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"
+MODEL_RESULTS = REPOSITORY / "lab" / "results" / "model_4xh200_16k.json"
 OPERATOR_RESULTS = MODEL_RESULTS.with_name("operator_4xh200.json")
 
 

@@ -18,7 +18,7 @@ from zeco_train.report.__main__ import main
 from zeco_train.report.measurements import Spread, read
 from zeco_train.tracking.starts import Layout, Start, append_start
 
-RESULTS = Path(__file__).resolve().parents[2] / "zeco_train" / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "lab" / "results"
 DP = Layout("dp", "gla_tiny", 2048, 1, 2, "zero2", 1, "fp32", "a CPU")
 ZECO = Layout("zeco", "gla_tiny", 2048, 2, 2, "zero2", 1, "fp32", "a CPU")
 
@@ -226,7 +226,7 @@ def test_run_without_starts_takes_layout_from_config(tmp_path: Path) -> None:
 def test_all_stored_results_are_reported_or_left_out_with_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As README and docs name them: zeco_train/bench/results/*.json."""
+    """As README and docs name them: lab/results/*.json."""
     files = sorted(RESULTS.glob("*.json"))
     assert main([*map(str, files), "--out", str(tmp_path / "page")]) == 0
     told = capsys.readouterr()

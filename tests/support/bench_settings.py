@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
@@ -14,11 +14,13 @@ TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "model.i
 QUICK = [*TINY, "device=cpu", "tokens=[32]", "steps=5", "warmup=1", "check_tokens=32", "timeout_seconds=60"]
 
 
-def error_line(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that the benchmarks' command prints for arguments that it refuses."""
+def error_line(
+    arguments: Sequence[str], capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int] = command.main
+) -> str:
+    """The one line that a command prints for arguments that it refuses, by default the benchmarks'."""
     with mock.patch("os._exit", side_effect=SystemExit):
         try:
-            code = command.main([*arguments])
+            code = main([*arguments])
         except SystemExit:
             code = 1
         finally:

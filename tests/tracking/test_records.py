@@ -233,7 +233,7 @@ def test_invalid_starts_and_validation_records_are_refused(
     ],
 )
 def test_invalid_benchmark_rows_are_refused(values: dict[str, object], problem: str, tmp_path: Path) -> None:
-    source = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"
+    source = REPOSITORY / "lab" / "results" / "model_4xh200_16k.json"
     results = json.loads(source.read_text())
     results["rows"][1] |= values
     path = tmp_path / "results.json"

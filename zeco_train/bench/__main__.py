@@ -1,10 +1,7 @@
 """`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`.
 
-collectives, operator, attention, model and decode compare variants; operator_cpu, loader, documents and checkpoint
-measure the operator on a CPU, data loading, and how long a checkpoint blocks training; delays, of two ranks, what late
-states and late ranks cost.
-`python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures;
-`python -m zeco_train.bench paper out=FOLDER` the papers' figures, with a model's values and ours. Neither needs a GPU.
+collectives, operator, attention, model and decode compare variants.
+`python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures, without a GPU.
 """
 
 from __future__ import annotations
@@ -20,20 +17,14 @@ from functools import partial
 
 from zeco_train.bench import (
     attention,
-    checkpoint,
     collectives,
     decode,
-    delays,
-    documents,
     figures,
-    loader,
     model,
     operator,
-    operator_cpu,
 )
 from zeco_train.bench.case import ADVICE
 from zeco_train.bench.config import describe
-from zeco_train.bench.paper.command import paper
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job, run_job
 from zeco_train.system.arguments import docstring
@@ -44,11 +35,6 @@ CASES = {
     "attention": attention.CASE,
     "model": model.CASE,
     "decode": decode.CASE,
-    "operator_cpu": operator_cpu.CASE,
-    "loader": loader.CASE,
-    "documents": documents.CASE,
-    "checkpoint": checkpoint.CASE,
-    "delays": delays.CASE,
 }
 
 
@@ -67,9 +53,6 @@ def _run(arguments: list[str], job: Job) -> int:
     if name == "plot":
         print("\n".join(str(path) for path in figures.plot_files(rest)))
         return 0
-    if name == "paper":
-        print("\n".join(str(path) for path in paper(rest)))
-        return 0
     if name not in CASES:
-        raise ConfigError("case", name, f"must be {', '.join(CASES)}, plot or paper")
+        raise ConfigError("case", name, f"must be {', '.join(CASES)} or plot")
     return CASES[name].start(rest, job)

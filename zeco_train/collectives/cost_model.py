@@ -77,7 +77,7 @@ MEASURED = {
         _NCCL,
         # Inside a node NCCL's.
         replace(_NCCL, link=Link.nccl_across_nodes, between=_ACROSS),
-        # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, launched one by one. The hops of `bench delays`, each
+        # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, launched one by one. The hops of `lab.delays`, each
         # α₀ + α + βS, bound α of long chains from above.
         Costs(Link.symmetric, 5.8e-6, 3.8e-12, 6.25e-6, 5e-7, 3.8e-12, start=7.3e-6),
     )

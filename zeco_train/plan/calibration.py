@@ -114,16 +114,16 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.5, 0.42
 # Shares of the operator's pass that overlap a scan (scores, forward; scores' gradients, backward), and of forward +
 # backward between LASP-1's receive and send, serialised over the ranks: measured 0.27 on 4 GPUs (exposed time relative
 # to the operator's, 16k and 32k, H 16 and 32).
-# The first two are what `bench delays` found hidden of delayed scans on 2 H200s, 0.195 and 0.176 forward and 0.376 and
+# The first two are what `lab.delays` found hidden of delayed scans on 2 H200s, 0.195 and 0.176 forward and 0.376 and
 # 0.369 backward with 16k and 32k tokens, H 16; with 4k 0.30 and 0.45, since a part does not depend on the length
-# (bench/results/delays_2xh200.txt).
+# (lab/results/delays_2xh200.txt).
 OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.19, 0.37
 LASP1_SERIAL = 0.27
 # Share of a block's time by which ranks may drift apart, since FSDP's collectives hold them together: a delay of up to
 # that is waited for once a pass, and only what exceeds it in every layer. Fitted to measured steps of `lasp1` on 4
 # H200s, which take 5, 5 and 10 ms longer than those of `dp` (16k, 16k and 32k tokens a rank, the operator's first
 # kernels), and 0 and 18 ms (16k and 32k, later kernels): by this 8, 8, 15, 4 and 6; without drift 29, 29, 56, 23 and
-# 42. `bench delays` makes two H200s late in turn, by 1.6 ms a layer: 0.115 with zero2 and 0.17 with ddp if the host
+# 42. `lab.delays` makes two H200s late in turn, by 1.6 ms a layer: 0.115 with zero2 and 0.17 with ddp if the host
 # launches the kernels. In steps that are replayed as CUDA graphs nothing holds the two: they drift as far as these
 # delays ask for, 0.23 of a block, and longer delays may find more. Assumed for more ranks; the ZeCO paper's runs on 8
 # to 256 GPUs look as if there were none. By whether steps are replayed:

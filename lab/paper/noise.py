@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zeco_train.bench.paper.ours import DEVICES, gla_1b
+from lab.paper.ours import DEVICES, gla_1b
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.step_time import operator_seconds, plan_step

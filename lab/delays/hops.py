@@ -5,7 +5,7 @@
 Each scan starts from what the scan before has delivered (`carry_in` of its first rank), so the hops cannot overlap. A
 hop is the whole scan over two ranks, α₀ + α + βS in the cost model: unlike in a chain of many ranks, where the next
 rank's kernel waits already, each hop also starts a kernel when the one before it ends. So it bounds a chain's hop from
-above; chains of several lengths whose kernels all wait in their place (`zeco_train.bench.chains`) have the hop itself.
+above; chains of several lengths whose kernels all wait in their place (`lab.delays.chains`) have the hop itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.bench.chains import TwoGpuChain
+from lab.delays.chains import TwoGpuChain
+from lab.delays.config import DelaysConfig
 from zeco_train.bench.check import check_results
-from zeco_train.bench.delays_config import DelaysConfig
 from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session

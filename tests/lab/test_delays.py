@@ -13,19 +13,19 @@ from unittest import mock
 import pytest
 import torch
 
+from lab.delays import __main__ as delays
+from lab.delays.__main__ import _Measurement, hidden_us
+from lab.delays.chains import TwoGpuChain
+from lab.delays.config import DelaysConfig
+from lab.delays.hops import _Hops
+from lab.delays.model import OVERLAPS, PATTERNS, Predicted, late_by
+from lab.delays.spins import Place, SpinningScan, Spins
 from tests.collectives.test_all_scan import start_interpreter
 from tests.support.all_scan_emulation import allocate_shared
 from tests.support.bench_settings import TINY, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
-from zeco_train.bench import delays
-from zeco_train.bench.chains import TwoGpuChain
-from zeco_train.bench.delays import _Measurement, hidden_us
-from zeco_train.bench.delays_config import DelaysConfig
-from zeco_train.bench.delays_model import OVERLAPS, PATTERNS, Predicted, late_by
-from zeco_train.bench.hops import _Hops
 from zeco_train.bench.session import Session
-from zeco_train.bench.spins import Place, SpinningScan, Spins
 from zeco_train.bench.variants import LocalCopyScan
 from zeco_train.collectives import PendingScan
 from zeco_train.distributed.mesh import Launch
@@ -57,7 +57,7 @@ QUICK += ["hops=5", "heads=[2]", "tokens=[32]", "drift_tokens=32", "delays_us=[1
 def test_invalid_arguments_print_one_error_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert says in error_line(["delays", *arguments], capsys)
+    assert says in error_line(arguments, capsys, delays.main)
 
 
 def test_spins_follow_the_layers_of_each_direction() -> None:
@@ -157,7 +157,7 @@ def _chains_are_right(rank: int, world_size: int) -> None:
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     hops = _Hops(2, config, session)
     for ranks in (2, 6):
-        with mock.patch("zeco_train.bench.chains.INTERPRETED", True):
+        with mock.patch("lab.delays.chains.INTERPRETED", True):
             chain = TwoGpuChain(ranks, hops.state, hops.log_decay, session, allocate_shared)
         for _ in range(3):
             # Each rank of the chain but the first writes what it receives.
@@ -212,7 +212,7 @@ def test_a_failing_part_is_noted_and_the_others_are_measured(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_delays_case_on_two_ranks(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    with Command([*launcher, "-m", "zeco_train.bench", "delays", *QUICK, f"out={tmp_path}"], tmp_path) as running:
+    with Command([*launcher, "-m", "lab.delays", *QUICK, f"out={tmp_path}"], tmp_path) as running:
         outcome = running.wait()
     assert outcome.code == 0, outcome
     results = json.loads((tmp_path / "results.json").read_text())
@@ -250,7 +250,7 @@ def test_delays_case_on_gpus(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     arguments = ["model=gla_125m", "layers=2", "tokens=[2048]", "drift_tokens=2048", "steps=3", "runs=3"]
     arguments += ["heads=[16]", "delays_us=[200,2000]", "drift_us=[2000]", "budget_seconds=500", f"out={tmp_path}"]
-    with Command([*launcher, "-m", "zeco_train.bench", "delays", *arguments], tmp_path) as running:
+    with Command([*launcher, "-m", "lab.delays", *arguments], tmp_path) as running:
         outcome = running.wait()
     assert outcome.code == 0, outcome
     rows: list[dict[str, Any]] = json.loads((tmp_path / "results.json").read_text())["rows"]

@@ -232,4 +232,4 @@ CASE = Case(OperatorCpuConfig, run)
 main = CASE.main
 
 if __name__ == "__main__":
-    run_command("zeco_train.bench.operator_cpu")
+    run_command("lab.operator_cpu")

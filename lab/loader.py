@@ -149,4 +149,4 @@ CASE = Case(LoaderConfig, run)
 main = CASE.main
 
 if __name__ == "__main__":
-    run_command("zeco_train.bench.loader")
+    run_command("lab.loader")

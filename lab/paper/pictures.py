@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zeco_train.bench.paper.machine import NODE, Machine, Row, fit_lasp2
-from zeco_train.bench.paper.ours import ALPHA, ALPHAS, ASSUMED, DEVICES, GPUS, TOKENS, Measured, Predicted
+from lab.paper.machine import NODE, Machine, Row, fit_lasp2
+from lab.paper.ours import ALPHA, ALPHAS, ASSUMED, DEVICES, GPUS, TOKENS, Measured, Predicted
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.amounts import length_name

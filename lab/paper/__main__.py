@@ -1,4 +1,4 @@
-"""The command `python -m zeco_train.bench paper out=FOLDER`: writes figures and tables.
+"""The command `python -m lab.paper out=FOLDER`: writes figures and tables.
 
 figure_1.png, figure_3.png, figure_4.png     of the ZeCO paper
 lasp2_figure_4.png                           LASP-2's Figure 4 and Table 6
@@ -17,11 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lab.paper import pictures
+from lab.paper.machine import FITTED, NODE, Machine, Row, fit, fit_lasp2, tables
+from lab.paper.noise import Noisy, noisy
+from lab.paper.ours import ASSUMED, TOKENS, Predicted, measured, predicted, ring_seconds
 from zeco_train.bench.figures import reference
-from zeco_train.bench.paper import pictures
-from zeco_train.bench.paper.machine import FITTED, NODE, Machine, Row, fit, fit_lasp2, tables
-from zeco_train.bench.paper.noise import Noisy, noisy
-from zeco_train.bench.paper.ours import ASSUMED, TOKENS, Predicted, measured, predicted, ring_seconds
 from zeco_train.errors import ConfigError
 from zeco_train.system.arguments import docstring, errors_in_a_line
 from zeco_train.system.drawing import save_figure
@@ -136,4 +136,4 @@ def _csv(lines: Sequence[Sequence[object]]) -> str:
 
 
 if __name__ == "__main__":
-    run_command("zeco_train.bench.paper.command")
+    run_command("lab.paper.__main__")

@@ -1,4 +1,4 @@
-"""`bench paper`: the fits of the papers' tables, our predictions beside them, and the files."""
+"""`lab.paper`: the fits of the papers' tables, our predictions beside them, and the files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.paper import machine, noise, ours
+from lab.paper.__main__ import paper
 from zeco_train.bench import figures
-from zeco_train.bench.paper import machine, noise, ours
-from zeco_train.bench.paper.command import paper
 from zeco_train.errors import ConfigError
 from zeco_train.plan.step_time import waited_seconds
 

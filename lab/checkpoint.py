@@ -221,4 +221,4 @@ CASE = Case(CheckpointConfig, run)
 main = CASE.main
 
 if __name__ == "__main__":
-    run_command("zeco_train.bench.checkpoint")
+    run_command("lab.checkpoint")

@@ -1,13 +1,13 @@
 """Case `delays`: what a late rank or a late state costs, on two ranks, beside what the planner assumes.
 
-hops       a state sent to and fro between the ranks, and chains of many ranks on two GPUs (`zeco_train.bench.hops`):
+hops       a state sent to and fro between the ranks, and chains of many ranks on two GPUs (`lab.delays.hops`):
            µs a hop
 operator   forward + backward of GLA, its scan delayed in one direction: growth of the time, and the longest delay that
            stays hidden
 drift      steps of a model with one rank late in each layer, the ranks late in turn, or one rank late in one layer
 step       steps of a model whose scans are all delayed in one direction
 
-A delay is a spin (`zeco_train.bench.spins`), before the scan's kernel on the scan's stream (operator, step), or before
+A delay is a spin (`lab.delays.spins`), before the scan's kernel on the scan's stream (operator, step), or before
 the launch on the stream of compute (drift). Everything is launched with spins, also what is not delayed, and steps with
 all delays take turns.
 
@@ -16,7 +16,7 @@ delay. With `same` it is 1 where nothing hides the delay: the slowest rank has a
 other in every layer it is 1 with `alternating` too. If they may drift apart by the delay each is late in half of the
 layers, and the rank that receives states waits for the other's first: (layers + 2) / (2 · layers) of a long delay,
 0.75 with 4 layers. With `once` it is 1 over the number of layers. The model's columns are those of the planner's rules
-(`zeco_train.bench.delays_model`); the summary at the end also has the constants of these rules by what was measured.
+(`lab.delays.model`); the summary at the end also has the constants of these rules by what was measured.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.delays.config import DelaysConfig
+from lab.delays.hops import measure_chains, measure_hops
+from lab.delays.model import OVERLAPS, PATTERNS, Predicted, gpu_of, late_by
+from lab.delays.spins import Place, SpinningScan, Spins
 from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
-from zeco_train.bench.delays_config import DelaysConfig
-from zeco_train.bench.delays_model import OVERLAPS, PATTERNS, Predicted, gpu_of, late_by
-from zeco_train.bench.hops import measure_chains, measure_hops
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import TOLERANCE, operator_step
 from zeco_train.bench.report import Report, format_table, time_columns
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
-from zeco_train.bench.spins import Place, SpinningScan, Spins
 from zeco_train.bench.steps import Mark, mark, milliseconds
 from zeco_train.bench.variants import GatheredScan
 from zeco_train.errors import ConfigError, ZecoError, first_cause
@@ -408,4 +408,4 @@ CASE = Case(DelaysConfig, run)
 main = CASE.main
 
 if __name__ == "__main__":
-    run_command("zeco_train.bench.delays")
+    run_command("lab.delays.__main__")

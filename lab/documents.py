@@ -132,4 +132,4 @@ CASE = Case(DocumentsConfig, run)
 main = CASE.main
 
 if __name__ == "__main__":
-    run_command("zeco_train.bench.documents")
+    run_command("lab.documents")
