@@ -29,13 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_split
-from launch.folders import check_folder, keep_record
-from models.registry import MIXERS
-from models.spec import spec_of
-from zeco_train.config.schema import Config, Dtype, load_config
-from zeco_train.errors import ConfigError
-from zeco_train.report.comparison import Run
-from zeco_train.report.family import (
+from lab.family_report import (
     CSV_FILE,
     PICTURE_FILE,
     TABLE_FILE,
@@ -45,6 +39,12 @@ from zeco_train.report.family import (
     family_csv,
     family_table,
 )
+from launch.folders import check_folder, keep_record
+from models.registry import MIXERS
+from models.spec import spec_of
+from zeco_train.config.schema import Config, Dtype, load_config
+from zeco_train.errors import ConfigError
+from zeco_train.report.comparison import Run
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lab import forked_ranks
 from lab.recall_recipe import CURRICULUM, LENGTHS, MODELS, SHARED, Stage
+from lab.recall_report import PICTURE_FILE, TABLE_FILE, Model, Result, draw_recall, recall_table
 from launch.folders import check_folder, keep_record
 from models.spec import spec_of
 from zeco_train import cli
@@ -37,7 +38,6 @@ from zeco_train.config.schema import Config, load_config
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.evaluate.results import RESULTS_FILE
-from zeco_train.report.recall import PICTURE_FILE, TABLE_FILE, Model, Result, draw_recall, recall_table
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.files import write_durably, write_result
 from zeco_train.system.paths import check_outputs

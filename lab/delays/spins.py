@@ -41,7 +41,7 @@ class Spins:
         self.layers = layers
         self._nanoseconds = torch.zeros(len(Place), 2, layers, dtype=torch.int64, device=device)
         # Triton is imported only where it runs.
-        self._kernel = import_module("zeco_train.kernels.spin").spin_kernel if device.type == "cuda" else None
+        self._kernel = import_module("lab.delays.spin_kernel").spin_kernel if device.type == "cuda" else None
 
     def table(self, place: Place, reverse: bool, microseconds: Sequence[float]) -> Tensor:
         """Delays for `load`: of one place, and of the layers' scans in one direction; 0 elsewhere."""

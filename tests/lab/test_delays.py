@@ -191,7 +191,7 @@ def _one_failure_spares_the_rest(rank: int, world_size: int, folder: str) -> tup
 def test_spin_compiles_for_a_gpu() -> None:
     """The GPU compiler runs without a GPU."""
     triton = pytest.importorskip("triton")
-    from zeco_train.kernels.spin import spin_kernel
+    from lab.delays.spin_kernel import spin_kernel
 
     signature = {"nanoseconds": "*i64", "index": "i32", "LANES": "constexpr"}
     source = triton.compiler.ASTSource(fn=spin_kernel, signature=signature, constexprs={(2,): 32})

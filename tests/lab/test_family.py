@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from lab.family import Case, main
+from lab.family_report import Pair, Verdict, family_csv, family_table
 from zeco_train.report.comparison import Run
-from zeco_train.report.family import Pair, Verdict, family_csv, family_table
 
 # Those of models that all mixers share.
 SETTINGS = ["model.num_layers=1", "data.seq_len=64", "train.eval_sequences=0", "sched.warmup_steps=2"]

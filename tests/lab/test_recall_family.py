@@ -14,12 +14,12 @@ import pytest
 from lab import recall_family
 from lab.recall_family import main
 from lab.recall_recipe import MODELS, SHARED
+from lab.recall_report import Model, Result, recall_table
 from models.spec import spec_of
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
 from zeco_train import cli
 from zeco_train.config.schema import load_config
-from zeco_train.report.recall import Model, Result, recall_table
 
 
 def _result(model: str, seed: int, length: int, whole: float, zeroed: float | None = 1 / 64) -> Result:
