@@ -28,8 +28,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from lab.emulated_switch import address
 from zeco_train.errors import ConfigError
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
@@ -238,7 +236,7 @@ def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
-        prog="lab/emulated_nodes.py",
+        prog="python -m lab.emulated_nodes",
         description=docstring(sys.modules[__name__]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -27,8 +27,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -122,7 +120,7 @@ def measure(network: Network, ranks: int, runs: int) -> dict[str, list[float]]:
     """
     with tempfile.TemporaryDirectory() as folder, EmulatedNodes(network) as nodes:
         out = Path(folder, "seconds.json")
-        own = [str(Path(__file__).resolve()), "--on-ranks", str(out), "--runs", str(runs), "--nodes"]
+        own = ["-m", "lab.emulated_scans", "--on-ranks", str(out), "--runs", str(runs), "--nodes"]
         own += [str(network.nodes), "--delay-ms", str(network.delay_ms), "--rate-mb", str(network.rate_mb)]
         if any(codes := run_ranks(nodes, network, ranks, own)):
             raise ZecoError(f"ranks over {network.nodes} nodes failed: exit codes {codes}")
@@ -165,7 +163,7 @@ def _on_ranks(out: Path, runs: int, costs: Costs) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
-        prog="lab/emulated_scans.py",
+        prog="python -m lab.emulated_scans",
         description=docstring(sys.modules[__name__]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

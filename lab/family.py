@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from typing import Any
 
 from data.config import check_split
 from lab.family_report import (
@@ -39,16 +39,17 @@ from lab.family_report import (
     family_csv,
     family_table,
 )
-from launch.folders import check_folder, keep_record
+from launch.sweep import check_folder
 from models.registry import MIXERS
 from models.spec import spec_of
 from zeco_train.config.schema import Config, Dtype, load_config
-from zeco_train.errors import ConfigError
+from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.report.comparison import Run
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
-from zeco_train.system.files import write_result
+from zeco_train.system.files import write_durably, write_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.small_files import read_json
 from zeco_train.system.terminal import show_any_text
 from zeco_train.tracking.metrics import read_metrics
 
@@ -72,6 +73,35 @@ _OWN_KEYS = (
 _RECORD_FILE = "family.json"
 # For a run that is asked to end to save its checkpoint.
 _SECONDS_TO_SAVE = 60.0
+
+
+def keep_record(option: str, folder: Path, file: str, own: Mapping[str, Any], script: str) -> None:
+    """Store the settings of a folder's runs at the first start, and check at later ones that they are these.
+
+    Args:
+        option: that names the folder.
+        folder: of the runs; is made.
+        file: name of the record in it.
+        own: settings by option, without the dashes, or `settings`.
+        script: that keeps the record.
+
+    Raises:
+        ConfigError: the folder cannot be made, or its runs have other settings.
+        DataError: the record is not readable.
+    """
+    path = folder / file
+    with system_errors(lambda reason: ConfigError(option, folder, f"cannot be made ({reason})")):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_durably(path, json.dumps(own, indent=2))
+            return
+    try:
+        stored = dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(path, f"is not what {script} has left", f"name another {option}") from error
+    if name := next((name for name in own if stored.get(name) != own[name]), None):
+        allowed = f"the runs in {folder} have {stored.get(name)}; name another {option}"
+        raise ConfigError(f"--{name}" if name != "settings" else name, own[name], allowed)
 
 
 @dataclass(frozen=True)
@@ -238,7 +268,7 @@ def _check(options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
-        prog="lab/family.py",
+        prog="python -m lab.family",
         description=docstring(sys.modules[__name__]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -28,8 +28,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch.distributed as dist
 
 from data import corpora

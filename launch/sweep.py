@@ -25,7 +25,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_split
-from launch.folders import check_folder
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
@@ -42,6 +41,16 @@ SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"
 # Settings controlled by the sweep.
 _OWN_KEYS = ("sp", "data.seq_len", "run_dir", "name")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder whose path would be interpreted within the quotes around run_dir in the settings.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if sign := re.search(r"['\\]|\$\{", str(folder)):
+        raise ConfigError(option, folder, f"must have no {sign[0]} in its path; name another folder")
 
 
 @dataclass(frozen=True)

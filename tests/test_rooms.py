@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import REPOSITORY
 
-PACKAGES = ("zeco_train", "models", "data")
+PRODUCT = ("zeco_train", "models", "data", "launch")
 # Packages of `zeco_train` that `models` and `data` may import.
 FOUNDATION = ("zeco_train", "zeco_train.errors", "zeco_train.system", "zeco_train.ops")
 
@@ -23,7 +23,7 @@ def _module(path: Path) -> str:
 @cache
 def imports() -> dict[str, set[str]]:
     """Imports within this project, by importing module; those in functions and under TYPE_CHECKING count."""
-    modules = {_module(path): path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}
+    modules = {_module(path): path for package in (*PRODUCT, "lab") for path in (REPOSITORY / package).rglob("*.py")}
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
         names: set[str] = set()
@@ -62,6 +62,11 @@ def test_foundation_imports_only_itself_and_kernels() -> None:
     own = {module: names for module, names in imports().items() if _is_of(module, FOUNDATION[1:])}
     below = (*FOUNDATION, "zeco_train.kernels")
     assert not {f"{module} → {name}" for module, names in own.items() for name in names if not _is_of(name, below)}
+
+
+def test_the_product_imports_nothing_of_lab() -> None:
+    own = {module: names for module, names in imports().items() if not _is_of(module, ("lab",))}
+    assert not {f"{module} → {name}" for module, names in own.items() for name in names if _is_of(name, ("lab",))}
 
 
 def _is_of(module: str, rooms: tuple[str, ...]) -> bool:

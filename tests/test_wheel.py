@@ -37,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("zeco_train-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert not [name for name in archive.namelist() if name.startswith(("tests", "launch", "docs"))]
+        assert not [name for name in archive.namelist() if name.startswith(("tests", "lab", "launch", "docs"))]
     command = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile", "--target"]
     done = subprocess.run([sys.executable, *command, str(folder / "site"), str(wheel)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

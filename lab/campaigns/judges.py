@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import types
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -239,7 +239,7 @@ class Tests:
                 print("once more:", *failed, sep="\n  ", flush=True)
                 codes, output = _run_tests(copy, failed, math.inf)
         assert codes == [0], f"the tests fail without a fault: {_first_failure(output, codes)}"
-        seconds: Counter[str] = Counter()
+        seconds: dict[str, float] = defaultdict(float)
         for case in ElementTree.parse(results).iter("testcase"):
             seconds["/".join(case.get("classname", "").split(".")[:3]) + ".py"] += float(case.get("time", "0"))
         reached: dict[str, set[str]] = {fault.id: set() for fault in faults}
@@ -269,8 +269,8 @@ def _probed(text: str, faults: Sequence[Fault]) -> str:
     places = [x for x in statements if not lines[x.lineno - 1].lstrip().startswith(("elif", "@"))]
     before: dict[int, list[str]] = defaultdict(list)
     for fault in faults:
-        line = text[: text.index(fault.old)].count("\n") + 1
-        before[max(x.lineno for x in places if x.lineno <= line <= (x.end_lineno or 0))].append(fault.id)
+        first = text[: text.index(fault.old)].count("\n") + 1
+        before[max(x.lineno for x in places if x.lineno <= first <= (x.end_lineno or 0))].append(fault.id)
     probed = []
     for number, line in enumerate(lines, start=1):
         margin = line[: len(line) - len(line.lstrip())]
@@ -299,7 +299,7 @@ def _become(copy: Copy, main: Callable[[], object], output: Path, environment: M
     os.chdir(copy.tree)
     os.environ.update({**copy.environment(), **environment})
     tempfile.tempdir, sys.dont_write_bytecode = None, True
-    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "lab")]:
         del sys.modules[name]
     # Ranks that a judge starts import what is here.
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -309,7 +309,7 @@ def _become(copy: Copy, main: Callable[[], object], output: Path, environment: M
     except SystemExit as end:
         code = end.code
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     sys.stdout.flush()
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)

@@ -9,18 +9,15 @@ from pathlib import Path
 import pytest
 
 from lab.many_ranks import main
-from tests.support.commands import REPOSITORY
 
 pytestmark = pytest.mark.processes
-
-SCRIPT = REPOSITORY / "lab" / "many_ranks.py"
 
 
 @pytest.mark.slow
 def test_four_ranks_start_lose_one_and_resume(tmp_path: Path) -> None:
     sizes = ["--counts", "2", "4", "--ranks", "4", "--timeout", "30", "--limit", "200"]
     more = ["--", "model.num_layers=2"]
-    command = [sys.executable, SCRIPT, *sizes, "--folder", tmp_path / "new", *more]
+    command = [sys.executable, "-m", "lab.many_ranks", *sizes, "--folder", tmp_path / "new", *more]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=400)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
     lines = ended.stdout.splitlines()

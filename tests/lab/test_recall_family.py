@@ -12,11 +12,9 @@ from unittest import mock
 import pytest
 
 from lab import recall_family
-from lab.recall_family import main
-from lab.recall_recipe import MODELS, SHARED
+from lab.recall_family import MODELS, SHARED, main
 from lab.recall_report import Model, Result, recall_table
 from models.spec import spec_of
-from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
 from zeco_train import cli
 from zeco_train.config.schema import load_config
@@ -137,7 +135,7 @@ def test_mistakes_end_in_one_line(
 @pytest.mark.slow
 def test_runs_train_and_are_evaluated(tmp_path: Path) -> None:
     # In a process of its own, which forks its ranks.
-    command = [sys.executable, str(REPOSITORY / "lab" / "recall_family.py"), "--models", "kda", "--seeds", "1"]
+    command = [sys.executable, "-m", "lab.recall_family", "--models", "kda", "--seeds", "1"]
     more = ["--lengths", "64", "--out", str(tmp_path / "out"), "--", "train.steps=2", "sched.warmup_steps=1"]
     ended = subprocess.run([*command, *more], capture_output=True, text=True, cwd=tmp_path, timeout=4 * ENOUGH)
     assert (ended.returncode, ended.stderr) == (0, "")
