@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Train briefly, export, and compare fla's model with this package's on a GPU: logits, and texts with the same seed.
+# Question: has fla's model of an export the logits, and with the same seed the texts, of this package's?
+# Command: lab/check_export.sh
+# Date: 2026-11-21, a3b3abd, gla_340m after 20 steps, one GPU
+# Answer: yes, logits differ by 8.5e-7 in fp32 and 5.0e-3 in bf16, and all 64 tokens are the same.
 # Takes a minute, and up to 10 more if fla has not tuned its kernels for these shapes before.
 # usage: lab/check_export.sh [KEY=VALUE ...]      settings of train.py, default: model=gla_340m with byte tokens
 #   RUN      an existing run, instead of training one

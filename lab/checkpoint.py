@@ -1,8 +1,8 @@
-"""Case `checkpoint`: how long a checkpoint blocks training, asynchronous and synchronous saves alternating in one run.
-
-A save's stall is the time that the training loop waits for it: in the call, and before the next update of the weights.
-The slowdown of steps during the write, which takes CPU time too, is reported separately. The case fails unless the
-median asynchronous stall is below a quarter of the synchronous one.
+"""Question: how long does a checkpoint stop training, saved asynchronously and synchronously in turns?
+Command: python -m lab.checkpoint rounds=3
+Date: 2026-11-21, gla_125m, one rank, 2 CPU cores
+Answer: synchronous 5.66 s, asynchronous 0.168 s, 0.030 of it; the steps beside the writing lose 1.3 s in all. A median
+    of a quarter or more fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Case `documents`: cost of document shuffling on a store of many documents: opening, an epoch's index, reading.
-
-The tokens are holes in a sparse file, so they take no disk space and reads measure this program, not a disk. The case
-fails if a batch requests more than its own tokens.
+"""Question: what does shuffling of many documents cost: opening the store, an epoch's index, reading?
+Command: python -m lab.documents
+Date: –
+Answer: no result is kept. The tokens are holes in a sparse file, so reads measure this program, not a disk; a batch
+    that requests more than its own tokens fails.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
-r"""Train each mixer on the same data twice, on one rank and with each sequence spread over several, and compare.
+"""Question: has each mixer over ranks (`sp=zeco`) the losses of one rank (`sp=dp`)?
+Command: python -m lab.family --steps 20; hybrids: --mixers gla --every 0 8 4 2 -- model.num_layers=8
+Date: 2026-11-23, 90bc6ad and 8ae349f, tiny models in fp64, 2 CPU ranks
+Answer: yes, 20 steps differ by at most 7.0e-14, hybrids by 1.4e-12. lab/results/family_*.
 
-    python -m lab.family                      # all mixers, tiny, fp64, 2 CPU ranks or GPUs
-    python -m lab.family --mixers gla retnet mamba2 --size 340m --ranks 4 --dtype bf16 --steps 100 -- \
-        data.seq_len=8192
-    python -m lab.family --mixers gla --every 0 8 4 2 -- model.num_layers=8    # hybrids
-
-A run is `train.py +experiment=quickstart` with `sp=dp` on one rank, and with `sp=zeco` on `--ranks`. With `--every N`
-one layer in N is softmax attention, 0 being none. Losses must be the same but for rounding, which grows with the steps:
-`--limit` bounds their largest relative difference. Into FOLDER go the runs, MODEL-dp and MODEL-zeco, and the result:
-family.png (the loss curves), family.md and family.csv.
-
-Started again, it skips finished runs, and interrupted ones resume. The exit code is 1 if a difference is beyond the
-limit, if a run fails, or if the time of `--minutes` is over.
+Into FOLDER go the runs, MODEL-dp and MODEL-zeco, and family.png, family.md, family.csv. Started again, it skips
+finished runs, and interrupted ones resume. Rounding grows with the steps; `--limit` bounds the largest relative
+difference.
 """
 
 from __future__ import annotations

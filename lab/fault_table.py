@@ -1,8 +1,7 @@
-"""Real faults in real jobs: messages, and time until all processes ended. `python -m lab.fault_table > FILE`
-
-Every row starts `train.py` under torchrun on this machine (on its GPUs, if it has any), lets it train, and injects the
-fault of the first column. `python -m lab.fault_table NAME…` runs only some of them. The result is stored in
-lab/fault_table.md.
+"""Question: what does a user see of real faults in real jobs, and after how long have all processes ended?
+Command: python -m lab.fault_table [NAME …] > FILE
+Date: 2026-11-21; the rows of NaNs 2026-11-25, f67979b
+Answer: lab/fault_table.md.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""Kill runs with SIGKILL at random moments, including saves, and compare their results with uninterrupted runs.
-
-    python -m lab.kill_many [KILLS] [FOLDER] [--campaign splits|graphs] [--side-by-side N]     default: 50 kills
-
-    splits   half of the kills hit a run that resumes with the same split, in fp32: its losses must match those of the
-             uninterrupted run bit for bit. The other half hit a run that changes its ranks 1 → 4 → 2 and sp.size
-             1 → 4 → 2 from start to start, in fp64: within 1e-9
-    graphs   runs of gla_tiny on 2 GPUs in bf16, whose steps are replayed as CUDA graphs: bit for bit. Each kill comes
-             after steps that were replayed, as the logs of the ranks must say. Without 2 GPUs the steps are launched
-
-N runs of a campaign are killed side by side, each KILLS / N times, and compared with one uninterrupted run. The
-sequences of the steps that count, i.e. that were kept, must be those of the uninterrupted run, each once.
+"""Question: does a run that is killed at random moments, also in saves, end with the losses of an unbroken one?
+Command: python -m lab.kill_many [KILLS] [FOLDER] [--campaign splits|graphs] [--side-by-side N]
+Date: 2026-11-21 (50 kills, 2 CPU cores) and 2026-11-24 (graphs, 66bd5af, 20 kills on 2 H200s)
+Answer: yes: on one split in fp32 and in replayed graphs in bf16 to the last bit; over splits of 1 → 4 → 2 ranks, in
+    fp64, within 6.5e-16; each sequence once. N runs are killed side by side, each KILLS / N times.
 """
 
 from __future__ import annotations

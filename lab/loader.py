@@ -1,7 +1,8 @@
-"""Case `loader`: time for a rank to read its slice of a long sequence, and bytes read from the file.
-
-The ranks share the sequence and read one after another. The case fails if a slice is wrong, or if a rank requests more
-than 1.01 × the bytes of its own tokens.
+"""Question: how long does a rank take to read its slice of a long sequence, and does it read more than that?
+Command: torchrun --nproc-per-node 4 -m lab.loader
+Date: 2026-11-21, 2 CPU cores
+Answer: of 8,388,608 tokens 15 to 112 ms cold, 10 ms warm; 1.0000005 bytes requested for a byte of its own tokens. A
+    wrong slice, or more than 1.01, fails.
 """
 
 from __future__ import annotations

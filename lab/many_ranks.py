@@ -1,19 +1,11 @@
-r"""Start many real ranks of train.py on this machine, lose one, resume; and count what a start costs by rank.
+"""Question: what does a start cost by rank, do its requests stay linear in the ranks, and is a lost rank named?
+Command: python -m lab.many_ranks --counts 8 16 32 --ranks 64 --folder runs/many_ranks
+Date: 2026-11-24, gla_tiny, forked ranks on 2 CPU cores
+Answer: 14 requests, 6 groups and 23 checks a rank at 8 to 64 ranks; 256 with a core each would start in 3.4 s. Of 64
+    one was killed: named, all ended 5.0 s later, resumed with one rank's losses to 2.1e-5.
 
-    python -m lab.many_ranks --counts 8 16 32 --ranks 64 --folder runs/many_ranks
-    python -m lab.many_ranks --counts 8 16 --ranks 16 -- model.num_layers=2 parallel.shard_size=4
-
-Ranks are forked from one process that has imported everything, and share its memory. They run `train.py` on CPUs with
-gloo and a launcher's store, as under torchrun.
-
-1. For each of `--counts`: the requests to the launcher's store, process groups and checks of all ranks by rank, from
-   the fork to the first step. Requests, groups that a rank is in and checks must not grow with the ranks (by more than
-   a tenth), so that they are linear in total. From all counts the start of `--estimate` ranks is computed.
-2. With `--ranks`: a run of a few steps, in which one rank is killed (SIGKILL). The others must end within
-   `parallel.timeout_seconds` and 15 s, and one line must name the rank. The same command must finish the run, with the
-   losses of one rank.
-
-The exit code is 1 if something does not hold. Arguments after `--` are train.py's.
+With `--counts` none of these may grow by more than a tenth; with `--ranks` the others must end within
+`parallel.timeout_seconds` and 15 s. Arguments after `--` are train.py's.
 """
 
 from __future__ import annotations

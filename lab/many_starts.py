@@ -1,13 +1,8 @@
-"""Start many short runs, and check that each ends properly: exit code 0, empty stderr, the losses of a one-rank run.
-
-    python -m lab.many_starts [RUNS] [--kind segments|random|all] [--seed N] [--folder FOLDER]
-
-    segments   2 ranks, sp=zeco with the chain, parallel=zero3, a sequence in 2 to 4 segments
-    random     1 to 4 ranks, and a backend, split, strategy and recomputation drawn by the seed
-
-RUNS of each kind (default: 150). Runs take 2 to 4 steps of a tiny model in fp64; half of them save checkpoints
-asynchronously, and half of them have a logger: the subject is process exit, and threads that must not outlive it. With
-the folder of an earlier start of the same seed it continues after its runs. Files of failed runs are kept there.
+"""Question: do many short runs all end properly: exit code 0, empty stderr, the losses of one rank?
+Command: python -m lab.many_starts [RUNS] [--kind segments|random|all] [--seed N] [--folder FOLDER]
+Date: –
+Answer: no result is kept. Half of the runs save asynchronously, half have a logger: threads must not outlive the
+    process.
 """
 
 from __future__ import annotations

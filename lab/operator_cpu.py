@@ -1,9 +1,8 @@
-"""Case `operator_cpu`: the chunked operator against the naive recurrence on a CPU: correctness, then time, then memory.
-
-Baselines, of which only the first two compute the same as the chunked operator (outputs and all gradients):
-- the naive recurrence as printed in papers, indexing `q[:, t]`: the gradient of each index is a tensor of all tokens;
-- `naive_gla`, the oracle: the same loop, optimised: it splits the tokens once and uses one product per output;
-- an in-place loop without autograd, forward only: the Python overhead if nothing is saved for a gradient.
+"""Question: how much faster is the chunked operator than the recurrence on a CPU, and what memory does it take?
+Command: python -m lab.operator_cpu
+Date: 2026-11-21, 2 CPU cores, torch 2.13; by an earlier version, without warm-up
+Answer: 60.7 ms forward + backward of 4,096 tokens, 337 times as fast as the recurrence as printed in papers and 22
+    times as fast as the oracle's tuned loop; 116 → 1,540 MiB from 4k to 64k tokens.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
-"""Run `launch/slurm_256gpu.sh` on many nodes of a real Slurm on this machine, one of which has a wrong version.
-
-    python -m lab.slurm_nodes [--nodes 32] [--folder FOLDER]
-
-Each node is a slurmd with one rank, so that the script, its checks and its rendezvous meet as many nodes as on the
-cluster that it is named for. Three things are checked:
-
-    stop    with the wrong node among its nodes, a job names it and ends before training
-    spare   with a node to spare, a job names it and trains on the others; a rank is then killed in the middle of the
-            run, is named, and all start again from the last checkpoint in the same allocation
-    losses  of all steps are those of one rank with whole sequences
-
-Needs Slurm (Debian and Ubuntu: apt install slurm-wlm munge). 32 nodes take four minutes on two cores. Exit code 1 if a
-check fails.
+"""Question: do `launch/slurm_256gpu.sh` and its checks work on 32 nodes, of which one has a wrong version?
+Command: python -m lab.slurm_nodes [--nodes 32] [--folder FOLDER]
+Date: 2026-11-24, 1dcc3a9, each node a slurmd with one rank, 2 CPU cores
+Answer: 32 nodes take four minutes; their output is not kept. Checked: the wrong node is named and the job stops, or a
+    spare takes its place; a killed rank is named and all go on; losses are one rank's. Needs slurm-wlm and munge.
 """
 
 from __future__ import annotations

@@ -1,25 +1,12 @@
-"""Plant faults in a copy of this repository, one at a time, and see whether a judge notices.
-
-    python -m lab.campaigns.mutants --list                               the grid, and the faults drawn from it
-    python -m lab.campaigns.mutants                                      96 faults, judged by verify
-    python -m lab.campaigns.mutants tokens=[100] sp_sizes=[2]            with settings of verify
-    python -m lab.campaigns.mutants --judge tests --map FILE             by the tests
-    python -m lab.campaigns.mutants --only chain gla-suffix-off          all faults of places, or some by name
-
-The faults are in `faults/*.toml`; each replaces a text in one file. `--seed` draws as many of each place as of any
-other.
-The judges:
-
-    verify    `torchrun --nproc-per-node 2 -m zeco_train.verify`
-    tests     `pytest -m "not slow"` over the rooms that compute (`judges.ROOMS`)
+"""Question: of faults planted in a copy of the code, how many do `verify`, or the tests, notice?
+Command: python -m lab.campaigns.mutants [--judge tests --map FILE] [--only NAME …] [KEY=VALUE of verify …]; --list
+Date: 2026-11-25, 96 faults of a grid of 244, at 55c9de0 and after `verify` and tests had changed
+Answer: of 95 that change results `verify` 33, then 95; tests 90, then 92. docs/benchmarks.md, "Verification".
 
 A fault is caught if the judge fails, or does not end in four times its time without a fault. Each campaign first runs
-its judge without a fault, which must pass, with a probe before each fault's statement: a fault whose statement is not
-executed is not caught. Tests are run by file, and only files that execute the statement; `--map` keeps which ones do,
-for a later campaign of the same tests.
-
-Prints each fault's outcome as it comes, then the shares by kind, place and condition, and the survivors. `--out` is
-written after each fault; what it has already is not judged again.
+its judge without a fault, with a probe before each fault's statement: one that is not executed is not caught. Tests are
+run by file, those only that execute the statement; `--map` keeps which, `--out` the outcomes, which are not judged
+again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Every operator at random shapes on a GPU, beside the recurrence in fp64.
-
-    python -m lab.campaigns.operator_shapes FOLDER
-
-Are outputs and gradients right at any head dims, lengths, decays and strides, and does anything read or write outside
-its tensors? Each input and each fresh buffer lies between a guard band of NaN and one of canaries, and fresh buffers
-are filled with NaN. Cases are drawn from a seed. Processes share the GPU; one that dies, for example by an illegal
-memory access, fails its case and is replaced. After `--seconds` the run ends: it prints a table by operator and dtype,
-writes all cases to FOLDER.
+"""Question: are operators right at any head dims, lengths, decays and strides, and within their tensors, on a GPU?
+Command: python -m lab.campaigns.operator_shapes FOLDER
+Date: 2026-11-25, one H100
+Answer: at 55c9de0 47 of 939 cases failed; since then 3 of 1,542, softmax in fp32 with one or two keys, whose zero
+    gradients are rounding. docs/benchmarks.md, "Random shapes". Inputs and fresh buffers lie between guard bands of NaN
+    and canaries.
 """
 
 from __future__ import annotations

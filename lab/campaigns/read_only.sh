@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Run tests as another user in a checkout full of old runs, which is read-only; so is that user's home. Only TMPDIR can
-# be written. Needs root; works on a copy of the last commit.
+# Question: do the tests pass as another user in a read-only checkout full of old runs, with a read-only home?
+# Command: lab/campaigns/read_only.sh (root; works on a copy of the last commit, and only TMPDIR can be written)
+# Date: –
+# Answer: no result is kept.
 # usage: lab/campaigns/read_only.sh [PYTEST_ARGUMENT ...]        default: all tests that are not slow
 #   PYTHON  default: python of the PATH; it may lie in the caller's home, all else of which is hidden
 set -euo pipefail

@@ -1,11 +1,7 @@
-"""How much slower PyTorch's passes are than kernels: measures and writes the table `zeco_train/ops/slow_paths.json`.
-
-    python -m lab.campaigns.slow_paths zeco_train/ops/slow_paths.json     on a GPU
-    python -m lab.campaigns.slow_paths FILE --dry                         anywhere: tiny, PyTorch on both sides
-
-Forward + backward of each operator in bf16, at head dims that its kernels serve: the median of a few runs. The nearest
-row stands for head dims that kernels do not serve. fp64 has no kernels to compare with. Nothing is tuned, but kernels
-are compiled at their first launch: what does not begin within `--seconds` is left out, and a line says so.
+"""Question: how much slower than kernels are PyTorch's passes, forward + backward in bf16?
+Command: python -m lab.campaigns.slow_paths zeco_train/ops/slow_paths.json; --dry anywhere: tiny, PyTorch on both sides
+Date: 2026-11-25, 951d1e4, one GPU
+Answer: zeco_train/ops/slow_paths.json. What does not begin within `--seconds` is left out, and a line says so.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""The command `python -m lab.paper out=FOLDER`: writes figures and tables.
+"""Question: do models with few parameters explain the papers' tables, and what do they predict for more GPUs?
+Command: python -m lab.paper out=FOLDER
+Date: 2026-11-23; no GPU: the papers' values are in zeco_train/bench/reference, ours in lab/results
+Answer: ZeCO's 40 rows of dp, All-Scan and ZeCO within 6.5 %; its rows of LASP-1 and LASP-2 are off by up to 112 %.
+    Predictions: docs/benchmarks.md, "The papers' tables and figures".
 
 figure_1.png, figure_3.png, figure_4.png     of the ZeCO paper
 lasp2_figure_4.png                           LASP-2's Figure 4 and Table 6
-scaling.png                                  our predictions for 8 to 4,096 GPUs, by algorithm and latency
+scaling.png, predictions.csv                 our predictions for 8 to 4,096 GPUs, by algorithm and latency
+noise.csv                                    the same with kernels that are late by chance
 tables.csv                                   every row of the papers with the model's value and its error
 errors.txt                                   the model's parameters, and its errors by table and method
-predictions.csv                              our predictions
 """
 
 from __future__ import annotations

@@ -1,26 +1,19 @@
-"""LASP's own code beside ours: lightning attention with one fixed decay a head, a sequence shared by two GPUs.
-
-    torchrun --standalone --nproc-per-node 2 -m lab.peers.lasp_beside FOLDER [VARIANT …]
-
-FOLDER: a checkout of github.com/OpenNLPLab/LASP (MIT), written for 13f320a; its files stay as they are. VARIANT: one of
-LASP's, all by default; lasp_cache's backward pass for 16,384 tokens is compiled for more than a minute.
-
-Every rank has 16,384 tokens, bf16, H 16, K = V = 128, RetNet's decays. First errors of o, dq, dk, dv against fp64 of
-the whole sequence, then forward + backward of all in turns (`zeco_train.bench.runner`), 30 runs; of each the slowest
-rank counts.
+"""Question: how fast and exact is LASP's own code beside ours, with one fixed decay a head on two GPUs?
+Command: torchrun --standalone --nproc-per-node 2 -m lab.peers.lasp_beside FOLDER [VARIANT …]
+Date: 2026-11-24, 1d5882e, 2 × H200; FOLDER: github.com/OpenNLPLab/LASP (MIT) at 13f320a
+Answer: zeco 0.561 ms, its fastest, lasp_fuse_parallel, 7.449; both within 2.7e-3 of fp64. lab/results/lasp_2xh200.txt.
 
 Adapted, around LASP's files and not in them:
-- tensors in LASP's own layout [1, H, T, D], made before the clock starts; slopes are minus our log-decays;
-- scale 1 on our side, since LASP has none;
+- tensors in LASP's own layout [1, H, T, D], made before the clock starts; slopes are minus our log-decays, our scale 1;
 - its groups get the timeout of 60 s;
-- `no barrier`: the same code without the `dist.barrier()` at the start of lasp_fuse_parallel's forward, a wait of the
-  host that the algorithm does not need;
-- lasp_cache gets its positions in fp32. Its test passes bf16, as lasp_naive makes them itself, where positions beyond
-  256 are rounded. Its kernel takes memory that nothing has written for a state, and adds it, with decay, to the state
-  that it sends on. With slow decays the error is large; it is LASP's own.
+- `no barrier`: without the `dist.barrier()` at the start of lasp_fuse_parallel's forward, which the algorithm does not
+  need;
+- lasp_cache gets its positions in fp32; bf16, as in its test, rounds those beyond 256. Its kernel takes memory that
+  nothing has written for a state and adds it, with decay, to the state that it sends on: with slow decays a large
+  error.
 
-Environment: OUT, a folder for the table; LIMIT_S, seconds after which a rank that hangs ends with its stacks (150);
-LASP_DEVICE=cpu rehearses the script on CPUs with Triton's interpreter, on smaller tensors in fp32.
+Environment: OUT, a folder for the table; LIMIT_S, seconds until a rank that hangs ends with its stacks (150);
+LASP_DEVICE=cpu rehearses on CPUs with Triton's interpreter, on smaller tensors in fp32.
 """
 
 from __future__ import annotations

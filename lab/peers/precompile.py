@@ -1,14 +1,9 @@
-"""Compile every configuration that fla's chunk_kda under context parallelism may choose, all kernels at once.
+"""Question: can fla's chunk_kda under context parallelism be compiled once, before ranks need it?
+Command: python -m lab.peers.precompile [kda|gated_delta] [H K V T]
+Date: 2026-11-24, 296a790, kda 16 128 128 16384, before lab/results/operator_2xh100_kda_fla_cp.txt
+Answer: yes, by a pass over fla 0.6.0's functions in which kernels of Triton 3.6 and 3.7 are compiled and not run.
 
-    python -m lab.peers.precompile [kda|gated_delta] [H K V T]      default: kda 16 128 128 16384
-
-One process, one GPU, no launches: a pass over fla's functions in which kernels are compiled into Triton's cache and not
-run, so that ranks started after it (with `lab.peers.tuned`, variant `fla_cp`) find them. The context claims to be
-neither the first nor the last rank, so that all of its kernels are met. Of tensors, one rank's part of the sequence is
-allocated. It replaces methods of Triton 3.6 and 3.7, and a function of fla 0.6.0, that are not public.
-
-Environment: TRITON_CACHE_DIR, which these ranks must share (default: the folder of this project's own kernels);
-TUNE_THREADS, threads that compile (default: all cores); TUNE_DEVICE=cpu rehearses the script, and compiles nothing.
+Environment: TRITON_CACHE_DIR, shared with the ranks; TUNE_THREADS, that compile; TUNE_DEVICE=cpu compiles nothing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Run a module with Triton's autotuning in parallel: all configurations of a kernel are compiled at once, then timed.
-
-    python -m lab.peers.tuned MODULE …
-    torchrun --standalone --nproc-per-node 2 -m lab.peers.tuned zeco_train.bench operator operator=kda …
-
-For peers whose kernels are tuned when they first run, as fla's are: of those whose results Triton keeps in its cache
-(`cache_results`). The same configurations are timed in the same way, each for 40 ms instead of 100. Rank 0 says on
-stderr how long each kernel took, to compile + to time. It replaces methods of Triton 3.6 and 3.7 that are not public.
-
-Environment: TUNE_THREADS, threads that compile, a process (default: the cores over the ranks of this machine);
-TUNE_REP_MS, instead of the 40 ms.
+"""Question: can a peer's kernels, which are tuned at their first run, be tuned within the time of a benchmark?
+Command: torchrun --standalone --nproc-per-node 2 -m lab.peers.tuned MODULE …
+Date: 2026-11-24, 296a790, for lab/results/operator_2xh100_kda_fla_cp.txt and model_1xh200_fla.txt
+Answer: yes, all configurations are compiled at once, then timed for 40 ms (TUNE_REP_MS) instead of 100. TUNE_THREADS:
+    that compile. It replaces methods of Triton 3.6 and 3.7 that are not public.
 """
 
 from __future__ import annotations

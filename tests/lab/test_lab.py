@@ -1,0 +1,46 @@
+"""All of lab is imported, its commands print their help, and open with question, command, date and answer."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY, Command
+
+PATHS = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path
+    for path in sorted((REPOSITORY / "lab").rglob("*.py"))
+    if path.name != "__init__.py"
+}
+# A process of `lab.emulated_nodes`.
+COMMANDS = [name for name, path in PATHS.items() if "__name__ ==" in path.read_text() and name != "lab.emulated_switch"]
+OPENING = ["Question", "Command", "Date", "Answer"]
+# Their arguments are names only.
+WITHOUT_HELP = ("lab.fault_table", "lab.peers.lasp_beside", "lab.peers.tuned")
+
+
+def test_every_module_is_imported() -> None:
+    for name in PATHS:
+        if name != "lab.delays.spin_kernel":
+            import_module(name)
+
+
+def test_experiments_open_with_question_command_date_and_answer() -> None:
+    for path in [*(PATHS[name] for name in COMMANDS), *(REPOSITORY / "lab").rglob("*.sh")]:
+        text = path.read_text()
+        header = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text.replace("# ", "")
+        words = [line.partition(":")[0] for line in header.splitlines()]
+        assert [word for word in words if word in OPENING] == OPENING, path
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in WITHOUT_HELP])
+def test_commands_print_their_help(name: str, tmp_path: Path) -> None:
+    with Command([sys.executable, "-m", name.removesuffix(".__main__"), "--help"], tmp_path) as command:
+        ended = command.wait()
+    assert ended.code == 0, ended
+    assert not any(tmp_path.iterdir())
