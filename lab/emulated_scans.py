@@ -2,7 +2,7 @@
 Command: python -m lab.emulated_scans --nodes 2 4 8 --ranks 1 --delay-ms 10
 Date: 2026-11-24, 2 CPU cores
 Answer: yes, chain, two_shot, doubling and lane within 10 %, one rank a node, with nothing beside; with three ranks a
-    node up to 24 % more. docs/benchmarks.md, "Nodes that this machine does not have".
+    node up to 24 % more. lab/README.md, "Nodes that this machine does not have".
 
 The time over that of the fewest nodes is compared; a difference of more than `--limit` gives exit code 1. A gloo
 message leaves when its receiver's notice has arrived: one delay, absent from the model, is added to its times.

@@ -18,7 +18,7 @@ COMMANDS = {
     "inspect": ("data.inspect", "show and check a token store"),
     "plan": ("zeco_train.plan.command", "memory and time of a configuration, before it runs"),
     "verify": ("zeco_train.verify.command", "check every backend on this machine against fp64"),
-    "bench": ("zeco_train.bench.__main__", "measure operators, backends, models, data and checkpoints"),
+    "bench": ("zeco_train.bench.__main__", "measure operators, backends and models"),
     "evaluate": ("zeco_train.evaluate.command", "losses at length, recall, needles and standard tasks"),
     "generate": ("zeco_train.generate.command", "continue prompts with a trained model"),
     "export": ("zeco_train.export", "write a run as a folder that Hugging Face's libraries read"),

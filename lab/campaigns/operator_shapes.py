@@ -2,7 +2,7 @@
 Command: python -m lab.campaigns.operator_shapes FOLDER
 Date: 2026-11-25, one H100
 Answer: at 55c9de0 47 of 939 cases failed; since then 3 of 1,542, softmax in fp32 with one or two keys, whose zero
-    gradients are rounding. docs/benchmarks.md, "Random shapes". Inputs and fresh buffers lie between guard bands of NaN
+    gradients are rounding. lab/README.md. Inputs and fresh buffers lie between guard bands of NaN
     and canaries.
 """
 

@@ -2,7 +2,7 @@
 Command: torchrun --standalone --nproc-per-node 2 -m lab.delays
 Date: 2026-11-24, 4b7cfad, 2 × H200
 Answer: 5.7 µs a hop of the chain; 0.19 of the forward and 0.37 of the backward pass hide a late state; ranks drift
-    apart in replayed steps. docs/benchmarks.md, "Late ranks and states"; lab/results/delays_2xh200.txt.
+    apart in replayed steps. lab/README.md, "Late ranks and states"; lab/results/delays_2xh200.txt.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 Command: python -m lab.paper out=FOLDER
 Date: 2026-11-23; no GPU: the papers' values are in zeco_train/bench/reference, ours in lab/results
 Answer: ZeCO's 40 rows of dp, All-Scan and ZeCO within 6.5 %; its rows of LASP-1 and LASP-2 are off by up to 112 %.
-    Predictions: docs/benchmarks.md, "The papers' tables and figures".
+    Predictions: lab/README.md, "The papers' tables and figures".
 
 figure_1.png, figure_3.png, figure_4.png     of the ZeCO paper
 lasp2_figure_4.png                           LASP-2's Figure 4 and Table 6
