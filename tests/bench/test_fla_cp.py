@@ -16,8 +16,7 @@ from torch import Tensor
 from tests.support.distributed import run_distributed
 from zeco_train.bench import operator
 from zeco_train.bench.config import OperatorConfig
-from zeco_train.bench.fla_cp import context_parallel
-from zeco_train.bench.operands import Shape
+from zeco_train.bench.operands import Shape, context_parallel
 from zeco_train.bench.session import Session
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError

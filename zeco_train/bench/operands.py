@@ -22,7 +22,9 @@ from torch.nn.functional import logsigmoid, normalize
 
 from models.mixers.retnet import log_decays
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import FLA_CP
 from zeco_train.config.schema import Dtype
+from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.selection import Call
@@ -37,11 +39,13 @@ _REFUSALS = (RuntimeError, NotImplementedError, ValueError, AssertionError)
 # Operands that are neither cut by tokens nor differentiated.
 _CONSTANTS = ("log_decay",)
 # fla's module and function of each.
-DELTA_RULES = {
+_DELTA_RULES = {
     "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
     "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda"),
 }
+# Of these, fla's functions that take a `cp_context`.
+_CP_OPERATORS = ("gated_delta", "kda")
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Inputs:
             return cls.of({"q": q, "k": k, "v": v, "log_decay": decays.to(device, dtype.master)}, do)
         dims = (shape.heads, shape.key_dim) if shape.operator in ("gla", "kda") else (shape.heads,)
         g = logsigmoid(normal(dtype.master, *dims)) / _GATE_NORMALIZER
-        if shape.operator not in DELTA_RULES:
+        if shape.operator not in _DELTA_RULES:
             return cls.of({"q": q, "k": k, "v": v, "g": g}, do)
         k, beta = normalize(k, dim=-1), normal(dtype.master, shape.heads).sigmoid()
         gates = {"beta": beta} if shape.operator == "delta" else {"g": g, "beta": beta}
@@ -192,8 +196,8 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
         return _first(session.import_fla("fla.ops.gla").chunk_gla)
     if shape.operator == "scalar_decay":
         return _first(session.import_fla("fla.ops.simple_gla").chunk_simple_gla)
-    if shape.operator in DELTA_RULES:
-        module, function = DELTA_RULES[shape.operator]
+    if shape.operator in _DELTA_RULES:
+        module, function = _DELTA_RULES[shape.operator]
         return _first(getattr(session.import_fla(module), function))
     if shape.decay == "retention":
         chunk_retention = session.import_fla("fla.ops.retention").chunk_retention
@@ -201,6 +205,38 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
         return _first(lambda q, k, v, log_decay: chunk_retention(q, k, v))
     chunk_linear_attn = session.import_fla("fla.ops.linear_attn").chunk_linear_attn
     return _first(lambda q, k, v, log_decay: chunk_linear_attn(q, k, v, normalize=False))
+
+
+def context_parallel(shape: Shape, session: Session) -> Attention:
+    """Variant `fla_cp`: fla's own context parallelism for the same operator, over all ranks' tokens. Collective.
+
+    fla 0.6.0 summarises a rank's consecutive tokens as [S | M], fp32 [H, K, V + K], all-gathers that of every rank, and
+    folds those of the ranks before; the backward pass does the same with those after. A rank sends (P − 1) · H · K ·
+    (V + K) · 4 bytes a pass.
+
+    Raises:
+        ConfigError: fla, or a GPU, is missing; or fla has none for this operator or shape.
+    """
+    if shape.operator not in _CP_OPERATORS:
+        allowed = f"fla has context parallelism for {' and '.join(_CP_OPERATORS)}, not {shape.operator}"
+        raise ConfigError("variants", FLA_CP, allowed)
+    if shape.num_groups != shape.heads:
+        raise ConfigError("variants", FLA_CP, f"is measured with as many heads of q and k as of v; not {shape.groups}")
+    module, name = _DELTA_RULES[shape.operator]
+    function = getattr(session.import_fla(module, FLA_CP), name)
+    build_context = session.import_fla("fla.ops.cp", FLA_CP).build_cp_context
+    # Of the whole sequence: fla cuts it at the ranks' borders.
+    borders = torch.tensor([0, session.world_size * shape.tokens])
+    # On the host too, so that nothing is read from the device in each call.
+    context = build_context(
+        cu_seqlens=borders.to(session.device), group=attention_group(session.mesh), cu_seqlens_cpu=borders
+    )
+
+    def attention(*operands: Tensor) -> Tensor:
+        o: Tensor = function(*operands, cp_context=context)[0]
+        return o
+
+    return attention
 
 
 def peer_results(inputs: Inputs, attention: Attention, backward: bool, variant: str = "fla") -> dict[str, Tensor]:

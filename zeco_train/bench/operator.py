@@ -21,8 +21,7 @@ from zeco_train.bench import trace
 from zeco_train.bench.case import Case
 from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import OperatorConfig
-from zeco_train.bench.fla_cp import context_parallel
-from zeco_train.bench.operands import Attention, Inputs, Shape, peer_attention, peer_results
+from zeco_train.bench.operands import Attention, Inputs, Shape, context_parallel, peer_attention, peer_results
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row, marked

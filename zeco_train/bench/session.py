@@ -61,11 +61,6 @@ class Session:
         """Whether the ranks' devices are GPUs."""
         return self.device.type == "cuda"
 
-    def check_alone(self) -> None:
-        """Raise `ConfigError` if there are several ranks, for single-process cases."""
-        if self.world_size > 1:
-            raise ConfigError("ranks", self.world_size, "this case is of one; start it without torchrun")
-
     def check_kernels(self, wanted: Kernels, calls: Calls) -> list[SlowPath]:
         """What of the calls runs in PyTorch on these GPUs, after a warning of each (`LogLines` prints it once).
 
