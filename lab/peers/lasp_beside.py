@@ -95,8 +95,8 @@ class Lasp:
         # Only for these imports: a checkout has other packages, too.
         sys.path.insert(0, str(folder))
         try:
-            modules = (import_module(f"lasp{module}") for module in ("", ".lasp_fuse_parallel", ".utils"))
-            return cls(*modules, names=names)
+            package, fuse_parallel, utils = map(import_module, ("lasp", "lasp.lasp_fuse_parallel", "lasp.utils"))
+            return cls(package, fuse_parallel, utils, names)
         except ImportError as error:
             raise ConfigError("FOLDER", folder, f"its package lasp cannot be imported ({error})") from error
         finally:
