@@ -93,11 +93,10 @@ def cases(dtypes: list[str], on_gpu: bool) -> Iterator[Case]:
             yield Case(f"{dtype} {name}, documents, segments, full recompute", [*kind, *split, *DOCUMENTS, *segments])
         if not on_gpu:
             yield Case(f"{dtype} lane, 4 ranks", [*kind, *LANE], ranks=4)
-            yield Case(
-                f"{dtype} chain, 3 ranks, batch of 2",
-                [*kind, *chain, "data.micro_batch=2", "data.seq_len=513"],
-                ranks=3,
-            )
+            batch = ["data.micro_batch=2", "data.seq_len=513"]
+            yield Case(f"{dtype} chain, 3 ranks, batch of 2", [*kind, *chain, *batch], ranks=3)
+            documents = [*kind, "sp=lasp1", "sched=constant", *DOCUMENTS, "data.seq_len=510"]
+            yield Case(f"{dtype} resumed on 3 ranks", documents, resumed=(["sp=lasp2"], 3))
             yield Case(f"{dtype} mlm", [*kind, *chain, "model=linear_tiny", "task=mlm", "model.causal=false"])
         for strategy in STRATEGIES:
             recompute = "train.recompute=selective"
@@ -110,13 +109,8 @@ def cases(dtypes: list[str], on_gpu: bool) -> Iterator[Case]:
             documents = [*DOCUMENTS, "train.recompute=selective"]
             yield Case(f"{dtype} hybrid by {method}, documents", [*kind, *BACKENDS["lasp2"], *hybrid, *documents])
         yield Case(f"{dtype} muon", [*kind, *chain, "optim=muon"])
-        # Without `train.steps`, the schedule would differ between the two halves.
+        # A schedule that depends on the number of steps would differ between the two halves.
         yield Case(f"{dtype} resumed on one rank", [*kind, "sp=lasp1", "sched=constant"], resumed=(["sp=dp"], 1))
-        yield Case(
-            f"{dtype} resumed on 3",
-            [*kind, "sp=lasp1", "sched=constant", *DOCUMENTS, "data.seq_len=510"],
-            resumed=(["sp=lasp2"], 3),
-        )
         for model in (["model=gla_tiny"], ["model=mamba2_tiny"], ["model=gated_deltanet_tiny", "model.attn.every=2"]):
             yield Case(f"{dtype} used: {' '.join(model)}", [*kind, *chain, *model], used=True)
     yield Case("fp8", ["train.dtype=bf16", "train.matmul=fp8", *chain])
@@ -150,23 +144,12 @@ class Worker:
 
     def _use(self, run: Path, ranks: int) -> None:
         device, out = f"train.device={self.device}", self.folder / "export"
-        self._command(
-            ranks,
-            ["zeco_train.evaluate", str(run), "--out", str(self.folder / "results"), "validation.sequences=4", device],
-        )
+        evaluate = ["zeco_train.evaluate", str(run), "--out", str(self.folder / "results"), "validation.sequences=4"]
+        self._command(ranks, [*evaluate, device])
         found = json.loads((self.folder / "results/results.json").read_text())
         self.lines += sorted(f"evaluate {name} {value}" for name, value in _floats("tasks", found["tasks"]))
-        options = [
-            "--prompt",
-            "def main(",
-            "--max-tokens",
-            "30",
-            "--seed",
-            "3",
-            "--json",
-            str(self.folder / "texts.json"),
-        ]
-        self._command(1, ["zeco_train.generate", str(run), *options, device])
+        generate = ["zeco_train.generate", str(run), "--prompt=def main(", "--max-tokens=30", "--seed=3"]
+        self._command(1, [*generate, f"--json={self.folder / 'texts.json'}", device])
         (text,) = json.loads((self.folder / "texts.json").read_text())["completions"]
         self.lines.append(f"generate {text['tokens']} {text['text']!r}")
         self._command(1, ["zeco_train.export", str(run), str(out)])
