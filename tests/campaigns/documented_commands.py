@@ -27,10 +27,10 @@ def main() -> int:
     parser.add_argument("pages", nargs="*", metavar="PAGE", help="as in data.md; default: all")
     given = parser.parse_args()
     failed = 0
-    print("| page | command | needs | ran | seconds | exit code |\n|---|---|---|---|---:|---:|", flush=True)
     with tempfile.TemporaryDirectory() as place:
         (base := Path(place, "presumed")).mkdir()
         presumed = checkout(base, "data.seq_len=256", "data.global_batch=2", *_SHORT[1:])
+        print("| page | command | needs | ran | seconds | exit code |\n|---|---|---|---|---:|---:|", flush=True)
         for page in PAGES:
             if given.pages and page.name not in given.pages:
                 continue

@@ -91,7 +91,7 @@ def checkout(folder: Path, *settings: str) -> Path:
         folder: an empty one.
         settings: of the runs, of two steps.
     """
-    for name in ("configs", "launch", "tests", "train.py", "zeco_train", "pyproject.toml"):
+    for name in ("configs", "lab", "launch", "tests", "train.py", "zeco_train", "pyproject.toml"):
         (folder / name).symlink_to(REPOSITORY / name)
     manual = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8")
     texts = [manual[start : start + 2000] for start in range(0, 20_000, 50)]
@@ -109,6 +109,8 @@ def checkout(folder: Path, *settings: str) -> Path:
         assert outcome.code == 0, outcome
     for name in ("a", "b"):
         shutil.copytree(folder / "runs/quickstart", folder / "runs" / name)
+    for name in ("web", "books"):
+        shutil.copytree(folder / "held", folder / "stores" / name)
     return folder
 
 
