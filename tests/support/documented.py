@@ -70,7 +70,8 @@ class Documented:
 def commands_of(page: Path) -> Iterator[Documented]:
     """The commands of a page's blocks, in order."""
     for block in _BLOCK.findall(page.read_text(encoding="utf-8")):
-        settings, of_all = "", ()
+        settings = ""
+        of_all: tuple[str, ...] = ()
         for line in block.replace("\\\n", " ").splitlines():
             comment = _COMMENT.search(line)
             text = " ".join((line[: comment.start()] if comment else line).split())
