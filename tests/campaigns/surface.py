@@ -284,6 +284,8 @@ def read(source: str) -> Surface:
         # Without `-P` the folder of this file would come first in its path.
         command = [sys.executable, "-P", str(Path(__file__).resolve()), "--walk", folder]
         text = subprocess.check_output(command, cwd=path, env={**os.environ, **home}, text=True)
+        # `zeco_train.system.code_cache` prints a folder that belongs to the checkout.
+        text = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", text)
         lines = text.replace(folder, "FOLDER").replace(str(path.resolve()), "TREE").splitlines()
         return {(kind, name): value for kind, name, value in map(json.loads, lines) if not VOLATILE.search(name)}
 
