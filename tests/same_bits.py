@@ -33,7 +33,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 # The last commit before the redesign into a core and a lab (issues 41 and 42).
-BEFORE = "5ed1a69"
+BEFORE = "d2b9b8f"
 COLUMNS = ("loss", "grad_norm", "val_loss")
 BACKENDS = {
     "dp": ["sp=dp"],
