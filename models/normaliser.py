@@ -29,7 +29,8 @@ def round_up(width: int, multiple: int) -> int:
 def with_ones(v: Tensor) -> Tensor:
     """Append a column of ones, then zeros: v [..., V] → [..., `round_up`(V + 1, COLUMNS)]."""
     column = v.new_zeros(round_up(v.shape[-1] + 1, COLUMNS) - v.shape[-1])
-    column[0] = 1
+    # `column[0] = 1` would copy a number from the CPU, which a CUDA graph cannot capture.
+    column[:1].fill_(1)
     return torch.cat([v, column.expand(*v.shape[:-1], -1)], dim=-1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import shlex
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +16,8 @@ from data import prepare
 from lab import emulated_nodes, family
 from lab.delays.config import DelaysConfig
 from launch import sweep
-from tests.support.commands import REPOSITORY
+from tests.support.commands import REPOSITORY, SMALL
+from tests.support.documented import PAGES, Documented, checkout, commands_of, run
 from zeco_train import compare
 from zeco_train.bench import __main__ as bench
 from zeco_train.config.overrides import load_settings
@@ -33,7 +34,6 @@ from zeco_train.verify.config import VerifyConfig
 _FENCE = re.compile(r"^ *(```+|~~~+)")
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _HTML_LINK = re.compile(r"\b(?:href|src)=\"([^\"]+)\"")
-_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.S | re.M)
 _CODE_SPAN = re.compile(r"(`+).+?\1", re.S)
 _EXTERNAL = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 _MODULE = re.compile(r"(?<!\S)-m ((?:zeco_train|data|lab|models|tests)(?:\.\w+)*)(?![\w.…])")
@@ -143,19 +143,14 @@ def test_readme_links_every_page() -> None:
     assert {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")} <= set(links)
 
 
-def commands() -> Iterator[list[str]]:
-    """The words of each command in a block of README and docs/, without environment and launcher."""
-    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
-        for block in _BLOCK.findall(path.read_text(encoding="utf-8")):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                if words and words[0] in ("python", "torchrun"):
-                    words = words[1:]
-                    while words[0] in ("--standalone", "--nproc-per-node", "-m") or words[0].isdigit():
-                        words = words[1:]
-                # Not an assignment of the shell.
-                if words and "=" not in words[0]:
-                    yield words
+def arguments(command: Documented) -> list[str]:
+    """The words of a command without python and launcher."""
+    words = command.words()
+    if words[0] in ("python", "torchrun"):
+        words = words[1:]
+        while words[0] in ("--standalone", "--nproc-per-node", "-m") or words[0].isdigit():
+            words = words[1:]
+    return words
 
 
 # What reads the arguments of a command; what it then does is tested in the command's own room.
@@ -175,30 +170,58 @@ _READERS: dict[str, Callable[[list[str]], object]] = {
     "lab.family": family.parse,
     "lab.emulated_nodes": emulated_nodes.parse,
 }
-# Others: the test that runs them, or the reason why none does.
-_ELSEWHERE = {
-    "source": "the environment of launch/quickstart.sh",
-    "./launch/quickstart.sh": "it installs packages and takes minutes; .ci/run trains its experiment",
-    "data.inspect": "tests/data/test_inspect.py",
-    "./launch/compare_backends.sh": "tests/report/test_compare.py",
-    "launch/length_extension.sh": "tests/training/test_length_extension.py",
-    "launch/wandb_dashboard.py": "tests/report/test_dashboard.py; without --offline it needs an account",
-    "lab.paper": "tests/lab/test_paper.py",
-    "sbatch": "a Slurm cluster: tests/launch/test_slurm.py",
-    "grep": "a program of the system",
-    "pytest": "tests of the named file",
-}
 
 
 def test_arguments_of_every_command_are_accepted() -> None:
-    found = Counter(words[0] for words in commands())
-    assert found.keys() == _READERS.keys() | _ELSEWHERE.keys()
-    for name, *arguments in commands():
-        if name in _READERS:
-            try:
-                _READERS[name](arguments)
-            except (ZecoError, SystemExit) as error:
-                pytest.fail(f"{name} {' '.join(arguments)}: {error}")
+    for page in PAGES:
+        for command in commands_of(page):
+            name, *given = arguments(command)
+            if name in _READERS:
+                try:
+                    _READERS[name](given)
+                except (ZecoError, SystemExit) as error:
+                    pytest.fail(f"{page.name}: {command.text}: {error}")
+
+
+def test_needs_of_every_command_are_known() -> None:
+    assert not [(c.page.name, c.text, c.unknown) for page in PAGES for c in commands_of(page) if c.unknown]
+
+
+def test_needs_stand_behind_a_command_or_above_its_paragraph(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    marked = "a 1 # words; needs: root, 3 minutes; words\nx=1\n\n# needs: 2 GPUs\nb $x \\\n  2\nc '#'  # words\n\nd\n"
+    page.write_text(f"```bash\n{marked}```\n")
+    found = [(command.words(tmp_path), command.needs, command.minutes) for command in commands_of(page)]
+    assert found == [
+        (["a", "1"], ("root", "3 minutes"), None),
+        (["b", "1", "2"], ("2 GPUs",), None),
+        (["c", "#"], ("2 GPUs",), None),
+        (["d"], (), 0),
+    ]
+
+
+@pytest.mark.parametrize("need", ["GPUs", "two GPUs", "3 min", "an account", ""])
+def test_unknown_needs_are_found(need: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```bash\na  # needs: 2 GPUs, {need}\n```\n")
+    assert [command.unknown for command in commands_of(page)] == [[need]]
+
+
+@pytest.fixture(scope="session")
+def presumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkout(tmp_path_factory.mktemp("checkout"), *SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not all(c.needs for c in commands_of(page))], ids=lambda page: page.stem
+)
+def test_commands_without_needs_run(page: Path, presumed: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(presumed, tmp_path / "checkout", symlinks=True)
+    for command in commands_of(page):
+        if not command.needs:
+            outcome = run(command, folder)
+            assert outcome.code == 0, (command.text, outcome)
 
 
 @pytest.fixture

@@ -45,6 +45,8 @@ SETTINGS = [
     ["train.segments=4", "model.mixer=retnet"],
     ["train.segments=2", "data.reset_state_at_document=true", "model.mixer=mamba2"],
     ["train.segments=4", "parallel=zero3", "train.recompute=full"],
+    # With the columns of a normaliser, uncompiled.
+    ["model=cosformer_tiny", "data.reset_state_at_document=true", "train.compile=never"],
 ]
 
 

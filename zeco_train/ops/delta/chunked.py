@@ -121,7 +121,9 @@ class _Backward:
             found.insert(3, self._decay_grads(terms, self._states[1:], grads[1:]))
         results = [self._to_operand(x, operand) for x, operand in zip(found, self._operands, strict=True)]
         if self._gated and self._pieces is not None:
-            results[3][:, find_restarts(self._pieces)] = 0.0
+            restarts = find_restarts(self._pieces)
+            # [B, T, H] or [B, T, H, K]. Not by index, which waits for the GPU to count the restarts.
+            results[3].masked_fill_(restarts.view(-1, *[1] * (results[3].dim() - 2)), 0.0)
         return tuple(results)
 
     def _decay_grads(self, terms: Tensor, states: Tensor, grads: Tensor) -> Tensor:
