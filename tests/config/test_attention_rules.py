@@ -9,12 +9,12 @@ import pytest
 from tests.support.commands import check_line, train_here
 from tests.support.planning import make_case
 from zeco_train.config.schema import describe, load_config
-from zeco_train.distributed.exchange import attention_method
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
 from zeco_train.plan.attention import method_of
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.training.build import init
+from zeco_train.training.exchange import attention_method
 
 HYBRID = "model.attn.every=2"
 HUGE = "model.num_layers=1000000000000"

@@ -15,10 +15,10 @@ from models.language_model import LanguageModel
 from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY, make_mesh
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.training.exchange import build_exchange
 from zeco_train.training.forward import SequenceForward
 
 # (tokens, first scored): one scored token, one token of context, longer than a rank's limit, and equal lengths.

@@ -18,7 +18,6 @@ from models.language_model import LanguageModel
 from models.registry import MIXERS
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.generate import generator as generator_module
@@ -32,6 +31,7 @@ from zeco_train.ops.softmax.cache import extend
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.training.exchange import build_exchange
 
 pytestmark = pytest.mark.numeric
 

@@ -18,7 +18,6 @@ from tests.support.sp_reference import build_scans
 from zeco_train.collectives import PendingScan
 from zeco_train.collectives.wire import Wire
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.softmax.span import Span
@@ -27,6 +26,7 @@ from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.training.exchange import build_exchange
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")

@@ -18,7 +18,6 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.bench.variants import NO_OPTIMIZER, is_dp
 from zeco_train.config.schema import Config
-from zeco_train.distributed.exchange import build_softmax
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.ops.seam import AttentionMethod, LaunchedScan, ScanRequest, SequenceShard
@@ -28,6 +27,7 @@ from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import build_graphs, build_model
+from zeco_train.training.exchange import build_softmax
 from zeco_train.training.graphs import StepGraphs
 from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.optim.registry import build_optimizer

@@ -37,12 +37,12 @@ from zeco_train.bench.samples import Row, Summary, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.exchange import build_softmax
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.system.environment import process_memory
+from zeco_train.training.exchange import build_softmax
 
 # Largest error of the chunked operator itself: an infinite one would allow any error of steps.
 LARGEST_CHUNKED = 1.0

@@ -9,12 +9,12 @@ from functools import cached_property
 from zeco_train.config.overrides import as_override, check_overrides
 from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.agreement import flat
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.system.terminal import visible
+from zeco_train.training.exchange import build_exchange
 from zeco_train.training.forward import SequenceForward
 
 # Parts of a run's configuration that an evaluation reads; overrides of others are rejected.

@@ -16,7 +16,6 @@ from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import find_device
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
@@ -27,6 +26,7 @@ from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.ops.selection import check_kernels, warn_of
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest
+from zeco_train.training.exchange import build_exchange
 
 _ADVICE = Advice(
     lost_peer="generate again",

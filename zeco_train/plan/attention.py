@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from models.spec import AttentionSpec, BlockSpec
-from zeco_train.distributed.exchange import attention_method
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.backend import BackendSpec
+from zeco_train.training.exchange import attention_method
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from data.reader import Batch
 from models.parameters import parameter_rules
 from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.device import find_device
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.whole import local
 from zeco_train.errors import ConfigError
@@ -36,6 +35,7 @@ from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.zeco import AllScanTransport
 from zeco_train.training.build import build_model, build_step
+from zeco_train.training.exchange import build_exchange
 from zeco_train.training.optim.registry import build_optimizer
 
 # Tokens of a segment on a rank of a CPU.

@@ -28,7 +28,6 @@ from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.exchange import build_exchange, check_softmax
 from zeco_train.distributed.mesh import (
     Launch,
     ProcessMesh,
@@ -50,6 +49,7 @@ from zeco_train.system.environment import environment
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
+from zeco_train.training.exchange import build_exchange, check_softmax
 from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead

@@ -39,7 +39,6 @@ from models.parameters import parameter_rules
 from models.registry import MIXERS, unmasked_mixers
 from models.spec import spec_of
 from zeco_train.config.schema import Dtype, TrainConfig
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
@@ -48,6 +47,7 @@ from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import SHARING
 from zeco_train.training.build import build_model
+from zeco_train.training.exchange import build_exchange
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
 from zeco_train.verify.covering import Cell, cover_pairs
