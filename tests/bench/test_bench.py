@@ -27,7 +27,7 @@ from zeco_train.bench.runner import Runner
 from zeco_train.bench.samples import Summary, slowest_rank
 from zeco_train.bench.session import Session
 from zeco_train.bench.trace import intersection, length, overlap_of, union
-from zeco_train.bench.variants import LocalCopyScan, sp_config
+from zeco_train.bench.variants import LocalCopyScan, over_all_ranks, sp_config
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops.seam import ScanRequest
@@ -184,12 +184,12 @@ def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[st
     ):
         config: Any = load_settings(kind, [*arguments, f"out={folder}/{case}", "variants=[lasp1,lasp2]"])  # type: ignore[type-var]
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        right = session.scan
+        right = session.exchange
 
-        def scan(variant: str, *rest: Any, right: Any = right) -> Any:
-            return LocalCopyScan() if variant == "lasp2" else right(variant, *rest)
+        def exchange(variant: str, *rest: Any, right: Any = right) -> Any:
+            return over_all_ranks(LocalCopyScan()) if variant == "lasp2" else right(variant, *rest)
 
-        with mock.patch.object(session, "scan", scan), mock.patch.object(Runner, "measure") as measure:
+        with mock.patch.object(session, "exchange", exchange), mock.patch.object(Runner, "measure") as measure:
             try:
                 command.run_case(config, session)
             except WrongResultError as error:
