@@ -96,7 +96,7 @@ def _check_splits(rank: int, world_size: int) -> None:
             plain = score(made, len(ANSWERS), SequenceForward(model, scan, mesh), cut, lambda activity: None)
             _assert_same(plain, expected_scores(whole, examples), f"sp {sp_size}, {cut}")
             assert plain.right[0].tolist() == [False, True] * 3, plain.right
-            zeroed = SequenceForward(model, ZeroedScan(scan), mesh)
+            zeroed = SequenceForward(model, scan.wrapped(ZeroedScan), mesh)
             alone = score(made, len(ANSWERS), zeroed, cut, lambda activity: None)
             shard = cut.length // (sp_size * cut.segments)
             _assert_same(alone, expected_scores(whole, examples, shard), f"zeroed, sp {sp_size}, {cut}")
