@@ -101,7 +101,7 @@ def auto_suite(rank: int, world_size: int) -> None:
         scan = connect(config, groups, timedelta(seconds=60), torch.device("cpu"))
         pairs = Pairs.make(0, world_size, (1, 2, 5, 3), torch.float64, True, False)
         for reverse in (False, True):
-            launched = scan.launch(requests_of(pairs, reverse, True)[rank])
+            launched = scan.states.launch(requests_of(pairs, reverse, True)[rank])
             check("incoming state", launched.wait(), pairs.incoming(rank, reverse), algorithm)
         scan.drain()
     with pytest.raises(ConfigError, match=r"^sp.all_scan.ranks_per_node=3: must divide the 4 ranks .*: 1, 2, 4$"):

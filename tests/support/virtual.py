@@ -283,7 +283,7 @@ def run_virtual(
     network = Network(topology, costs)
     couriers = [VirtualCourier(network, rank) for rank in range(topology.ranks)]
     launched: list[LaunchedScan] = [
-        scan.start(request, courier, blocks) for request, courier in zip(requests, couriers, strict=True)
+        scan.over(courier, blocks)(request) for request, courier in zip(requests, couriers, strict=True)
     ]
     reverse = requests[0].reverse
     network.turns.rest()

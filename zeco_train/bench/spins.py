@@ -15,9 +15,10 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from zeco_train.collectives.courier import Courier, ScanJob
-from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest
+from zeco_train.collectives.courier import ScanJob
+from zeco_train.ops.seam import Exchange, ScanRequest
 from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.tapped import TappedScan
 
 # Threads of the kernel: a warp.
 _LANES = 32
@@ -89,7 +90,7 @@ class _Spin(ScanJob):
         self._spins.spend(Place.scan, self.request.reverse, self._layer)
 
 
-class SpinningScan(ScanBackend):
+class SpinningScan(TappedScan):
     """Another scan with delays: before each launch on the current stream, and on the scan's own before it sends.
 
     Args:
@@ -98,27 +99,18 @@ class SpinningScan(ScanBackend):
     """
 
     def __init__(self, scan: ScanBackend, spins: Spins) -> None:
-        super().__init__()
-        self._scan, self._spins = scan, spins
+        super().__init__(scan)
+        self._courier, self._spins = scan.courier, spins
         self._launched = {False: 0, True: 0}
 
-    def courier(self, request: ScanRequest) -> Courier:
-        """See `ScanBackend.courier`."""
-        return self._scan.courier(request)
-
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        """See `ScanBackend.start`."""
+    def launched(self, request: ScanRequest) -> None:
+        """See `TappedScan`."""
         reverse, layers = request.reverse, self._spins.layers
         layer = self._launched[reverse] % layers
         layer = layers - 1 - layer if reverse else layer
         self._launched[reverse] += 1
         self._spins.spend(Place.compute, reverse, layer)
-        self.courier(request).launch(_Spin(request, self._spins, layer))
-        return self._scan.launch(request)
-
-    def drain(self) -> None:
-        """See `ScanBackend.drain`."""
-        self._scan.drain()
+        self._courier(request).launch(_Spin(request, self._spins, layer))
 
 
 def spinning(exchange: Exchange, spins: Spins) -> Exchange:

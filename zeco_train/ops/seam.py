@@ -171,7 +171,9 @@ class Exchange:
 
     def __post_init__(self) -> None:
         number = next(_numbers)
-        object.__setattr__(self, "number", torch.tensor(number, device="cpu"))
+        # A tensor made in inference mode could not be saved for a backward pass later.
+        with torch.inference_mode(False):
+            object.__setattr__(self, "number", torch.tensor(number, device="cpu"))
         _BY_NUMBER[number] = self
 
     def wrapped(self, wrap: Callable[[StateScan], StateScan]) -> Exchange:

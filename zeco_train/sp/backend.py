@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,42 +18,62 @@ from zeco_train.collectives.spec import Choice, ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.ops.transition import is_matrix
-from zeco_train.sp.exposed import active_meter
+from zeco_train.sp.exposed import MEASURING
+
+
+class Chosen(NamedTuple):
+    """How scans of a shape and direction are started.
+
+    Attributes:
+        start: starts one.
+        scan: the algorithm; None if nothing is communicated.
+        choice: what was chosen; None where there is nothing to choose.
+    """
+
+    start: Callable[[ScanRequest], LaunchedScan]
+    scan: ScanSpec | None = None
+    choice: Choice | None = None
 
 
 class ScanBackend(ABC):
-    """A `StateScan` whose collective is implemented by `start`.
+    """A `StateScan` by the algorithm that `choose` finds, once for each shape and direction of states.
 
     Args:
         couriers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
             since one group serialises its messages. None if nothing is communicated.
 
     Attributes:
-        choice: what the last scan was started by; None where there is nothing to choose, or to communicate.
-        finish_waits: `finish` of its scans communicates in the caller instead of in a courier.
+        choice: `Chosen.choice` of the last scan.
     """
 
-    finish_waits = False
     choice: Choice | None = None
 
     def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
         self._couriers = couriers
         self._crosses_ranks = any(courier.size > 1 for courier in couriers)
+        self._chosen: dict[tuple[object, ...], Chosen] = {}
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """See `StateScan.launch`.
 
         Raises:
+            ConfigError: the ranks do not support the configuration. On all of them.
             CommunicationError: a peer is gone, or an earlier scan failed.
         """
-        scan, meter = self.start(request), active_meter()
-        if meter is None or not self._crosses_ranks:
+        chosen = self._chosen_for(request)
+        self.choice, scan = chosen.choice, chosen.start(request)
+        if not MEASURING or not self._crosses_ranks:
             return scan
-        return meter.metered(scan, request.state.device, self.finish_waits)
+        in_series = chosen.scan is not None and chosen.scan.in_series
+        return MEASURING[-1].metered(scan, request.state.device, finish_waits=in_series)
 
     @abstractmethod
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        """Start the scan by the backend's collective."""
+    def choose(self, request: ScanRequest) -> Chosen:
+        """How requests like this one are started; the same on all ranks."""
+
+    def possible(self, request: ScanRequest) -> Sequence[Chosen]:
+        """All that `choose` may find for states on the device of this one. Collective."""
+        return [self.choose(request)]
 
     def courier(self, request: ScanRequest) -> Courier:
         """The courier of the request's direction."""
@@ -65,14 +85,9 @@ class ScanBackend(ABC):
         matrices, nodes = is_matrix(request.transition), courier.topology.nodes
         return Load(courier.size, tuple(state.shape), state.element_size(), matrices, nodes)
 
-    def algorithm(self, request: ScanRequest) -> ScanSpec | None:
-        """The algorithm of a request that was started; None if nothing is communicated."""
-        del request
-        return None
-
     def bytes_sent(self, request: ScanRequest) -> float:
-        """Bytes that the busiest rank sends for a request that was started, by its algorithm's descriptor."""
-        scan = self.algorithm(request) if self._crosses_ranks else None
+        """Bytes that the busiest rank sends for a request, by its algorithm's descriptor."""
+        scan = self._chosen_for(request).scan if self._crosses_ranks else None
         return 0.0 if scan is None else scan.bytes_sent(self.load(request), request.want_carry)
 
     def prepare(self, device: torch.device) -> None:
@@ -88,23 +103,25 @@ class ScanBackend(ABC):
         """
         # Of a transition that cuts, which a scan between neighbours needs.
         state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
-        for start in self.kinds(device):
-            for reverse in (False, True)[: len(self._couriers)]:
-                scan = start(ScanRequest(state, transition, reverse, want_carry=True, cuts=True))
+        for reverse in (False, True)[: len(self._couriers)]:
+            request = ScanRequest(state, transition, reverse, want_carry=True, cuts=True)
+            for chosen in self.possible(request):
+                scan = chosen.start(request)
                 scan.wait()
                 scan.finish()
                 scan.carry_out()
         self.drain()
 
-    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
-        """`start` for each collective that it may choose for states on a device. Collective."""
-        del device
-        return [self.start]
-
     def drain(self) -> None:
         """See `StateScan.drain`."""
         for courier in self._couriers:
             courier.drain()
+
+    def _chosen_for(self, request: ScanRequest) -> Chosen:
+        key = request.reverse, request.state.shape, request.state.dtype, request.transition.ndim
+        if key not in self._chosen:
+            self._chosen[key] = self.choose(request)
+        return self._chosen[key]
 
 
 class SpecScan(ScanBackend):
@@ -112,16 +129,11 @@ class SpecScan(ScanBackend):
 
     def __init__(self, couriers: tuple[Courier, ...], scan: ScanSpec) -> None:
         super().__init__(couriers)
-        self._scan, self.finish_waits = scan, scan.in_series
+        self._scan = scan
 
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        """Start the scan by the descriptor's algorithm."""
-        return self._scan.start(request, self.courier(request))
-
-    def algorithm(self, request: ScanRequest) -> ScanSpec:
-        """See `ScanBackend.algorithm`."""
-        del request
-        return self._scan
+    def choose(self, request: ScanRequest) -> Chosen:
+        """The descriptor's algorithm."""
+        return Chosen(self._scan.over(self.courier(request)), self._scan)
 
 
 @dataclass(frozen=True, eq=False)

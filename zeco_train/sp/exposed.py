@@ -43,11 +43,11 @@ class ExposedMeter:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure scans that are launched inside, and messages of softmax attention that are waited for inside."""
-        _MEASURING.append(self)
+        MEASURING.append(self)
         try:
             yield
         finally:
-            _MEASURING.remove(self)
+            MEASURING.remove(self)
 
     def take(self) -> float | None:
         """Seconds of waiting since the last call; None if no wait was measured.
@@ -107,12 +107,12 @@ class ExposedMeter:
 
 
 # Not of a thread: a backward pass may run on another one.
-_MEASURING: list[ExposedMeter] = []
+MEASURING: list[ExposedMeter] = []
 
 
 def active_meter() -> ExposedMeter | None:
     """The meter that is inside of `measuring`."""
-    return _MEASURING[-1] if _MEASURING else None
+    return MEASURING[-1] if MEASURING else None
 
 
 def run_wait(call: Callable[[], T], device: torch.device) -> T:

@@ -17,7 +17,7 @@ rounding; an all-gather would take (P − 1) S. Between GPUs with peer access th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -28,12 +28,12 @@ import torch.distributed as dist
 from zeco_train.collectives import Courier, scan_alone
 from zeco_train.collectives.cost_model import MEASURED, Link
 from zeco_train.collectives.registry import ALL_SCANS
-from zeco_train.collectives.spec import Choice, ScanSpec, choose, eligible
+from zeco_train.collectives.spec import ScanSpec, choose, eligible
 from zeco_train.collectives.symmetric import SymmetricScans, request_problem, transport_problem
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import LaunchedScan, ScanRequest
-from zeco_train.sp.backend import BackendSpec, ScanBackend
+from zeco_train.ops.seam import ScanRequest
+from zeco_train.sp.backend import BackendSpec, Chosen, ScanBackend
 
 logger = logging.getLogger(__name__)
 
@@ -167,58 +167,42 @@ class AllScan(ScanBackend):
         self._link: Link | None = None
         self._fell_back: set[str] = set()
         self._symmetric: dict[Courier, SymmetricScans] = {}
-        self._choices: dict[tuple[object, ...], Choice] = {}
 
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        """Start the All-Scan: it runs while the caller computes its intra-chunk scores.
+    def choose(self, request: ScanRequest) -> Chosen:
+        """See `ScanBackend.choose`.
 
         Raises:
             ConfigError: `transport=symmetric`, and the ranks do not support it. On all of them.
         """
-        return self._start(request, self._scans)
+        return self._chosen_of(request, self._scans)
 
-    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
-        """`start` for each algorithm that may be chosen; each takes tens of MB of symmetric memory per direction."""
+    def possible(self, request: ScanRequest) -> Sequence[Chosen]:
+        """See `ScanBackend.possible`; each takes tens of MB of symmetric memory per direction."""
         if len(self._scans) == 1 or self._ranks == 1:
-            return [self.start]
-        found = eligible(self._scans, MEASURED[self._find_link(device)], self._ranks)
-        return [partial(self._start, scans=(scan,)) for scan in found]
+            return [self.choose(request)]
+        found = eligible(self._scans, MEASURED[self._find_link(request.state.device)], self._ranks)
+        return [self._chosen_of(request, (scan,)) for scan in found]
 
-    def _start(self, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> LaunchedScan:
-        courier = self.courier(request)
+    def _chosen_of(self, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> Chosen:
+        """Algorithm and transport: decided from data that all ranks share, and logged."""
         if self._ranks == 1:
-            return scan_alone(request)
-        key = self._key(request, scans)
-        if key not in self._choices:
-            self._choices[key] = self._choose(courier, request, scans)
-        self.choice = choice = self._choices[key]
-        if choice.link is Link.symmetric:
-            return self._symmetric[courier].launch(request, choice.scan, choice.blocks)
-        return choice.scan.start(request, courier, choice.blocks)
-
-    def algorithm(self, request: ScanRequest) -> ScanSpec:
-        """See `ScanBackend.algorithm`."""
-        return self._choices[self._key(request, self._scans)].scan
-
-    def _key(self, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> tuple[object, ...]:
-        # With the candidates: `prepare` starts each algorithm by itself, all with states of one shape.
-        return self.courier(request), scans, request.state.shape, request.state.dtype, request.transition.ndim
-
-    def _choose(self, courier: Courier, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> Choice:
-        """Algorithm and transport for scans of a shape: decided once, from data that all ranks share, and logged."""
-        link = self._find_link(request.state.device)
+            return Chosen(scan_alone)
+        courier, link = self.courier(request), self._find_link(request.state.device)
         problem = request_problem(request) if link is Link.symmetric else None
         if problem is not None:
             self._fall_back(problem)
             # The ranks could use symmetric memory, so they are on one machine.
             link = Link.nccl
-        if link is Link.symmetric and courier not in self._symmetric:
-            self._symmetric[courier] = SymmetricScans(courier)
         load = self.load(request)
         choice = choose(scans, MEASURED[link], load, self._blocks)
         if _is_main():
             logger.info("all-scan of %.3g MB over %d ranks: %s", load.state_bytes / 1e6, self._ranks, choice)
-        return choice
+        if link is not Link.symmetric:
+            return Chosen(choice.scan.over(courier, choice.blocks), choice.scan, choice)
+        if courier not in self._symmetric:
+            self._symmetric[courier] = SymmetricScans(courier)
+        start = partial(self._symmetric[courier].launch, algorithm=choice.scan, blocks=choice.blocks)
+        return Chosen(start, choice.scan, choice)
 
     def _find_link(self, device: torch.device) -> Link:
         """The transport that the ranks support, the same in both directions. Collective on CUDA, the first time."""
