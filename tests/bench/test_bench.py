@@ -31,8 +31,8 @@ from zeco_train.bench.variants import LocalCopyScan, over_all_ranks, sp_config
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops.seam import ScanRequest
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanTransport
 from zeco_train.sp.registry import SHARING, Backend
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 from zeco_train.system.numbers import relative_error
 
 QUICK = ["device=cpu", "warmup=1", "runs=3", "flush_mb=1", "timeout_seconds=60"]

@@ -179,9 +179,9 @@ def test_one_kernel_scans_in_triton_interpreter(world_size: int, shapes: tuple[t
 
 
 def fallbacks(rank: int, world_size: int) -> None:
+    from zeco_train.sp.all_scan_config import AllScanConfig, AllScanTransport
     from zeco_train.sp.exchange import connect
     from zeco_train.sp.registry import SPConfig
-    from zeco_train.sp.zeco import AllScanConfig, AllScanTransport
 
     groups = dist.new_group(), dist.new_group()
     config = SPConfig(all_scan=AllScanConfig(transport=AllScanTransport.symmetric))
@@ -252,7 +252,7 @@ def test_unusable_transport_is_refused_or_falls_back() -> None:
 
 
 def test_blocks_without_chain_algorithm_are_refused() -> None:
-    from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
+    from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 
     expected = r"^sp.all_scan.blocks=2: would be ignored; it needs sp.all_scan.algorithm=chain$"
     with pytest.raises(ConfigError, match=expected):

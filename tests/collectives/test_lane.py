@@ -18,7 +18,7 @@ from zeco_train.collectives.lane import LANE, launch_lane
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 
 pytestmark = pytest.mark.numeric
 

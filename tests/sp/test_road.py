@@ -19,9 +19,9 @@ from tests.support.commands import REPOSITORY
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
 from zeco_train.ops.seam import SequenceShard
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
 # Files with arithmetic on this rank's tokens: those that they call see no state on its road.
 LOCAL = ("zeco_train/ops/gla/chunked.py", "models/projections.py")

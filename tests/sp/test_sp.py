@@ -33,10 +33,10 @@ from zeco_train.ops.gla import chunked
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import ScanRequest, SequenceShard
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
 pytestmark = pytest.mark.numeric
 

@@ -17,9 +17,10 @@ from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, SequenceShard, StateScan
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import SHARING, Backend, SPConfig
-from zeco_train.sp.zeco import ZECO, AllScanAlgorithm, AllScanConfig
+from zeco_train.sp.zeco import ZECO
 
 TIMEOUT = timedelta(seconds=60)
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 7, 5

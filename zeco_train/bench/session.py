@@ -16,10 +16,10 @@ from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
 from zeco_train.ops.seam import Exchange
 from zeco_train.ops.selection import Calls, Kernels, SlowPath, check_kernels, warn_of
+from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.exchange import build_exchange
 from zeco_train.sp.registry import SHARING
-from zeco_train.sp.zeco import AllScanTransport
 
 T = TypeVar("T")
 

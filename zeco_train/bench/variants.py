@@ -29,8 +29,8 @@ from zeco_train.ops.seam import AttentionMethod, Exchange, ScanRequest, StateSca
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
 
 
 def _in_one_kernel() -> Iterator[str]:

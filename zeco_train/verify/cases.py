@@ -19,9 +19,9 @@ from torch import Tensor
 from zeco_train.distributed.mesh import Launch, ProcessMesh, gather, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import Exchange
+from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import SPConfig
-from zeco_train.sp.zeco import AllScanTransport
 from zeco_train.verify.attention import AttentionCases
 from zeco_train.verify.attention_cases import attention_cases
 from zeco_train.verify.comparisons import Comparisons, Run

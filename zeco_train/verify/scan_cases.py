@@ -25,10 +25,10 @@ from zeco_train.collectives.topology import Topology
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Exchange
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 from zeco_train.verify.config import LIMITS
 from zeco_train.verify.covering import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
