@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.passes import Kind
-from zeco_train.ops.registry import operator_of
+from zeco_train.ops.passes import Kind, Operator
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import (
     Boundary,
     Crossing,
@@ -93,6 +93,20 @@ def mix_at(
     where = place.exchange, place.pieces
     o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *where, *boundary)
     return o, Crossing(received, carry_out)
+
+
+def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
+    """Look up an operator by name.
+
+    Raises:
+        ValueError: unknown name, or wrong number of operands.
+    """
+    if name not in OPERATORS:
+        raise ValueError(f"operator: must be one of {', '.join(OPERATORS)}; got {name!r}")
+    operator = OPERATORS[name]
+    if len(operands) != len(operator.operands):
+        raise ValueError(f"operands: {name} takes {', '.join(operator.operands)}; got {len(operands)} tensors")
+    return operator
 
 
 def _mix(
