@@ -120,7 +120,7 @@ def train(
     fixed = ["name=graphs", "train.deterministic=true"]
     config = load_config(["model=gla_tiny", f"train.dtype={dtype}", backend, *fixed, *settings])
     compute = config.train.dtype.compute
-    scan = connect_model(config.sp, config.model, mesh, TOKENS, compute, config.train.deterministic)
+    scan = connect_model(config.sp, config.model, mesh, TOKENS, compute, deterministic=config.train.deterministic)
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
     optimizer = build_optimizer(parameter_rules(model), config.optim, compute)
     step = TrainingStep(

@@ -22,13 +22,14 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from models.parameters import cast
 from models.spec import ModelSpec, spec_of
+from zeco_train.bench.backends import state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
 from zeco_train.bench.report import Report, time_columns
@@ -40,8 +41,9 @@ from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
+from zeco_train.sp.exchange import build_softmax
 from zeco_train.system.environment import process_memory
-from zeco_train.training.exchange import connect_model
+from zeco_train.training.exchange import softmax_load
 
 # Largest error of the chunked operator itself: an infinite one would allow any error of steps.
 LARGEST_CHUNKED = 1.0
@@ -115,7 +117,9 @@ class _Measurement:
         self._model.to_empty(device=session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
-        exchange = connect_model(self._run.sp, self._run.model, session.mesh)
+        exchange = session.exchange("zeco", state_elements(self._run), with_halo=spec.needs_halo)
+        if (load := softmax_load(self._run.model, session.world_size)) is not None:
+            exchange = replace(exchange, attention=build_softmax(self._run.sp, session.mesh, load))
         self._prefill = Prefill(self._model, session.mesh, exchange, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 

@@ -247,14 +247,14 @@ class _Differentiable(torch.autograd.Function):
         incoming_state = received if incoming_state is None else incoming_state
         kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
         incoming_state = incoming_state if passes.needs_incoming else None
-        ctx.save_for_backward(*kept, *saved, transition, incoming_state, number, pieces)
+        ctx.save_for_backward(number, *kept, *saved, transition, incoming_state, pieces)
         ctx.operator, ctx.scale, ctx.want_carry = operator, scale, want_carry
         ctx.num_operands, ctx.replaced = len(operands), passes.replaced
         return o, received, carry_out, transition, *saved
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
-        *kept, transition, incoming_state, number, pieces = ctx.saved_tensors
+        number, *kept, transition, incoming_state, pieces = ctx.saved_tensors
         num_kept = ctx.num_operands - len(ctx.replaced)
         operands, saved = kept[:num_kept], kept[num_kept:]
         # The first saved tensors take the place of the operands that were not kept (`Passes.replaced`).
