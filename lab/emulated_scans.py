@@ -84,7 +84,7 @@ def run_scans(runs: int, costs: Costs) -> dict[str, list[float]]:
         seconds = []
         for number in range(_WARMUP + runs):
             started = _start_together(_DELAYS * costs.farthest(load.nodes).message)
-            launched = scan.start(request, courier, blocks)
+            launched = scan.over(courier, blocks)(request)
             state = launched.wait()
             ended = time.monotonic()
             launched.finish()

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from zeco_train.collectives.courier import Courier, ScanJob
-from zeco_train.ops.seam import LaunchedScan, ScanRequest
+from zeco_train.collectives.courier import ScanJob
+from zeco_train.ops.seam import Exchange, ScanRequest
 from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.tapped import TappedScan
 
 # Threads of the kernel: a warp.
 _LANES = 32
@@ -88,7 +90,7 @@ class _Spin(ScanJob):
         self._spins.spend(Place.scan, self.request.reverse, self._layer)
 
 
-class SpinningScan(ScanBackend):
+class SpinningScan(TappedScan):
     """Another scan with delays: before each launch on the current stream, and on the scan's own before it sends.
 
     Args:
@@ -97,30 +99,22 @@ class SpinningScan(ScanBackend):
     """
 
     def __init__(self, scan: ScanBackend, spins: Spins) -> None:
-        super().__init__()
-        self._scan, self._spins = scan, spins
+        super().__init__(scan)
+        self._courier, self._spins = scan.courier, spins
         self._launched = {False: 0, True: 0}
-        self.exposed, self.neighbour, self.attention = scan.exposed, scan.neighbour, scan.attention
 
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """See `ScanBackend.ends`."""
-        return self._scan.ends
-
-    def courier(self, request: ScanRequest) -> Courier:
-        """See `ScanBackend.courier`."""
-        return self._scan.courier(request)
-
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        """See `ScanBackend.start`."""
+    def launched(self, request: ScanRequest) -> None:
+        """See `TappedScan`."""
         reverse, layers = request.reverse, self._spins.layers
         layer = self._launched[reverse] % layers
         layer = layers - 1 - layer if reverse else layer
         self._launched[reverse] += 1
         self._spins.spend(Place.compute, reverse, layer)
-        self.courier(request).launch(_Spin(request, self._spins, layer))
-        return self._scan.launch(request)
+        self._courier(request).launch(_Spin(request, self._spins, layer))
 
-    def drain(self) -> None:
-        """See `ScanBackend.drain`."""
-        self._scan.drain()
+
+def spinning(exchange: Exchange, spins: Spins) -> Exchange:
+    """An exchange whose scans of states are delayed."""
+    scan = exchange.states
+    assert isinstance(scan, ScanBackend)
+    return replace(exchange, states=SpinningScan(scan, spins))

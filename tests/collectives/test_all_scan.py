@@ -179,16 +179,17 @@ def test_one_kernel_scans_in_triton_interpreter(world_size: int, shapes: tuple[t
 
 
 def fallbacks(rank: int, world_size: int) -> None:
-    from zeco_train.sp.registry import SPConfig, build_scan
-    from zeco_train.sp.zeco import AllScanConfig, AllScanTransport
+    from zeco_train.sp.all_scan_config import AllScanConfig, AllScanTransport
+    from zeco_train.sp.exchange import connect
+    from zeco_train.sp.registry import SPConfig
 
     groups = dist.new_group(), dist.new_group()
     config = SPConfig(all_scan=AllScanConfig(transport=AllScanTransport.symmetric))
     with pytest.raises(ConfigError, match=r"^sp.all_scan.transport=symmetric: needs GPUs .* on cpu\); or take"):
-        build_scan(config, groups, timedelta(seconds=30), torch.device("cpu"))
-    scan = build_scan(SPConfig(), groups, timedelta(seconds=30), torch.device("cpu"))
+        connect(config, groups, timedelta(seconds=30), torch.device("cpu"))
+    scan = connect(SPConfig(), groups, timedelta(seconds=30), torch.device("cpu"))
     state = torch.ones(1, 2, 5, 3)
-    assert torch.equal(scan.launch(ScanRequest(state, torch.zeros(1, 2, 5))).wait(), state * rank)
+    assert torch.equal(scan.states.launch(ScanRequest(state, torch.zeros(1, 2, 5))).wait(), state * rank)
     scan.drain()
     memory_of_one_rank(rank, groups[0])
 
@@ -216,19 +217,21 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     """Not once per direction; nothing is logged for a scan over one rank."""
     from zeco_train.collectives.cost_model import Link
     from zeco_train.collectives.spec import ScanSpec
-    from zeco_train.sp import registry, zeco
+    from zeco_train.sp import zeco
+    from zeco_train.sp.exchange import connect
+    from zeco_train.sp.registry import SPConfig
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zeco, "request_problem", lambda request: "too large")
-        patch.setattr(ScanSpec, "start", lambda *_: None)
+        patch.setattr(ScanSpec, "over", lambda *_: lambda request: None)
         patch.setattr(zeco, "scan_alone", lambda _: None)
         patch.setattr(zeco.logger, "warning", lambda text, *values: said.append(text % values))
         patch.setattr(zeco.logger, "info", lambda text, *values: said.append(text % values))
         patch.setattr(zeco.AllScan, "_try_links", lambda *_: Link.symmetric)
         for ranks in ([0, 1], [rank]):
             groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
-            scan = registry.build_scan(registry.SPConfig(), (groups[0], groups[1]), timedelta(seconds=30))
+            scan = connect(SPConfig(), (groups[0], groups[1]), timedelta(seconds=30)).states
             for reverse in (False, True):
                 scan.launch(ScanRequest(torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5), reverse))
     fallbacks, rest = said[:1], said[1:]
@@ -249,7 +252,7 @@ def test_unusable_transport_is_refused_or_falls_back() -> None:
 
 
 def test_blocks_without_chain_algorithm_are_refused() -> None:
-    from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
+    from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 
     expected = r"^sp.all_scan.blocks=2: would be ignored; it needs sp.all_scan.algorithm=chain$"
     with pytest.raises(ConfigError, match=expected):

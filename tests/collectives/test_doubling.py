@@ -79,7 +79,7 @@ def test_doubling_equals_reference_on_any_rank_count(size: int, matrices: bool) 
 
 
 def test_doubling_rejects_symmetric_transport_and_blocks() -> None:
-    from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
+    from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 
     config = AllScanConfig(AllScanAlgorithm["doubling"])
     config.validate()

@@ -26,11 +26,10 @@ from tests.support.bench_settings import TINY, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import LocalCopyScan
-from zeco_train.collectives import PendingScan
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.plan import calibration as known
+from zeco_train.sp.dp import LocalScan
 from zeco_train.system.numbers import relative_error
 
 MODEL = [text.replace("model.num_layers=", "layers=") for text in TINY if not text.startswith("heads")]
@@ -61,17 +60,17 @@ def test_invalid_arguments_print_one_error_line(
 
 
 def test_spins_follow_the_layers_of_each_direction() -> None:
-    layers, inner, spent = 3, LocalCopyScan(), list[tuple[Place, bool, int]]()
+    layers, spent = 3, list[tuple[Place, bool, int]]()
     spins = Spins(layers, torch.device("cpu"))
-    scan = SpinningScan(inner, spins)
-    courier = mock.Mock(launch=lambda job: job.run())
+    inner = LocalScan()
     with (
         mock.patch.object(spins, "spend", lambda *where: spent.append(where)),
-        mock.patch.object(scan, "courier", return_value=courier),
+        mock.patch.object(inner, "courier", return_value=mock.Mock(launch=lambda job: job.run())),
     ):
+        scan = SpinningScan(inner, spins)
         state = torch.randn(1, 2, 3, 4)
         for reverse in (False,) * layers + (True,) * layers + (False,):
-            assert isinstance(scan.launch(ScanRequest(state, torch.zeros(1, 2, 3), reverse)), PendingScan)
+            scan.launch(ScanRequest(state, torch.zeros(1, 2, 3), reverse))
     order = [*((False, layer) for layer in (0, 1, 2)), *((True, layer) for layer in (2, 1, 0)), (False, 0)]
     assert spent == [(place, *each) for each in order for place in Place]
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from zeco_train.ops.gla.chunked import CHUNKED
-from zeco_train.ops.registry import OPERATORS, operator_of
+from zeco_train.ops.mix import operator_of
+from zeco_train.ops.registry import OPERATORS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import RecordingScan, build_scans
+from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.documents import find_pieces
@@ -24,6 +24,7 @@ from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.seam import SequenceShard
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -108,7 +109,7 @@ def expected(
 
 def of_rank(
     name: str,
-    scan: RecordingScan,
+    scan: RecordedExchange,
     documents: Sequence[int] | None,
     start: int,
     stop: int,
@@ -226,7 +227,7 @@ def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None
 
 
 def test_unknown_operator_and_wrong_operands_are_refused() -> None:
-    shard = SequenceShard(mock.Mock(), 0, 4)
+    shard = SequenceShard(local_exchange(), 0, 4)
     x = torch.ones(1, 4, 1, 2)
     with pytest.raises(ValueError, match=r"^operator: must be one of gla.*; got 'gal'$"):
         mix("gal", [x] * 4, shard)

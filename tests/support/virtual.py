@@ -26,8 +26,7 @@ from torch import Tensor
 from tests.support.turns import Turns
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Costs
-from zeco_train.collectives.courier import ScanJob
-from zeco_train.collectives.scan import PendingScan
+from zeco_train.collectives.courier import PendingScan, ScanJob
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message, Wire
@@ -283,7 +282,7 @@ def run_virtual(
     network = Network(topology, costs)
     couriers = [VirtualCourier(network, rank) for rank in range(topology.ranks)]
     launched: list[LaunchedScan] = [
-        scan.start(request, courier, blocks) for request, courier in zip(requests, couriers, strict=True)
+        scan.over(courier, blocks)(request) for request, courier in zip(requests, couriers, strict=True)
     ]
     reverse = requests[0].reverse
     network.turns.rest()

@@ -22,7 +22,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,12 +38,13 @@ from zeco_train.bench.samples import Row, Summary, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.exchange import build_softmax
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
+from zeco_train.sp.exchange import build_softmax
 from zeco_train.system.environment import process_memory
+from zeco_train.training.exchange import softmax_load
 
 # Largest error of the chunked operator itself: an infinite one would allow any error of steps.
 LARGEST_CHUNKED = 1.0
@@ -120,9 +121,10 @@ class _Measurement:
         self._model.to_empty(device=session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
-        scan = session.scan("zeco", state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
-        scan.attention = build_softmax(self._run.sp, self._run.model, session.mesh)
-        self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
+        exchange = session.exchange("zeco", state_elements(self._run), with_halo=spec.needs_halo)
+        if (load := softmax_load(self._run.model, session.world_size)) is not None:
+            exchange = replace(exchange, attention=build_softmax(self._run.sp, session.mesh, load))
+        self._prefill = Prefill(self._model, session.mesh, exchange, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 
     def measure(self) -> None:

@@ -25,13 +25,12 @@ from zeco_train.collectives.one_kernel import PAPER_BLOCK
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.seam import AttentionMethod, Exchange, ScanRequest, StateScan
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
 
 
 def _in_one_kernel() -> Iterator[str]:
@@ -111,29 +110,28 @@ def _all_scan(name: str, state_elements: int) -> AllScanConfig:
     return config
 
 
-def _own_ends() -> tuple[bool, bool]:
-    """Whether this rank is the first, and the last, of one sequence over all ranks."""
-    return dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+def over_all_ranks(scan: StateScan, attention: AttentionMethod | None = None) -> Exchange:
+    """One sequence over all ranks, by a stand-in for their scans."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Exchange(scan, scan, attention, is_first=rank == 0, is_last=rank == size - 1)
 
 
-class LocalCopyScan(ScanBackend):
+class LocalCopyScan:
     """A `StateScan` without communication: `wait` returns a copy of this rank's own state, for timing only.
 
     A step with it does everything but the communication, so the difference to a step with a scan is the exposed
     communication. Its results are wrong.
     """
 
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """See `ScanBackend.ends`: those of the scans that it is compared with, which do the same work."""
-        return _own_ends()
-
-    def start(self, request: ScanRequest) -> PendingScan:
-        """See `ScanBackend.start`."""
+    def launch(self, request: ScanRequest) -> PendingScan:
+        """See `StateScan`."""
         scan = PendingScan(request.want_carry)
         for promise in scan.promises:
             promise.deliver(request.state.clone())
         return scan
+
+    def drain(self) -> None:
+        """Nothing is sent."""
 
 
 class GatheredAttention:
@@ -187,26 +185,14 @@ class GatheredAttention:
         return found
 
 
-class GatheredScan(ScanBackend):
+class GatheredScan:
     """A `StateScan` that all-gathers the states and folds them in float64, while its caller waits.
 
     It shares no code with the backends, which are checked against it.
-
-    Args:
-        num_calls: see `GatheredAttention`, its method of softmax attention.
     """
 
-    def __init__(self, num_calls: int = 1) -> None:
-        super().__init__()
-        self.attention = GatheredAttention(num_calls)
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """See `ScanBackend.ends`."""
-        return _own_ends()
-
-    def start(self, request: ScanRequest) -> PendingScan:
-        """See `ScanBackend.start`."""
+    def launch(self, request: ScanRequest) -> PendingScan:
+        """See `StateScan`."""
         ranks = range(dist.get_world_size())
         # In reverse the transition is a view, whose strides a collective cannot take.
         own = request.state, request.transition.contiguous()
@@ -224,3 +210,11 @@ class GatheredScan(ScanBackend):
         if scan.carry is not None:
             scan.carry.deliver(running.to(dtype))
         return scan
+
+    def drain(self) -> None:
+        """Each launch waits for what it sends."""
+
+
+def gathered_exchange(num_calls: int = 1) -> Exchange:
+    """The exchange that backends and methods are checked against; `num_calls` as of `GatheredAttention`."""
+    return over_all_ranks(GatheredScan(), GatheredAttention(num_calls))

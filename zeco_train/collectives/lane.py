@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier, ScanJob
+from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
 from zeco_train.collectives.rounds import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
-from zeco_train.collectives.scan import PendingScan
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology

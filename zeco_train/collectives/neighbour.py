@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier, ScanJob
-from zeco_train.collectives.scan import PendingScan
+from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
 from zeco_train.errors import ConfigError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.courier import Courier
@@ -48,11 +49,10 @@ class ScanSpec:
     automatic: bool = True
     line: str | tuple[int, tuple[int, ...]] = "-"
 
-    def start(self, request: ScanRequest, courier: Courier, blocks: int | None = None) -> LaunchedScan:
-        """Start a scan over messages; `blocks` applies if states are sent in blocks. Errors as of `Courier.launch`."""
-        if self.best_blocks is None:
-            return self.launch(request, courier)
-        return self.launch(request, courier, blocks=blocks or 1)
+    def over(self, courier: Courier, blocks: int | None = None) -> Callable[[ScanRequest], LaunchedScan]:
+        """`launch` over a courier; `blocks` applies if states are sent in blocks."""
+        options = {} if self.best_blocks is None else {"blocks": blocks or 1}
+        return partial(self.launch, courier=courier, **options)
 
     def runs_on(self, link: Link) -> bool:
         """Whether there is an implementation for that link."""
@@ -74,6 +74,9 @@ class Choice:
     link: Link
     blocks: int | None
     seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.scan.name}{'' if self.blocks is None else f' of {self.blocks} blocks'} by {self.link.value}"
 
 
 def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> Choice:

@@ -31,9 +31,8 @@ from zeco_train.collectives.arena import (
     keep,
     on_all_ranks,
 )
-from zeco_train.collectives.courier import Courier, ScanJob
+from zeco_train.collectives.courier import Courier, PendingScan, ScanJob, scan_alone
 from zeco_train.collectives.one_kernel import Cut, Kernel, Tuning, power_of_2
-from zeco_train.collectives.scan import PendingScan, scan_alone
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError

@@ -16,9 +16,9 @@ from zeco_train.collectives.spec import Choice, ScanSpec, choose
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
+from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.registry import BACKENDS, Backend
-from zeco_train.sp.zeco import AllScanTransport
 
 
 @dataclass(frozen=True)

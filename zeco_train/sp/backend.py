@@ -8,63 +8,72 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Load
-from zeco_train.collectives.spec import ScanSpec
-from zeco_train.ops.seam import AttentionMethod, LaunchedScan, ScanRequest
+from zeco_train.collectives.spec import Choice, ScanSpec
+from zeco_train.collectives.topology import Topology
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.ops.transition import is_matrix
-from zeco_train.sp.exposed import ExposedMeter
+from zeco_train.sp.exposed import MEASURING
+
+
+class Chosen(NamedTuple):
+    """How scans of a shape and direction are started.
+
+    Attributes:
+        start: starts one.
+        scan: the algorithm; None if nothing is communicated.
+        choice: what was chosen; None where there is nothing to choose.
+    """
+
+    start: Callable[[ScanRequest], LaunchedScan]
+    scan: ScanSpec | None = None
+    choice: Choice | None = None
 
 
 class ScanBackend(ABC):
-    """A `StateScan` whose collective is implemented by `start`.
+    """A `StateScan` by the algorithm that `choose` finds, once for each shape and direction of states.
 
     Args:
         couriers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
             since one group serialises its messages. None if nothing is communicated.
 
     Attributes:
-        finish_waits: `finish` of its scans communicates in the caller instead of in a courier.
-        exposed: measures communication that no compute hides, that of softmax attention included. Not used if nothing
-            is communicated.
-        neighbour: scan for states that cross one border only, see `add_neighbour`; None: such states take this one.
-        attention: method of the model's softmax layers, if it has some.
+        choice: `Chosen.choice` of the last scan.
     """
 
-    finish_waits = False
-    neighbour: ScanBackend | None = None
-    attention: AttentionMethod | None = None
+    choice: Choice | None = None
 
     def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
         self._couriers = couriers
         self._crosses_ranks = any(courier.size > 1 for courier in couriers)
-        self.exposed = ExposedMeter()
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether this rank is the first, and the last, of the sequence."""
-        return self._couriers[0].ends if self._couriers else (True, True)
-
-    def add_neighbour(self, scan: ScanBackend) -> None:
-        """Take a scan between neighbours beside this one, which prepares, measures and drains it too."""
-        self.neighbour, scan.exposed = scan, self.exposed
+        self._chosen: dict[tuple[object, ...], Chosen] = {}
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """See `StateScan.launch`.
 
         Raises:
+            ConfigError: the ranks do not support the configuration. On all of them.
             CommunicationError: a peer is gone, or an earlier scan failed.
         """
-        scan = self.start(request)
-        return self.exposed.metered(scan, request.state.device, self.finish_waits) if self._crosses_ranks else scan
+        chosen = self._chosen_for(request)
+        self.choice, scan = chosen.choice, chosen.start(request)
+        if not MEASURING or not self._crosses_ranks:
+            return scan
+        in_series = chosen.scan is not None and chosen.scan.in_series
+        return MEASURING[-1].metered(scan, request.state.device, finish_waits=in_series)
 
     @abstractmethod
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        """Start the scan by the backend's collective."""
+    def choose(self, request: ScanRequest) -> Chosen:
+        """How requests like this one are started; the same on all ranks."""
+
+    def possible(self, request: ScanRequest) -> Sequence[Chosen]:
+        """All that `choose` may find for states on the device of this one. Collective."""
+        return [self.choose(request)]
 
     def courier(self, request: ScanRequest) -> Courier:
         """The courier of the request's direction."""
@@ -76,14 +85,9 @@ class ScanBackend(ABC):
         matrices, nodes = is_matrix(request.transition), courier.topology.nodes
         return Load(courier.size, tuple(state.shape), state.element_size(), matrices, nodes)
 
-    def algorithm(self, request: ScanRequest) -> ScanSpec | None:
-        """The algorithm of a request that was started; None if nothing is communicated."""
-        del request
-        return None
-
     def bytes_sent(self, request: ScanRequest) -> float:
-        """Bytes that the busiest rank sends for a request that was started, by its algorithm's descriptor."""
-        scan = self.algorithm(request) if self._crosses_ranks else None
+        """Bytes that the busiest rank sends for a request, by its algorithm's descriptor."""
+        scan = self._chosen_for(request).scan if self._crosses_ranks else None
         return 0.0 if scan is None else scan.bytes_sent(self.load(request), request.want_carry)
 
     def prepare(self, device: torch.device) -> None:
@@ -97,32 +101,27 @@ class ScanBackend(ABC):
             ConfigError: the ranks do not support the configuration.
             CommunicationError: a peer is gone.
         """
-        state = torch.zeros(1, 1, 8, 8, device=device)
-        for start in self.kinds(device):
-            for reverse in (False, True)[: len(self._couriers)]:
-                scan = start(ScanRequest(state, state[..., 0].contiguous(), reverse, want_carry=True))
+        # Of a transition that cuts, which a scan between neighbours needs.
+        state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
+        for reverse in (False, True)[: len(self._couriers)]:
+            request = ScanRequest(state, transition, reverse, want_carry=True, cuts=True)
+            for chosen in self.possible(request):
+                scan = chosen.start(request)
                 scan.wait()
                 scan.finish()
                 scan.carry_out()
         self.drain()
-        if self.neighbour is not None:
-            self.neighbour.prepare(device)
-
-    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
-        """`start` for each collective that it may choose for states on a device. Collective."""
-        del device
-        return [self.start]
 
     def drain(self) -> None:
-        """Wait until everything launched is received *and* sent; call before destroying the groups.
-
-        Raises:
-            CommunicationError: a scan failed.
-        """
+        """See `StateScan.drain`."""
         for courier in self._couriers:
             courier.drain()
-        if self.neighbour is not None:
-            self.neighbour.drain()
+
+    def _chosen_for(self, request: ScanRequest) -> Chosen:
+        key = request.reverse, request.state.shape, request.state.dtype, request.transition.ndim
+        if key not in self._chosen:
+            self._chosen[key] = self.choose(request)
+        return self._chosen[key]
 
 
 class SpecScan(ScanBackend):
@@ -130,16 +129,11 @@ class SpecScan(ScanBackend):
 
     def __init__(self, couriers: tuple[Courier, ...], scan: ScanSpec) -> None:
         super().__init__(couriers)
-        self._scan, self.finish_waits = scan, scan.in_series
+        self._scan = scan
 
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        """Start the scan by the descriptor's algorithm."""
-        return self._scan.start(request, self.courier(request))
-
-    def algorithm(self, request: ScanRequest) -> ScanSpec:
-        """See `ScanBackend.algorithm`."""
-        del request
-        return self._scan
+    def choose(self, request: ScanRequest) -> Chosen:
+        """The descriptor's algorithm."""
+        return Chosen(self._scan.over(self.courier(request)), self._scan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +148,10 @@ class BackendSpec:
         scans: the algorithms that it may run, in table order; none for a backend without communication, which then
             rejects ranks that share a sequence.
         section: name of that section; None if there is none.
+        scans_over: (settings, topology) → the algorithms that they allow over these nodes; raises ConfigError if the
+            configured one cannot run over them. None: `scans`.
+        topology: (settings, nodes as found) → the nodes of the ranks that share a sequence; raises ConfigError if the
+            ranks do not fill the configured ones. None: as found.
     """
 
     name: str
@@ -163,6 +161,8 @@ class BackendSpec:
     build: Callable[[tuple[Courier, ...], Any], ScanBackend]
     scans: tuple[ScanSpec, ...] = ()
     section: str | None = None
+    scans_over: Callable[[Any, Topology], tuple[ScanSpec, ...]] | None = None
+    topology: Callable[[Any, Topology], Topology] | None = None
 
     def size_problem(self, size: int) -> str | None:
         """Why this many ranks cannot share a sequence; None if they can."""

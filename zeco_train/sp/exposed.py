@@ -32,7 +32,6 @@ class ExposedMeter:
     """Accumulates the time that compute waits. What is launched outside of `measuring` is not measured."""
 
     def __init__(self) -> None:
-        self._measuring = False
         self._seconds: float | None = None
         self._recorded: deque[Events] = deque()
         # Reused: creating an event costs more than recording one.
@@ -44,13 +43,11 @@ class ExposedMeter:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure scans that are launched inside, and messages of softmax attention that are waited for inside."""
-        self._measuring = True
-        _MEASURING.append(self)
+        MEASURING.append(self)
         try:
             yield
         finally:
-            self._measuring = False
-            _MEASURING.remove(self)
+            MEASURING.remove(self)
 
     def take(self) -> float | None:
         """Seconds of waiting since the last call; None if no wait was measured.
@@ -74,7 +71,7 @@ class ExposedMeter:
 
         `finish` is timed only if it waits for communication.
         """
-        return _MeteredScan(scan, device, self, finish_waits) if self._measuring else scan
+        return _MeteredScan(scan, device, self, finish_waits)
 
     def timed(self, call: Callable[[], T], device: torch.device) -> T:
         """Run and time a call that waits for communication."""
@@ -110,12 +107,12 @@ class ExposedMeter:
 
 
 # Not of a thread: a backward pass may run on another one.
-_MEASURING: list[ExposedMeter] = []
+MEASURING: list[ExposedMeter] = []
 
 
 def active_meter() -> ExposedMeter | None:
     """The meter that is inside of `measuring`."""
-    return _MEASURING[-1] if _MEASURING else None
+    return MEASURING[-1] if MEASURING else None
 
 
 def run_wait(call: Callable[[], T], device: torch.device) -> T:

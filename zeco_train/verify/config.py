@@ -16,12 +16,12 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.selection import Call, Kernels
 from zeco_train.ops.softmax import attention
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import METHODS as ATTENTION_METHODS
 from zeco_train.sp.registry import BACKENDS as SPECS
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.system.paths import check_output_file
 from zeco_train.system.ranges import check_least
 from zeco_train.verify.sequences import VERIFIED

@@ -1,0 +1,85 @@
+"""Through how many source files a state passes from its layer to the wire."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.mixers.gla import GatedLinearAttention
+from models.spec import ModelSpec
+from tests.support.commands import REPOSITORY
+from tests.support.distributed import run_distributed
+from tests.support.steps import TINY
+from zeco_train.ops.seam import SequenceShard
+from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
+from zeco_train.sp.exchange import connect
+from zeco_train.sp.registry import SPConfig
+
+# Files with arithmetic on this rank's tokens: those that they call see no state on its road.
+LOCAL = ("zeco_train/ops/gla/chunked.py", "models/projections.py")
+TOKENS = 64
+
+
+def road(rank: int, world_size: int) -> list[str]:
+    """The files entered between the mixer's forward pass and the first send, those of the courier's thread included."""
+    entered, watched = dict[str, None](), threading.Event()
+    passing: list[bool] = []
+    launched: list[int] = []
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or not watched.is_set():
+            return
+        if frame.f_code is GatedLinearAttention.forward.__code__:
+            passing.append(True)
+        if frame.f_code is dist.isend.__code__:
+            watched.clear()
+        # From here on the main thread computes beside the scan, or is done before it sends.
+        if frame.f_code.co_name == "overlap":
+            launched.append(threading.get_ident())
+        name, above = _name(frame), frame.f_back
+        if not passing or name is None or threading.get_ident() in launched:
+            return
+        while above is not None:
+            if _name(above) in LOCAL or above.f_code is GatedLinearAttention._operands.__code__:
+                return
+            above = above.f_back
+        entered[name] = None
+
+    # The courier's thread starts with the first scan.
+    threading.setprofile(watch)
+    groups = dist.new_group(), dist.new_group()
+    config = SPConfig(all_scan=AllScanConfig(AllScanAlgorithm["chain"]))
+    exchange = connect(config, groups, timedelta(seconds=60), torch.device("cpu"))
+    model = ModelSpec(TINY).build()
+    model.init_weights(0)
+    ids, shard = torch.zeros(1, TOKENS, dtype=torch.int64), SequenceShard(exchange, rank * TOKENS, 2 * TOKENS)
+    with torch.no_grad():
+        model(ids, shard)
+        exchange.drain()
+        sys.setprofile(watch)
+        watched.set()
+        model(ids, shard)
+        sys.setprofile(None)
+    exchange.drain()
+    dist.barrier()
+    return [*entered]
+
+
+def _name(frame: FrameType) -> str | None:
+    path = Path(frame.f_code.co_filename)
+    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else None
+
+
+@pytest.mark.processes
+def test_a_state_passes_through_few_files() -> None:
+    first, _ = run_distributed(road, 2)
+    assert "zeco_train/collectives/wire.py" in first
+    assert len(first) <= 12, first
