@@ -25,6 +25,7 @@ from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.dp import LocalScan
+from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.training.build import init
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
@@ -145,9 +146,10 @@ def set_gradients(model: nn.Module, number: int) -> dict[str, Tensor]:
     return grads
 
 
-def one() -> Tensor:
-    """A loss."""
-    return torch.ones((), dtype=torch.float64)
+def update(step: TrainingStep, loss: float = 1.0) -> StepNumbers[float]:
+    """As after passes with this share of the loss."""
+    step.totals.loss.fill_(loss)
+    return step.update().read()
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 1e-3, 0.5, 1e9])
@@ -167,9 +169,9 @@ def test_updates_equal_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> N
         for copies in (plain, exact):
             for name, parameter in copies.items():
                 parameter.grad = grads[name].clone()
-        loss, norm = step.update(one()).read()
+        numbers = update(step)
         expected = torch.nn.utils.get_total_norm(grads.values())
-        assert (loss, norm) == (1.0, pytest.approx(expected.item(), rel=1e-14))
+        assert numbers == StepNumbers(loss=1.0, grad_norm=pytest.approx(expected.item(), rel=1e-14))
         if grad_clip:
             torch.nn.utils.clip_grads_with_norm_(exact.values(), grad_clip, expected)
             factor = ((expected + 1e-6) / grad_clip).clamp(min=1.0).float().double()
@@ -193,16 +195,16 @@ def _everything(step: TrainingStep) -> dict[str, Tensor]:
     return state
 
 
-def _poison(step: TrainingStep, what: str, value: float, rank: int) -> Tensor:
+def _poison(step: TrainingStep, what: str, value: float, rank: int) -> float:
     """Make the loss, or one number of a gradient, non-finite on rank 1 alone; returns the loss."""
     if rank != 1:
-        return one()
+        return 1.0
     if what == "loss":
-        return torch.full((), value, dtype=torch.float64)
+        return value
     gradient = step.model.model.layers[1].mlp.down_proj.weight.grad
     assert isinstance(gradient, DTensor)
     gradient.to_local()[-1, -1] = value
-    return one()
+    return 1.0
 
 
 def _leave_out(rank: int, world_size: int, value: float) -> None:
@@ -222,8 +224,8 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
         for number in range(3):
             before = _everything(step)
             set_gradients(step.model, number)
-            numbers = step.update(_poison(step, what, value, rank)).read()
-            assert not all(map(math.isfinite, numbers)), where
+            numbers = update(step, _poison(step, what, value, rank))
+            assert not all(map(math.isfinite, vars(numbers).values())), where
             after = _everything(step)
             # The first step creates the optimizer's state, as zeros.
             before = {name: torch.zeros_like(tensor) for name, tensor in after.items()} | before
@@ -231,7 +233,7 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
                 assert torch.equal(after[name], tensor), f"{name}: step {number}, {where}"
             for one_step in (step, twin):
                 set_gradients(one_step.model, number)
-                assert all(map(math.isfinite, one_step.update(one()).read())), where
+                assert all(map(math.isfinite, vars(update(one_step)).values())), where
         expected = _everything(twin)
         assert expected.keys() == after.keys()
         for name, tensor in _everything(step).items():

@@ -156,9 +156,8 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     scan = build_exchange(config.sp, config.model, mesh, config.data.seq_len, config.train.dtype.compute)
     counted = _Counting(scan)
     step = build_step(config, model, optimizer, counted, mesh)
-    share = step.backward(_batches(case, mesh), last=True)
-    assert share is not None
-    step.update(share)
+    step.backward(_batches(case, mesh), last=True)
+    step.update()
     scan.drain()
     peak = None
     if mesh.device.type == "cuda":

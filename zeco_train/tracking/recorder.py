@@ -22,7 +22,7 @@ from zeco_train.checkpoint.files import Progress
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.loggers import ExperimentLogger
-from zeco_train.tracking.metrics import LineWriter, StepMetrics, read_metrics
+from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics
 from zeco_train.tracking.plot import plot_run
 from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations, read_validations
 from zeco_train.tracking.positions import ValidationLoss
@@ -55,11 +55,10 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
 
 @dataclass
 class StepResult:
-    """Result of one optimizer step; loss and norm are the same on every rank.
+    """Result of one optimizer step.
 
     Attributes:
-        loss: mean token loss of the global batch.
-        grad_norm: global norm before clipping.
+        numbers: the same on every rank.
         lr: learning rate.
         seconds: of the whole step; data_seconds: time this rank waited for the loader.
         sequence_ids: sequences processed by this rank.
@@ -67,8 +66,7 @@ class StepResult:
         nonfinite: why the step was skipped, with the first tensor concerned; None if it was not.
     """
 
-    loss: float
-    grad_norm: float
+    numbers: StepNumbers[float]
     lr: float
     seconds: float
     data_seconds: float
@@ -165,11 +163,12 @@ class Recorder:
         if not steps:
             return
         spent, self._spent = self._spent, defaultdict(float)
-        data_seconds, exposed, memory_gb, *seconds_between = self._most(
-            _mean([s.data_seconds for s in steps]),
-            _mean([s.comm_exposed_seconds for s in steps]),
-            self._memory_gb(),
-            *(spent[column] / len(steps) for column in ("validation_seconds", "save_seconds")),
+        longest = self._most(
+            data_seconds=_mean([s.data_seconds for s in steps]),
+            comm_exposed_seconds=_mean([s.comm_exposed_seconds for s in steps]),
+            memory_gb=self._memory_gb(),
+            validation_seconds=spent["validation_seconds"] / len(steps),
+            save_seconds=spent["save_seconds"] / len(steps),
         )
         if self._writer is None:
             return
@@ -179,22 +178,17 @@ class Recorder:
         per_device = rate / self._mesh.world_size
         row = StepMetrics(
             step=progress.step,
-            loss=steps[-1].loss,
-            grad_norm=steps[-1].grad_norm,
+            **vars(steps[-1].numbers),
             lr=steps[-1].lr,
             tokens=progress.tokens,
             tokens_per_second=rate,
             tokens_per_second_per_device=per_device,
             step_seconds=seconds,
-            data_seconds=data_seconds or 0.0,
             job_tokens_per_second=len(steps) * self._tokens_per_step / (self._row_written - since),
-            validation_seconds=seconds_between[0],
-            save_seconds=seconds_between[1],
             val_loss=None if validation is None else validation.mean,
-            memory_gb=memory_gb,
             mfu=self._utilisation(per_device, self._flops),
             hfu=self._utilisation(per_device, self._hardware_flops),
-            comm_exposed_seconds=exposed,
+            **longest,
             extra=_skipped(steps[-1], progress) | _of_validation(validation),
         )
         self._put(row, validation)
@@ -256,12 +250,12 @@ class Recorder:
         rate = self._steps_done * self._tokens_per_step / (time.monotonic() - self._started)
         return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir, rate)
 
-    def _most(self, *values: float | None) -> list[float | None]:
+    def _most(self, **values: float | None) -> dict[str, Any]:
         """Maximum of each value over the ranks that have it; None if none has. Collective."""
-        most = torch.tensor([-math.inf if value is None else value for value in values], dtype=torch.float64)
+        most = torch.tensor([-math.inf if value is None else value for value in values.values()], dtype=torch.float64)
         if self._mesh.world_size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return [None if value == -math.inf else value for value in most.tolist()]
+        return {name: None if value == -math.inf else value for name, value in zip(values, most.tolist(), strict=True)}
 
     def _memory_gb(self) -> float | None:
         if self._mesh.device.type != "cuda":

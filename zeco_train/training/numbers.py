@@ -1,0 +1,120 @@
+"""A step's numbers on the device: gathered from its passes, reduced over ranks, copied to the host.
+
+`zeco_train.tracking.metrics` declares them. Totals stay at their addresses, where replayed kernels read them. What a
+replay overwrites, a pass's results and the reduced numbers, is added or copied before the next replay.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeco_train.errors import CommunicationError
+from zeco_train.tracking.metrics import PassNumbers, StepNumbers
+
+# Between two looks at a step's end. The device still runs the optimizer then, so a late look delays nothing.
+_POLL_SECONDS = 2e-4
+
+
+class _Reduction(NamedTuple):
+    """The value of no parts, and how parts are added: on this rank, and over ranks."""
+
+    start: float
+    join: Callable[..., Tensor]
+    op: Any
+
+
+_REDUCTIONS = {
+    "sum": _Reduction(0.0, torch.add, dist.ReduceOp.SUM),
+    "max": _Reduction(-math.inf, torch.maximum, dist.ReduceOp.MAX),
+}
+_ACROSS = {number.name: _REDUCTIONS[number.metadata["across"]] for number in fields(PassNumbers)}
+
+N = TypeVar("N", bound=PassNumbers[Any])
+
+
+def named(kind: type[N], values: Iterable[Any]) -> N:
+    """The record of values in the order of its fields, which is that of `vars(record).values()`."""
+    return kind(**{number.name: value for number, value in zip(fields(kind), values, strict=True)})
+
+
+def taken_from(results: Sequence[Tensor]) -> tuple[PassNumbers[Tensor], Sequence[Tensor]]:
+    """The numbers with which the results of a pass begin, and the rest of these."""
+    return named(PassNumbers, results[: len(_ACROSS)]), results[len(_ACROSS) :]
+
+
+def new_totals(device: torch.device) -> PassNumbers[Tensor]:
+    """Totals of no passes, fp64."""
+    starts = (how.start for how in _ACROSS.values())
+    return named(PassNumbers, (torch.full((), start, dtype=torch.float64, device=device) for start in starts))
+
+
+def clear(totals: PassNumbers[Tensor]) -> None:
+    """Make them the totals of no passes again."""
+    for name, how in _ACROSS.items():
+        getattr(totals, name).fill_(how.start)
+
+
+def add(totals: PassNumbers[Tensor], part: PassNumbers[Tensor]) -> None:
+    """Add a part to this rank's totals."""
+    for name, how in _ACROSS.items():
+        total = getattr(totals, name)
+        how.join(total, getattr(part, name), out=total)
+
+
+def over_ranks(totals: PassNumbers[Tensor]) -> PassNumbers[Tensor]:
+    """Their reductions over all ranks. Collective."""
+    found = named(PassNumbers, (getattr(totals, name).clone() for name in _ACROSS))
+    for name, how in _ACROSS.items():
+        # One by one: the place of a value in a vector decides the order in which some rings add it up.
+        dist.all_reduce(getattr(found, name), op=how.op)
+    return found
+
+
+class PendingNumbers:
+    """The numbers of a step, copied to the host asynchronously.
+
+    Args:
+        values: on the device, in the order of `StepNumbers`.
+        timeout: longest wait for them; None: that of the communication that they wait for.
+    """
+
+    def __init__(self, values: Iterable[Tensor], *, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
+        together = torch.stack([value.double() for value in values])
+        self._values, self._ready = together, None
+        if together.is_cuda:
+            # A copy to pageable memory would make the host wait.
+            self._values = torch.empty_like(together, device="cpu", pin_memory=True)
+            self._values.copy_(together, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def read(self) -> StepNumbers[float]:
+        """Wait for the copy.
+
+        Raises:
+            CommunicationError: they were not ready within the timeout.
+        """
+        if self._ready is not None:
+            self._wait(self._ready)
+        return named(StepNumbers, self._values.tolist())
+
+    def _wait(self, ready: torch.cuda.Event) -> None:
+        if self._timeout is None:
+            ready.synchronize()
+            return
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not ready.query():
+            if time.monotonic() > deadline:
+                problem = f"no end within {self._timeout.total_seconds():g} s"
+                raise CommunicationError(dist.get_rank(), "replay of a step's CUDA graphs", problem)
+            time.sleep(_POLL_SECONDS)
