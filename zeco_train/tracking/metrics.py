@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -22,19 +21,17 @@ _LARGEST_BYTES = 1 << 32
 _REMEDY = "free space there or name another run_dir"
 
 logger = logging.getLogger(__name__)
-
-
 T = TypeVar("T")
 
 
 class Column(TypedDict, total=False):
-    """What the metadata of a column's field declare. Every column is in metrics.jsonl and goes to the trackers.
+    """Metadata of a column's field. Every column is in metrics.jsonl and in the trackers.
 
     Attributes:
         across: of `PassNumbers`: how the parts of segments, micro-batches and ranks become one number. A mean is a sum
             of parts that were divided by the count of the whole step.
         shown: its text in the progress line; without it, it is not shown.
-        behind: the column whose text it follows at once, instead of standing at its own place.
+        behind: the column whose text it follows, instead of the order of the fields.
         in_lines_only: not shown in a terminal's bar, which has less room.
     """
 
@@ -57,7 +54,7 @@ class PassNumbers(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class StepNumbers(PassNumbers[T]):
-    """All numbers of a step; those of its own are the same on all ranks from the start.
+    """All numbers of a step; those declared here are computed the same on every rank.
 
     Attributes:
         grad_norm: global gradient norm before clipping.
@@ -114,13 +111,6 @@ class StepMetrics(StepNumbers[float]):
     hfu: float | None = field(default=None, metadata=Column(shown="hfu {:.1%}".format, in_lines_only=True))
     comm_exposed_seconds: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> Self:
-        """Inverse of `as_dict`; also takes rows of `read_metrics`, where None stands for NaN or infinity."""
-        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
-        columns = {column.name: values.pop(column.name) for column in fields(cls) if column.name in values}
-        return cls(**columns, extra=values)
 
     def as_dict(self) -> dict[str, Any]:
         """The columns that have a value, `step` first and `extra` last.

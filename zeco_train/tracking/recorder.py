@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ class Recorder:
             **longest,
             extra=_skipped(steps[-1], progress) | _of_validation(validation),
         )
-        self._put(row, validation)
+        self._put(row.as_dict(), validation)
 
     def lacks_validation(self, step: int) -> bool:
         """Whether the step has a row without a validation loss. Collective.
@@ -200,29 +200,29 @@ class Recorder:
             DataError: metrics.jsonl cannot be read; on every rank.
         """
         row = agree(self._mesh, lambda: self._row_of(step) if self._mesh.is_main else None)
-        lacks = [row is not None and row.val_loss is None]
+        lacks = [row is not None and "val_loss" not in row]
         dist.broadcast_object_list(lacks, src=0)
         return lacks[0]
 
     def add_validation(self, step: int, validation: ValidationLoss) -> None:
         """Append a step's row again, with the missing validation loss; the last row of a step counts."""
         if self._writer is not None and (row := self._row_of(step)) is not None:
-            extra = {**row.extra, **_of_validation(validation)}
-            self._put(replace(row, val_loss=validation.mean, extra=extra), validation)
+            known = {name: math.nan if value is None else value for name, value in row.items()}
+            self._put({**known, "val_loss": validation.mean, **_of_validation(validation)}, validation)
 
-    def _row_of(self, step: int) -> StepMetrics | None:
+    def _row_of(self, step: int) -> dict[str, Any] | None:
         rows = read_metrics(self._run_dir / METRICS_FILE)
-        return next((StepMetrics.from_dict(row) for row in rows if row["step"] == step), None)
+        return next((row for row in rows if row["step"] == step), None)
 
-    def _put(self, row: StepMetrics, validation: ValidationLoss | None) -> None:
+    def _put(self, row: dict[str, Any], validation: ValidationLoss | None) -> None:
         """Write and show a row, on rank 0."""
         assert self._writer is not None
-        self._writer.append(row.as_dict())
+        self._writer.append(row)
         if validation is not None:
             self._validations = self._validations or LineWriter(self._run_dir / VALIDATION_FILE)
-            self._validations.append({"step": row.step, **validation.as_dict()})
-        self._display.report(row.as_dict())
-        self._tracker.log(row.step, row.as_dict())
+            self._validations.append({"step": row["step"], **validation.as_dict()})
+        self._display.report(row)
+        self._tracker.log(row["step"], row)
 
     def close(self) -> None:
         """End the display and the tracker's run, and close the files."""
