@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -36,8 +36,6 @@ _REDUCTIONS = {
     "sum": _Reduction(0.0, torch.add, dist.ReduceOp.SUM),
     "max": _Reduction(-math.inf, torch.maximum, dist.ReduceOp.MAX),
 }
-_ACROSS = {number.name: _REDUCTIONS[number.metadata["across"]] for number in fields(PassNumbers)}
-
 N = TypeVar("N", bound=PassNumbers[Any])
 
 
@@ -48,35 +46,40 @@ def named(kind: type[N], values: Iterable[Any]) -> N:
 
 def taken_from(results: Sequence[Tensor]) -> tuple[PassNumbers[Tensor], Sequence[Tensor]]:
     """The numbers with which the results of a pass begin, and the rest of these."""
-    return named(PassNumbers, results[: len(_ACROSS)]), results[len(_ACROSS) :]
+    count = len(fields(PassNumbers))
+    return named(PassNumbers, results[:count]), results[count:]
 
 
-def new_totals(device: torch.device) -> PassNumbers[Tensor]:
+def new_totals(kind: type[N], device: torch.device) -> N:
     """Totals of no passes, fp64."""
-    starts = (how.start for how in _ACROSS.values())
-    return named(PassNumbers, (torch.full((), start, dtype=torch.float64, device=device) for start in starts))
+    starts = (how.start for _, how in _reductions(kind))
+    return named(kind, (torch.full((), start, dtype=torch.float64, device=device) for start in starts))
 
 
 def clear(totals: PassNumbers[Tensor]) -> None:
     """Make them the totals of no passes again."""
-    for name, how in _ACROSS.items():
+    for name, how in _reductions(totals):
         getattr(totals, name).fill_(how.start)
 
 
 def add(totals: PassNumbers[Tensor], part: PassNumbers[Tensor]) -> None:
     """Add a part to this rank's totals."""
-    for name, how in _ACROSS.items():
+    for name, how in _reductions(totals):
         total = getattr(totals, name)
         how.join(total, getattr(part, name), out=total)
 
 
-def over_ranks(totals: PassNumbers[Tensor]) -> PassNumbers[Tensor]:
+def over_ranks(totals: N) -> N:
     """Their reductions over all ranks. Collective."""
-    found = named(PassNumbers, (getattr(totals, name).clone() for name in _ACROSS))
-    for name, how in _ACROSS.items():
+    found = named(type(totals), (total.clone() for total in vars(totals).values()))
+    for name, how in _reductions(totals):
         # One by one: the place of a value in a vector decides the order in which some rings add it up.
         dist.all_reduce(getattr(found, name), op=how.op)
     return found
+
+
+def _reductions(numbers: PassNumbers[Any] | type[PassNumbers[Any]]) -> Iterator[tuple[str, _Reduction]]:
+    return ((number.name, _REDUCTIONS[number.metadata["across"]]) for number in fields(numbers))
 
 
 class PendingNumbers:

@@ -74,7 +74,7 @@ class TrainingStep:
         self._launcher = graphs or StepLauncher()
         # On the device, where replayed kernels read them; with or without graphs, for the same bits.
         self._num_labels = torch.ones((), dtype=torch.float64, device=mesh.device)
-        self.totals = new_totals(mesh.device)
+        self.totals = new_totals(PassNumbers, mesh.device)
         self._rates = DeviceRates(optimizer, mesh.device) if reads_device_rates(optimizer, mesh.device) else None
 
     def backward(self, segments: Sequence[Batch], *, last: bool, proceed: Callable[[], bool] = lambda: True) -> bool:
@@ -96,7 +96,7 @@ class TrainingStep:
         borders = self._first_pass(segments, proceed)
         if borders is None:
             return False
-        totals = new_totals(self.mesh.device)
+        totals = new_totals(PassNumbers, self.mesh.device)
         carry_grads: Sequence[Tensor] = ()
         for index in reversed(range(len(segments))):
             if not proceed():
