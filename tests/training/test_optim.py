@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -25,8 +26,9 @@ from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.dp import LocalScan
-from zeco_train.tracking.metrics import StepNumbers
+from zeco_train.tracking.metrics import Column, PassNumbers, StepNumbers, T
 from zeco_train.training.build import init
+from zeco_train.training.numbers import add, clear, new_totals, over_ranks
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
 from zeco_train.training.step import TrainingStep
@@ -144,6 +146,26 @@ def set_gradients(model: nn.Module, number: int) -> dict[str, Tensor]:
         grads[name] = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 10.0**-number
         parameter.grad = distribute_tensor(grads[name], parameter.device_mesh, parameter.placements)
     return grads
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Numbers(PassNumbers[T]):
+    largest: T = field(metadata=Column(across="max"))
+
+
+def _totals(rank: int, world_size: int) -> list[tuple[float, ...]]:
+    totals, found = new_totals(_Numbers, torch.device("cpu")), []
+    for parts in ([(0.5, -3.0), (0.25, -1.0)], [(1.5, -2.0)]):
+        clear(totals)
+        for loss, largest in parts:
+            add(totals, _Numbers(loss=torch.tensor(loss + rank), largest=torch.tensor(largest - rank)))
+        found += [tuple(map(Tensor.item, vars(each).values())) for each in (over_ranks(totals), totals)]
+    return found
+
+
+def test_parts_of_passes_and_ranks_are_joined_as_declared() -> None:
+    for rank, found in enumerate(run_distributed(_totals, 2)):
+        assert found == [(3.5, -1.0), (0.75 + 2 * rank, -1.0 - rank), (4.0, -2.0), (1.5 + rank, -2.0 - rank)]
 
 
 def update(step: TrainingStep, loss: float = 1.0) -> StepNumbers[float]:

@@ -200,7 +200,6 @@ class LineWriter:
             self.close()
 
     def _repair(self) -> None:
-        """Truncate the file after its last newline."""
         size = end = os.fstat(self._file.fileno()).st_size
         while end > 0:
             start = max(0, end - 65536)

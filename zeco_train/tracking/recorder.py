@@ -215,7 +215,6 @@ class Recorder:
         return next((row for row in rows if row["step"] == step), None)
 
     def _put(self, row: dict[str, Any], validation: ValidationLoss | None) -> None:
-        """Write and show a row, on rank 0."""
         assert self._writer is not None
         self._writer.append(row)
         if validation is not None:
@@ -263,7 +262,6 @@ class Recorder:
         return torch.cuda.max_memory_allocated(self._mesh.device) / 1e9
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: float | None) -> float | None:
-        """FLOPs over the device's peak; None if either is unknown."""
         if self._mesh.device.type != "cuda" or flops_per_token is None:
             return None
         peak = peak_flops(torch.cuda.get_device_name(self._mesh.device), self._dtype)
@@ -284,7 +282,6 @@ def check_records(run_dir: Path) -> None:
 
 
 def _skipped(last: StepResult, progress: Progress) -> dict[str, Any]:
-    """Columns for skipped steps: their count so far, and the reason if this step was skipped."""
     columns: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
     return columns if last.nonfinite is None else {**columns, "nonfinite": last.nonfinite}
 
@@ -297,6 +294,5 @@ def _of_validation(validation: ValidationLoss | None) -> dict[str, float]:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Mean of the measured values; None if there are none."""
     measured = [value for value in values if value is not None]
     return sum(measured) / len(measured) if measured else None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,11 @@ from zeco_train.tracking.metrics import PassNumbers, StepNumbers
 
 # Between two looks at a step's end. The device still runs the optimizer then, so a late look delays nothing.
 _POLL_SECONDS = 2e-4
+# By `Column.across`: the value of no parts, and how parts are joined on a rank, and over ranks.
+_START: dict[str, float] = {"sum": 0.0, "max": -math.inf}
+_JOIN: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-
-class _Reduction(NamedTuple):
-    """The value of no parts, and how parts are added: on this rank, and over ranks."""
-
-    start: float
-    join: Callable[..., Tensor]
-    op: Any
-
-
-_REDUCTIONS = {
-    "sum": _Reduction(0.0, torch.add, dist.ReduceOp.SUM),
-    "max": _Reduction(-math.inf, torch.maximum, dist.ReduceOp.MAX),
-}
 N = TypeVar("N", bound=PassNumbers[Any])
 
 
@@ -52,34 +43,34 @@ def taken_from(results: Sequence[Tensor]) -> tuple[PassNumbers[Tensor], Sequence
 
 def new_totals(kind: type[N], device: torch.device) -> N:
     """Totals of no passes, fp64."""
-    starts = (how.start for _, how in _reductions(kind))
-    return named(kind, (torch.full((), start, dtype=torch.float64, device=device) for start in starts))
+    totals = named(kind, (torch.empty((), dtype=torch.float64, device=device) for _ in fields(kind)))
+    clear(totals)
+    return totals
 
 
 def clear(totals: PassNumbers[Tensor]) -> None:
     """Make them the totals of no passes again."""
-    for name, how in _reductions(totals):
-        getattr(totals, name).fill_(how.start)
+    for total, across in _declared(totals):
+        total.fill_(_START[across])
 
 
 def add(totals: PassNumbers[Tensor], part: PassNumbers[Tensor]) -> None:
     """Add a part to this rank's totals."""
-    for name, how in _reductions(totals):
-        total = getattr(totals, name)
-        how.join(total, getattr(part, name), out=total)
+    for (total, across), value in zip(_declared(totals), vars(part).values(), strict=True):
+        _JOIN[across](total, value, out=total)
 
 
 def over_ranks(totals: N) -> N:
     """Their reductions over all ranks. Collective."""
     found = named(type(totals), (total.clone() for total in vars(totals).values()))
-    for name, how in _reductions(totals):
+    for total, across in _declared(found):
         # One by one: the place of a value in a vector decides the order in which some rings add it up.
-        dist.all_reduce(getattr(found, name), op=how.op)
+        dist.all_reduce(total, op=_REDUCE[across])
     return found
 
 
-def _reductions(numbers: PassNumbers[Any] | type[PassNumbers[Any]]) -> Iterator[tuple[str, _Reduction]]:
-    return ((number.name, _REDUCTIONS[number.metadata["across"]]) for number in fields(numbers))
+def _declared(totals: PassNumbers[Tensor]) -> Iterator[tuple[Tensor, str]]:
+    return ((getattr(totals, number.name), number.metadata["across"]) for number in fields(totals))
 
 
 class PendingNumbers:

@@ -156,7 +156,6 @@ class TrainingStep:
             self.optimizer.zero_grad(set_to_none=True)
 
     def _reduce(self) -> tuple[Tensor, ...]:
-        """The step's numbers over all ranks, and what the optimizer makes of them."""
         totals, norm = over_ranks(self.totals), global_norm(self.model)
         numbers = StepNumbers(**vars(totals), grad_norm=norm)
         # Fused optimizers divide gradients by `grad_scale`, and skip the step if `found_inf` is 1: torch's mechanism
