@@ -68,15 +68,12 @@ def _train(rank: int, world_size: int, store: str, cases: list[Any]) -> list[dic
         losses, norms = [], []
         for number in range(STEPS):
             step.zero_grad()
-            loss = torch.zeros((), dtype=torch.float64)
             for micro_step in range(loader.micro_steps):
                 batches = [loader.batch(number * BATCH, micro_step, segment) for segment in range(segments)]
-                share = step.backward(batches, last=micro_step == loader.micro_steps - 1)
-                assert share is not None
-                loss += share
-            value, norm = step.update(loss).read()
-            losses.append(value)
-            norms.append(norm)
+                step.backward(batches, last=micro_step == loader.micro_steps - 1)
+            numbers = step.update().read()
+            losses.append(numbers.loss)
+            norms.append(numbers.grad_norm)
         held = sum(local(parameter).numel() for parameter in model.parameters())
         results.append({"losses": losses, "norms": norms, "held": held})
     return results

@@ -137,12 +137,9 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
         ids = torch.arange(case.tokens).remainder(259)[None]
         batches = [Batch(ids, ids, None, index > 0 or mesh.sp_rank > 0, 0, [0]) for index in range(segments)]
         with _recorded_parameters() as sent:
-            total = torch.zeros((), dtype=torch.float64)
             for micro_step in range(micro_steps):
-                share = step.backward(batches, last=micro_step == micro_steps - 1)
-                assert share is not None
-                total += share
-            step.update(total)
+                step.backward(batches, last=micro_step == micro_steps - 1)
+            step.update()
         local = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
         grads = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
         states = [

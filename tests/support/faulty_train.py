@@ -64,11 +64,11 @@ def _gradient(trainer: Trainer) -> None:
     """NaN in a gradient, after its reduction."""
     update = trainer.parts.step.update
 
-    def bad_update(loss: torch.Tensor) -> Any:
+    def bad_update() -> Any:
         trainer.parts.step.update = update  # type: ignore[method-assign]
         grad: Any = trainer.parts.model.get_parameter(f"{_BAD_TENSOR}.weight").grad
         grad.to_local().fill_(torch.nan)
-        return update(loss)
+        return update()
 
     trainer.parts.step.update = bad_update  # type: ignore[method-assign]
 

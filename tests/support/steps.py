@@ -160,20 +160,17 @@ def run_steps(case: Case, scan: RecordedExchange, mesh: ProcessMesh, store: str 
     for number in range(case.steps):
         scan.events.clear()
         step.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
         for micro_step in range(loader.micro_steps):
             segments = [loader.batch(number * GLOBAL_BATCH, micro_step, segment) for segment in range(case.segments)]
-            share = step.backward(segments, last=micro_step == loader.micro_steps - 1)
-            assert share is not None
-            loss += share
+            step.backward(segments, last=micro_step == loader.micro_steps - 1)
         launches = tuple(scan.events.count(f"launch {direction}") for direction in ("forward", "reverse"))
         assert number == 0 or launches == result.launches, (launches, result.launches)
         result.launches = launches
         if number == 0:
             result.gradients = {name: full(p.grad).clone() for name, p in model.named_parameters()}
-        loss_value, norm = step.update(loss).read()
-        result.losses.append(loss_value)
-        result.norms.append(norm)
+        numbers = step.update().read()
+        result.losses.append(numbers.loss)
+        result.norms.append(numbers.grad_norm)
     val_loss = step.loss([loader.readers[0].read([0], segment) for segment in range(case.segments)])
     dist.all_reduce(val_loss)
     result.val_loss = val_loss.item() / mesh.dp_size

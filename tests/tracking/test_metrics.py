@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import load_config, to_plain
 from zeco_train.errors import DataError
 from zeco_train.tracking.loggers import NoLogger
-from zeco_train.tracking.metrics import LineWriter, StepMetrics, read_metrics
+from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics
 from zeco_train.tracking.plot import plot_run
 from zeco_train.tracking.recorder import Recorder, StepResult, peak_flops
 
@@ -28,8 +27,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def metrics(step: int, loss: float = 5.0, **values: object) -> StepMetrics:
-    row = StepMetrics(step, loss, 1.5, 3e-4, 1000 * step, 12345.6, 6172.8, 0.081, 0.001)
-    return replace(row, **values)  # type: ignore[arg-type]
+    rates = {"tokens_per_second": 12345.6, "tokens_per_second_per_device": 6172.8}
+    columns = {"grad_norm": 1.5, "lr": 3e-4, "tokens": 1000 * step, "step_seconds": 0.081, "data_seconds": 0.001}
+    return StepMetrics(**{"step": step, "loss": loss, **columns, **rates, **values})  # type: ignore[arg-type]
 
 
 def write_rows(path: Path, *rows: StepMetrics) -> Path:
@@ -193,7 +193,7 @@ def record(
 
 
 def step_result(seconds: float = 0.5, data_seconds: float = 0.0, exposed: float | None = None) -> StepResult:
-    return StepResult(5.0, 1.5, 3e-4, seconds, data_seconds, [0], exposed)
+    return StepResult(StepNumbers(loss=5.0, grad_norm=1.5), 3e-4, seconds, data_seconds, [0], exposed)
 
 
 def test_rows_tell_the_time_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tests.support.replays import REPLAYS_BEGIN
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
+from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.training.build import build_model
 from zeco_train.training.exchange import connect_model
 from zeco_train.training.graphs import WARM_UP, StepGraphs, _Captured, capture_problem
@@ -112,8 +113,8 @@ def train(
     micro_batches: int,
     graphs: Callable[[nn.Module], StepGraphs] | None,
     dtype: str,
-) -> tuple[list[tuple[float, float]], list[Tensor]]:
-    """Losses and norms of all steps, and the weights after the last."""
+) -> tuple[list[StepNumbers[float]], list[Tensor]]:
+    """The numbers of all steps, and the weights after the last."""
     # What was compiled for other models decides which sizes of the next one are dynamic, and kernels with dynamic sizes
     # may round otherwise.
     torch.compiler.reset()
@@ -140,14 +141,11 @@ def train(
     for number in range(STEPS):
         set_learning_rate(optimizer, 1e-3 * (number + 1))
         step.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for index in range(micro_batches):
             sequence = number * micro_batches + index
             segments = batches(sequence, config.data.reset_state_at_document, config.train.segments, mesh)
-            share = step.backward(segments, last=index == micro_batches - 1)
-            assert share is not None
-            loss += share
-        numbers.append(step.update(loss).read())
+            step.backward(segments, last=index == micro_batches - 1)
+        numbers.append(step.update().read())
     scan.drain()
     return numbers, [parameter.full_tensor().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
@@ -157,7 +155,7 @@ def check_same_bits(mesh: ProcessMesh, settings: list[str], micro_batches: int, 
     expected, expected_weights = train(mesh, settings, micro_batches, None, dtype)
     assert numbers == expected, (settings, micro_batches)
     assert all(torch.equal(*pair) for pair in zip(weights, expected_weights, strict=True)), (settings, micro_batches)
-    assert len({loss for loss, _ in numbers}) == STEPS
+    assert len({each.loss for each in numbers}) == STEPS
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.training import build
 from zeco_train.training.build import build_model
 from zeco_train.training.forward import SequenceForward
-from zeco_train.training.step import Numbers, TrainingStep
+from zeco_train.training.numbers import PendingNumbers
+from zeco_train.training.step import TrainingStep
 
 pytestmark = pytest.mark.numeric
 
@@ -40,12 +41,12 @@ def _poison(gradient_ids: list[int], activation_ids: list[int], rank: int) -> It
     """Set a gradient of rank 1 and a layer's input on rank 0 to NaN whenever certain sequences are trained on."""
     backward, forward = TrainingStep.backward, SequenceForward.loss
 
-    def bad_backward(self: TrainingStep, segments: list[Batch], **options: Any) -> torch.Tensor | None:
-        share = backward(self, segments, **options)
+    def bad_backward(self: TrainingStep, segments: list[Batch], **options: Any) -> bool:
+        done = backward(self, segments, **options)
         if rank == 1 and segments[0].sequence_ids == gradient_ids:
             grad: Any = self.model.get_parameter(GRADIENT).grad
             grad.to_local().fill_(torch.nan)
-        return share
+        return done
 
     def bad_forward(self: SequenceForward, batch: Batch, *arguments: Any) -> torch.Tensor:
         if rank != 0 or batch.sequence_ids != activation_ids:
@@ -68,13 +69,13 @@ def _poison(gradient_ids: list[int], activation_ids: list[int], rank: int) -> It
 def _without_updates(steps: set[int]) -> Iterator[None]:
     update, count = TrainingStep.update, 0
 
-    def maybe(self: TrainingStep, loss: torch.Tensor) -> Numbers:
+    def maybe(self: TrainingStep) -> PendingNumbers:
         nonlocal count
         count += 1
         if count not in steps:
-            return update(self, loss)
+            return update(self)
         with mock.patch.object(self.optimizer, "step"):
-            return update(self, loss)
+            return update(self)
 
     with mock.patch.object(TrainingStep, "update", maybe):
         yield
@@ -220,7 +221,7 @@ def _addresses(
         planted[0].repeat()
         return launched(self)
 
-    def spoil(self: TrainingStep, segments: list[Batch], **options: Any) -> Tensor | None:
+    def spoil(self: TrainingStep, segments: list[Batch], **options: Any) -> bool:
         # Before its first forward pass, which gathers the weights.
         if planted[0].step == steps and not spoilt:
             spoilt.append(steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,9 @@ from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.exchange import local_exchange
+from zeco_train.tracking.metrics import Column, PassNumbers, StepNumbers, T
 from zeco_train.training.build import init
+from zeco_train.training.numbers import add, clear, new_totals, over_ranks
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
 from zeco_train.training.step import TrainingStep
@@ -145,9 +148,30 @@ def set_gradients(model: nn.Module, number: int) -> dict[str, Tensor]:
     return grads
 
 
-def one() -> Tensor:
-    """A loss."""
-    return torch.ones((), dtype=torch.float64)
+@dataclass(frozen=True, kw_only=True)
+class _Numbers(PassNumbers[T]):
+    largest: T = field(metadata=Column(across="max"))
+
+
+def _totals(rank: int, world_size: int) -> list[tuple[float, ...]]:
+    totals, found = new_totals(_Numbers, torch.device("cpu")), []
+    for parts in ([(0.5, -3.0), (0.25, -1.0)], [(1.5, -2.0)]):
+        clear(totals)
+        for loss, largest in parts:
+            add(totals, _Numbers(loss=torch.tensor(loss + rank), largest=torch.tensor(largest - rank)))
+        found += [tuple(map(Tensor.item, vars(each).values())) for each in (over_ranks(totals), totals)]
+    return found
+
+
+def test_parts_of_passes_and_ranks_are_joined_as_declared() -> None:
+    for rank, found in enumerate(run_distributed(_totals, 2)):
+        assert found == [(3.5, -1.0), (0.75 + 2 * rank, -1.0 - rank), (4.0, -2.0), (1.5 + rank, -2.0 - rank)]
+
+
+def update(step: TrainingStep, loss: float = 1.0) -> StepNumbers[float]:
+    """As after passes with this share of the loss."""
+    step.totals.loss.fill_(loss)
+    return step.update().read()
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 1e-3, 0.5, 1e9])
@@ -167,9 +191,9 @@ def test_updates_equal_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> N
         for copies in (plain, exact):
             for name, parameter in copies.items():
                 parameter.grad = grads[name].clone()
-        loss, norm = step.update(one()).read()
+        numbers = update(step)
         expected = torch.nn.utils.get_total_norm(grads.values())
-        assert (loss, norm) == (1.0, pytest.approx(expected.item(), rel=1e-14))
+        assert numbers == StepNumbers(loss=1.0, grad_norm=pytest.approx(expected.item(), rel=1e-14))
         if grad_clip:
             torch.nn.utils.clip_grads_with_norm_(exact.values(), grad_clip, expected)
             factor = ((expected + 1e-6) / grad_clip).clamp(min=1.0).float().double()
@@ -193,16 +217,16 @@ def _everything(step: TrainingStep) -> dict[str, Tensor]:
     return state
 
 
-def _poison(step: TrainingStep, what: str, value: float, rank: int) -> Tensor:
+def _poison(step: TrainingStep, what: str, value: float, rank: int) -> float:
     """Make the loss, or one number of a gradient, non-finite on rank 1 alone; returns the loss."""
     if rank != 1:
-        return one()
+        return 1.0
     if what == "loss":
-        return torch.full((), value, dtype=torch.float64)
+        return value
     gradient = step.model.model.layers[1].mlp.down_proj.weight.grad
     assert isinstance(gradient, DTensor)
     gradient.to_local()[-1, -1] = value
-    return one()
+    return 1.0
 
 
 def _leave_out(rank: int, world_size: int, value: float) -> None:
@@ -222,8 +246,8 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
         for number in range(3):
             before = _everything(step)
             set_gradients(step.model, number)
-            numbers = step.update(_poison(step, what, value, rank)).read()
-            assert not all(map(math.isfinite, numbers)), where
+            numbers = update(step, _poison(step, what, value, rank))
+            assert not all(map(math.isfinite, vars(numbers).values())), where
             after = _everything(step)
             # The first step creates the optimizer's state, as zeros.
             before = {name: torch.zeros_like(tensor) for name, tensor in after.items()} | before
@@ -231,7 +255,7 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
                 assert torch.equal(after[name], tensor), f"{name}: step {number}, {where}"
             for one_step in (step, twin):
                 set_gradients(one_step.model, number)
-                assert all(map(math.isfinite, one_step.update(one()).read())), where
+                assert all(map(math.isfinite, vars(update(one_step)).values())), where
         expected = _everything(twin)
         assert expected.keys() == after.keys()
         for name, tensor in _everything(step).items():

@@ -27,6 +27,7 @@ from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.attention.routes import Routes
+from zeco_train.training.numbers import taken_from
 from zeco_train.training.step import TrainingStep
 from zeco_train.verify import attention_cases, scan_cases, step_cases
 from zeco_train.verify.attention_cases import AttentionCase
@@ -200,8 +201,8 @@ def _forgets_carries(run: Callable[..., Any], step: Any, batch: Any, carries: An
 
 
 def _forgets_carry_grads(run: Callable[..., Any], step: Any, *args: Any, last: bool) -> tuple[Tensor, ...]:
-    share, *grads = run(step, *args, last=last)
-    return share, *(torch.zeros_like(grad) for grad in grads)
+    numbers, grads = taken_from(run(step, *args, last=last))
+    return *vars(numbers).values(), *(torch.zeros_like(grad) for grad in grads)
 
 
 @pytest.mark.slow

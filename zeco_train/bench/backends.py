@@ -146,21 +146,17 @@ class Backends:
             started = time.perf_counter()
             step.zero_grad()
             with meter.measuring():
-                total = torch.zeros((), dtype=torch.float64, device=self._session.device)
                 for index in tokens.numbers(number):
                     last = index == tokens.numbers(number)[-1]
-                    share = step.backward(tokens.batches(index, alone, segments), last=last, proceed=_nobody_stops)
-                    assert share is not None
-                    total += share
+                    step.backward(tokens.batches(index, alone, segments), last=last, proceed=_nobody_stops)
             if not updates:
                 step.skip_update()
                 launching.append(time.perf_counter() - started)
                 # As with an update: the mean over ranks is the loss.
-                return total * self._session.world_size
-            numbers = step.update(total)
+                return step.totals.loss * self._session.world_size
+            numbers = step.update()
             launching.append(time.perf_counter() - started)
-            loss, _ = numbers.read()
-            return loss
+            return numbers.read().loss
 
         return Contender(name, train, None if alone else meter, launching=launching, graphs=graphs)
 
@@ -179,8 +175,8 @@ class Backends:
         """
         step = self._training_step(exchange, alone, replace(tokens, micro_batches=1))
         step.zero_grad()
-        loss = step.backward(tokens.batches(0, alone, self._run.train.segments), last=True)
-        assert loss is not None
+        step.backward(tokens.batches(0, alone, self._run.train.segments), last=True)
+        loss = step.totals.loss.clone()
         grads = []
         for parameter in self.model.parameters() if keep else ():
             assert parameter.grad is not None

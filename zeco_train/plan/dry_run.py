@@ -156,9 +156,8 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     exchange = connect_model(config.sp, config.model, mesh, config.data.seq_len, config.train.dtype.compute)
     counted = _Counting(exchange.states)
     step = build_step(config, model, optimizer, dataclasses.replace(exchange, states=counted), mesh)
-    share = step.backward(_batches(case, mesh), last=True)
-    assert share is not None
-    step.update(share)
+    step.backward(_batches(case, mesh), last=True)
+    step.update()
     exchange.drain()
     peak = None
     if mesh.device.type == "cuda":

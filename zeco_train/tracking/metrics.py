@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
 
 from zeco_train.errors import DataError
+from zeco_train.system.amounts import compact
 from zeco_train.system.files import read_errors, write_errors
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.small_files import parse_json, read_small
@@ -21,16 +21,54 @@ _LARGEST_BYTES = 1 << 32
 _REMEDY = "free space there or name another run_dir"
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class StepMetrics:
+class Column(TypedDict, total=False):
+    """Metadata of a column's field. Every column is in metrics.jsonl and in the trackers.
+
+    Attributes:
+        across: of `PassNumbers`: how the parts of segments, micro-batches and ranks become one number. A mean is a sum
+            of parts that were divided by the count of the whole step.
+        shown: its text in the progress line; without it, it is not shown.
+        behind: the column whose text it follows, instead of the order of the fields.
+        in_lines_only: not shown in a terminal's bar, which has less room.
+    """
+
+    across: Literal["sum", "max"]
+    shown: Callable[[Any], str]
+    behind: str
+    in_lines_only: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassNumbers(Generic[T]):
+    """What the passes of a step measure: scalars, each a `Tensor` of this rank's part, or a float of all ranks.
+
+    Attributes:
+        loss: mean token loss of the global batch, in nats.
+    """
+
+    loss: T = field(metadata=Column(across="sum", shown="loss {:.4f}".format))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNumbers(PassNumbers[T]):
+    """All numbers of a step; those declared here are computed the same on every rank.
+
+    Attributes:
+        grad_norm: global gradient norm before clipping.
+    """
+
+    grad_norm: T = field(metadata=Column(shown="grad_norm {:.3g}".format, in_lines_only=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics(StepNumbers[float]):
     """One row of metrics.jsonl. Times and rates are means over the steps since the previous row.
 
     Attributes:
         step: optimizer steps done, from 1.
-        loss: mean token loss of the global batch, in nats.
-        grad_norm: global gradient norm before clipping.
         lr: learning rate of this step.
         tokens: tokens trained on since the start of the run, over all ranks.
         tokens_per_second, tokens_per_second_per_device: throughput of the steps over all ranks, and divided by them.
@@ -56,38 +94,31 @@ class StepMetrics:
     """
 
     step: int
-    loss: float
-    grad_norm: float
-    lr: float
+    lr: float = field(metadata=Column(shown="lr {:.2e}".format, in_lines_only=True))
     tokens: int
-    tokens_per_second: float
+    tokens_per_second: float = field(metadata=Column(shown=lambda rate: f"{compact(rate)} tokens/s"))
     tokens_per_second_per_device: float
     step_seconds: float
     data_seconds: float
-    job_tokens_per_second: float | None = None
+    job_tokens_per_second: float | None = field(
+        default=None, metadata=Column(shown=lambda rate: f" (job {compact(rate)})", behind="tokens_per_second")
+    )
     validation_seconds: float | None = None
     save_seconds: float | None = None
-    val_loss: float | None = None
-    memory_gb: float | None = None
-    mfu: float | None = None
-    hfu: float | None = None
+    val_loss: float | None = field(default=None, metadata=Column(shown="  val_loss {:.4f}".format, behind="loss"))
+    memory_gb: float | None = field(default=None, metadata=Column(shown="{:.1f} GB".format))
+    mfu: float | None = field(default=None, metadata=Column(shown="mfu {:.1%}".format))
+    hfu: float | None = field(default=None, metadata=Column(shown="hfu {:.1%}".format, in_lines_only=True))
     comm_exposed_seconds: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> Self:
-        """Inverse of `as_dict`; also takes rows of `read_metrics`, where None stands for NaN or infinity."""
-        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
-        columns = {column.name: values.pop(column.name) for column in fields(cls) if column.name in values}
-        return cls(**columns, extra=values)
-
     def as_dict(self) -> dict[str, Any]:
-        """The columns that have a value, `extra` last.
+        """The columns that have a value, `step` first and `extra` last.
 
         Raises:
             ValueError: a name in `extra` clashes with a column.
         """
-        names = [column.name for column in fields(self) if column.name != "extra"]
+        names = ["step", *(column.name for column in fields(self) if column.name not in ("step", "extra"))]
         if clash := sorted({*names} & {*self.extra}):
             raise ValueError(f"extra metrics may not be named {', '.join(clash)}")
         row = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -169,7 +200,6 @@ class LineWriter:
             self.close()
 
     def _repair(self) -> None:
-        """Truncate the file after its last newline."""
         size = end = os.fstat(self._file.fileno()).st_size
         while end > 0:
             start = max(0, end - 65536)

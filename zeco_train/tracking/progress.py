@@ -8,14 +8,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from zeco_train.system.amounts import clock, compact
+from zeco_train.system.amounts import clock
 from zeco_train.system.terminal import visible
+from zeco_train.tracking.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -70,28 +72,19 @@ class ProgressDisplay:
 
     def report(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics (`StepMetrics.as_dict()`)."""
-        step, left = row["step"], clock(self._seconds_left(row))
-        parts = [f"loss {row['loss']:.4f}"]
-        if "val_loss" in row:
-            parts.append(f"val_loss {row['val_loss']:.4f}")
-        if self._bar is None:
-            parts += [f"grad_norm {row['grad_norm']:.3g}", f"lr {row['lr']:.2e}"]
-        parts.append(f"{compact(row['tokens_per_second'])} tokens/s")
-        if "job_tokens_per_second" in row:
-            parts[-1] += f" (job {compact(row['job_tokens_per_second'])})"
-        if "memory_gb" in row:
-            parts.append(f"{row['memory_gb']:.1f} GB")
-        if "mfu" in row:
-            parts.append(f"mfu {row['mfu']:.1%}")
-        if "hfu" in row and self._bar is None:
-            parts.append(f"hfu {row['hfu']:.1%}")
-        parts.append(f"ETA {left}")
+        step, parts = row["step"], dict[str, str]()
+        for column in fields(StepMetrics):
+            name, facts = column.name, column.metadata
+            if name in row and "shown" in facts and (self._bar is None or not facts.get("in_lines_only")):
+                place = facts.get("behind", name)
+                parts[place] = parts.get(place, "") + facts["shown"](row[name])
+        text = "  ".join([*parts.values(), f"ETA {clock(self._seconds_left(row))}"])
         if self._bar is not None:
             self.advance(step)
-            self._bar.set_postfix_str("  ".join(parts))
+            self._bar.set_postfix_str(text)
         else:
             width = len(str(self.total_steps))
-            self._print("  ".join([f"step {step:{width}d}/{self.total_steps}", *parts]))
+            self._print(f"step {step:{width}d}/{self.total_steps}  {text}")
 
     def note(self, text: str) -> None:
         """Print a line, above the bar if there is one."""

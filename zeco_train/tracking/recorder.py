@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from zeco_train.checkpoint.files import Progress
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.loggers import ExperimentLogger
-from zeco_train.tracking.metrics import LineWriter, StepMetrics, read_metrics
+from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics
 from zeco_train.tracking.plot import plot_run
 from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations, read_validations
 from zeco_train.tracking.positions import ValidationLoss
@@ -55,11 +55,10 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
 
 @dataclass
 class StepResult:
-    """Result of one optimizer step; loss and norm are the same on every rank.
+    """Result of one optimizer step.
 
     Attributes:
-        loss: mean token loss of the global batch.
-        grad_norm: global norm before clipping.
+        numbers: the same on every rank.
         lr: learning rate.
         seconds: of the whole step; data_seconds: time this rank waited for the loader.
         sequence_ids: sequences processed by this rank.
@@ -67,8 +66,7 @@ class StepResult:
         nonfinite: why the step was skipped, with the first tensor concerned; None if it was not.
     """
 
-    loss: float
-    grad_norm: float
+    numbers: StepNumbers[float]
     lr: float
     seconds: float
     data_seconds: float
@@ -165,11 +163,12 @@ class Recorder:
         if not steps:
             return
         spent, self._spent = self._spent, defaultdict(float)
-        data_seconds, exposed, memory_gb, *seconds_between = self._most(
-            _mean([s.data_seconds for s in steps]),
-            _mean([s.comm_exposed_seconds for s in steps]),
-            self._memory_gb(),
-            *(spent[column] / len(steps) for column in ("validation_seconds", "save_seconds")),
+        longest = self._most(
+            data_seconds=_mean([s.data_seconds for s in steps]),
+            comm_exposed_seconds=_mean([s.comm_exposed_seconds for s in steps]),
+            memory_gb=self._memory_gb(),
+            validation_seconds=spent["validation_seconds"] / len(steps),
+            save_seconds=spent["save_seconds"] / len(steps),
         )
         if self._writer is None:
             return
@@ -179,25 +178,20 @@ class Recorder:
         per_device = rate / self._mesh.world_size
         row = StepMetrics(
             step=progress.step,
-            loss=steps[-1].loss,
-            grad_norm=steps[-1].grad_norm,
+            **vars(steps[-1].numbers),
             lr=steps[-1].lr,
             tokens=progress.tokens,
             tokens_per_second=rate,
             tokens_per_second_per_device=per_device,
             step_seconds=seconds,
-            data_seconds=data_seconds or 0.0,
             job_tokens_per_second=len(steps) * self._tokens_per_step / (self._row_written - since),
-            validation_seconds=seconds_between[0],
-            save_seconds=seconds_between[1],
             val_loss=None if validation is None else validation.mean,
-            memory_gb=memory_gb,
             mfu=self._utilisation(per_device, self._flops),
             hfu=self._utilisation(per_device, self._hardware_flops),
-            comm_exposed_seconds=exposed,
+            **longest,
             extra=_skipped(steps[-1], progress) | _of_validation(validation),
         )
-        self._put(row, validation)
+        self._put(row.as_dict(), validation)
 
     def lacks_validation(self, step: int) -> bool:
         """Whether the step has a row without a validation loss. Collective.
@@ -206,29 +200,28 @@ class Recorder:
             DataError: metrics.jsonl cannot be read; on every rank.
         """
         row = agree(self._mesh, lambda: self._row_of(step) if self._mesh.is_main else None)
-        lacks = [row is not None and row.val_loss is None]
+        lacks = [row is not None and "val_loss" not in row]
         dist.broadcast_object_list(lacks, src=0)
         return lacks[0]
 
     def add_validation(self, step: int, validation: ValidationLoss) -> None:
         """Append a step's row again, with the missing validation loss; the last row of a step counts."""
         if self._writer is not None and (row := self._row_of(step)) is not None:
-            extra = {**row.extra, **_of_validation(validation)}
-            self._put(replace(row, val_loss=validation.mean, extra=extra), validation)
+            known = {name: math.nan if value is None else value for name, value in row.items()}
+            self._put({**known, "val_loss": validation.mean, **_of_validation(validation)}, validation)
 
-    def _row_of(self, step: int) -> StepMetrics | None:
+    def _row_of(self, step: int) -> dict[str, Any] | None:
         rows = read_metrics(self._run_dir / METRICS_FILE)
-        return next((StepMetrics.from_dict(row) for row in rows if row["step"] == step), None)
+        return next((row for row in rows if row["step"] == step), None)
 
-    def _put(self, row: StepMetrics, validation: ValidationLoss | None) -> None:
-        """Write and show a row, on rank 0."""
+    def _put(self, row: dict[str, Any], validation: ValidationLoss | None) -> None:
         assert self._writer is not None
-        self._writer.append(row.as_dict())
+        self._writer.append(row)
         if validation is not None:
             self._validations = self._validations or LineWriter(self._run_dir / VALIDATION_FILE)
-            self._validations.append({"step": row.step, **validation.as_dict()})
-        self._display.report(row.as_dict())
-        self._tracker.log(row.step, row.as_dict())
+            self._validations.append({"step": row["step"], **validation.as_dict()})
+        self._display.report(row)
+        self._tracker.log(row["step"], row)
 
     def close(self) -> None:
         """End the display and the tracker's run, and close the files."""
@@ -256,12 +249,12 @@ class Recorder:
         rate = self._steps_done * self._tokens_per_step / (time.monotonic() - self._started)
         return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir, rate)
 
-    def _most(self, *values: float | None) -> list[float | None]:
+    def _most(self, **values: float | None) -> dict[str, Any]:
         """Maximum of each value over the ranks that have it; None if none has. Collective."""
-        most = torch.tensor([-math.inf if value is None else value for value in values], dtype=torch.float64)
+        most = torch.tensor([-math.inf if value is None else value for value in values.values()], dtype=torch.float64)
         if self._mesh.world_size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return [None if value == -math.inf else value for value in most.tolist()]
+        return {name: None if value == -math.inf else value for name, value in zip(values, most.tolist(), strict=True)}
 
     def _memory_gb(self) -> float | None:
         if self._mesh.device.type != "cuda":
@@ -269,7 +262,6 @@ class Recorder:
         return torch.cuda.max_memory_allocated(self._mesh.device) / 1e9
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: float | None) -> float | None:
-        """FLOPs over the device's peak; None if either is unknown."""
         if self._mesh.device.type != "cuda" or flops_per_token is None:
             return None
         peak = peak_flops(torch.cuda.get_device_name(self._mesh.device), self._dtype)
@@ -290,7 +282,6 @@ def check_records(run_dir: Path) -> None:
 
 
 def _skipped(last: StepResult, progress: Progress) -> dict[str, Any]:
-    """Columns for skipped steps: their count so far, and the reason if this step was skipped."""
     columns: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
     return columns if last.nonfinite is None else {**columns, "nonfinite": last.nonfinite}
 
@@ -303,6 +294,5 @@ def _of_validation(validation: ValidationLoss | None) -> dict[str, float]:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Mean of the measured values; None if there are none."""
     measured = [value for value in values if value is not None]
     return sum(measured) / len(measured) if measured else None

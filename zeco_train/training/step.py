@@ -1,78 +1,31 @@
 """One optimizer step: forward and backward passes of its micro-batches, then the update.
 
-The host only launches work here. It synchronises only to read a step's numbers (`Numbers.read`), which are ready before
-the optimizer has run, so the next step is launched meanwhile. Skipping a non-finite step is therefore decided on the
-device: the weights are not changed if loss or norm is not finite.
+The host only launches work here. It synchronises only to read a step's numbers (`PendingNumbers.read`), which are ready
+before the optimizer has run, so the next step is launched meanwhile. Skipping a non-finite step is therefore decided on
+the device: the weights are not changed if loss or norm is not finite.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data.reader import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, num_shards
-from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import Exchange
 from zeco_train.ops.segments import LayerStates
+from zeco_train.tracking.metrics import PassNumbers, StepNumbers
 from zeco_train.training.forward import SequenceForward
 from zeco_train.training.graphs import StepGraphs, StepLauncher
+from zeco_train.training.numbers import PendingNumbers, add, clear, new_totals, over_ranks, taken_from
 from zeco_train.training.schedule import DeviceRates, reads_device_rates
-
-# Between two looks at a step's end. The device still runs the optimizer then, so a late look delays nothing.
-_POLL_SECONDS = 2e-4
-
-
-class Numbers:
-    """Loss and gradient norm of a step, copied to the host asynchronously.
-
-    Args:
-        loss, norm: on the device.
-        timeout: longest wait for them; None: that of the communication that they wait for.
-    """
-
-    def __init__(self, loss: Tensor, norm: Tensor, *, timeout: timedelta | None = None) -> None:
-        self._timeout = timeout
-        both = torch.stack([loss.double(), norm.double()])
-        self._values, self._ready = both, None
-        if both.is_cuda:
-            # A copy to pageable memory would make the host wait.
-            self._values = torch.empty_like(both, device="cpu", pin_memory=True)
-            self._values.copy_(both, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record()
-
-    def read(self) -> tuple[float, float]:
-        """Wait for the copy; returns loss and norm.
-
-        Raises:
-            CommunicationError: they were not ready within the timeout.
-        """
-        if self._ready is not None:
-            self._wait(self._ready)
-        loss, norm = self._values.tolist()
-        return loss, norm
-
-    def _wait(self, ready: torch.cuda.Event) -> None:
-        if self._timeout is None:
-            ready.synchronize()
-            return
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while not ready.query():
-            if time.monotonic() > deadline:
-                problem = f"no end within {self._timeout.total_seconds():g} s"
-                raise CommunicationError(dist.get_rank(), "replay of a step's CUDA graphs", problem)
-            time.sleep(_POLL_SECONDS)
 
 
 class _Borders(NamedTuple):
@@ -98,6 +51,7 @@ class TrainingStep:
 
     Attributes:
         forward: the forward passes.
+        totals: this rank's part of the step's numbers, from all its passes so far.
     """
 
     def __init__(
@@ -120,13 +74,11 @@ class TrainingStep:
         self._launcher = graphs or StepLauncher()
         # On the device, where replayed kernels read them; with or without graphs, for the same bits.
         self._num_labels = torch.ones((), dtype=torch.float64, device=mesh.device)
-        self._loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.totals = new_totals(PassNumbers, mesh.device)
         self._rates = DeviceRates(optimizer, mesh.device) if reads_device_rates(optimizer, mesh.device) else None
 
-    def backward(
-        self, segments: Sequence[Batch], *, last: bool, proceed: Callable[[], bool] = lambda: True
-    ) -> Tensor | None:
-        """Accumulate the gradient of one micro-batch.
+    def backward(self, segments: Sequence[Batch], *, last: bool, proceed: Callable[[], bool] = lambda: True) -> bool:
+        """Accumulate the gradient of one micro-batch, and its numbers in `totals`.
 
         A first pass computes the states of all segments but the last; then each segment, last to first, is run forward
         and backward. The loss is the sum over this rank's tokens, divided by the labels of the *global* batch, so that
@@ -138,48 +90,45 @@ class TrainingStep:
             proceed: called before each pass over a segment; must return the same on all ranks.
 
         Returns:
-            This rank's share of the loss, fp64, on the device; None if `proceed` returned False, and then the gradients
-            are incomplete.
+            False if `proceed` did, and then gradients and totals are incomplete.
         """
         self._num_labels.fill_(segments[0].step_labels or self._tokens_per_step)
         borders = self._first_pass(segments, proceed)
         if borders is None:
-            return None
-        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+            return False
+        totals = new_totals(PassNumbers, self.mesh.device)
         carry_grads: Sequence[Tensor] = ()
         for index in reversed(range(len(segments))):
             if not proceed():
-                return None
+                return False
             # Segments run last to first, so the first one completes the gradient.
             completes = last and index == 0
             work = partial(self._run_backward, last=completes)
             # `pop` frees this segment's states, which earlier segments do not need.
             states = *borders.pop(), carry_grads
-            share, *carry_grads = self._launcher.passes(("backward", completes), work, segments[index], *states)
-            loss += share
-        return loss
+            results = self._launcher.passes(("backward", completes), work, segments[index], *states)
+            numbers, carry_grads = taken_from(results)
+            add(totals, numbers)
+        add(self.totals, totals)
+        return True
 
     def loss(self, segments: Sequence[Batch]) -> Tensor:
         """Sum of the token losses of this rank's part of a micro-batch, without gradients."""
         return self.forward.total_loss(segments, self._seq_len)
 
-    def update(self, loss: Tensor) -> Numbers:
+    def update(self) -> PendingNumbers:
         """Clip the gradient by its global norm and run the optimizer step, if loss and norm are finite.
 
-        Args:
-            loss: the sum of this rank's shares.
-
         Returns:
-            The loss over all ranks, and the norm before clipping: the same on every rank.
+            The step's numbers, the same on every rank.
         """
-        self._loss.copy_(loss)
         if self._rates is not None:
             self._rates.update()
         self._launcher.keep_gradients()
         # NCCL does not time out what is in a graph.
         timeout = self.mesh.timeout if self._launcher.are_replays else None
         # Before the optimizer's kernels are queued, so that reading does not wait for them.
-        numbers = Numbers(*self._launcher.run("reduce", self._reduce), timeout=timeout)
+        numbers = PendingNumbers(self._launcher.run("reduce", self._reduce), timeout=timeout)
         if self._rates is None:
             self._optimize()
         else:
@@ -201,22 +150,21 @@ class TrainingStep:
         self._launcher.keep_gradients()
 
     def zero_grad(self) -> None:
-        """Begin a step without gradients."""
+        """Begin a step without gradients and numbers."""
+        clear(self.totals)
         if not self._launcher.begin_step():
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _reduce(self) -> tuple[Tensor, Tensor]:
-        """Loss and gradient norm over all ranks, and what the optimizer makes of them."""
-        loss = self._loss.clone()
-        dist.all_reduce(loss)
-        norm = global_norm(self.model)
+    def _reduce(self) -> tuple[Tensor, ...]:
+        totals, norm = over_ranks(self.totals), global_norm(self.model)
+        numbers = StepNumbers(**vars(totals), grad_norm=norm)
         # Fused optimizers divide gradients by `grad_scale`, and skip the step if `found_inf` is 1: torch's mechanism
         # for loss scaling. Separate clipping would be another pass over all gradients.
-        self.optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (~(numbers.loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
         if self._grad_clip > 0:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             self.optimizer.grad_scale = ((norm + 1e-6) / self._grad_clip).clamp(min=1.0).float()  # type: ignore[attr-defined]
-        return loss, norm
+        return tuple(vars(numbers).values())
 
     def _optimize(self) -> tuple[Tensor, ...]:
         with self._rates.given() if self._rates is not None else contextlib.nullcontext():
@@ -232,7 +180,7 @@ class TrainingStep:
         *,
         last: bool,
     ) -> tuple[Tensor, ...]:
-        """Forward and backward passes of a segment: its share of the loss, and the gradients of its carries."""
+        """Forward and backward passes of a segment: its numbers, and the gradients of its carries."""
         begin_micro_batch(self.model, self._strategy, self._shards, last=last)
         # Cuts the autograd graph between segments.
         leaves = [carry.detach().requires_grad_() for carry in carries]
@@ -241,7 +189,8 @@ class TrainingStep:
         share = loss_sum / self._num_labels.to(loss_sum.dtype)
         outputs = states.carry_out if states.want_carry else []
         torch.autograd.backward([share, *outputs], [None, *carry_grads])
-        return share.detach(), *(_grad(leaf) for leaf in leaves)
+        numbers = PassNumbers(loss=share.detach())
+        return *vars(numbers).values(), *(_grad(leaf) for leaf in leaves)
 
     def _first_pass(self, segments: Sequence[Batch], proceed: Callable[[], bool]) -> list[_Borders] | None:
         """The incoming states of each segment, for its second pass; None if `proceed` returned False."""

@@ -16,6 +16,7 @@ from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import NonFiniteError
 from zeco_train.system.signals import StopRequest
+from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.tracking.recorder import StepResult
 from zeco_train.training.build import Parts
@@ -89,8 +90,7 @@ class Trainer:
         set_learning_rate(parts.optimizer, lr)
         parts.step.zero_grad()
 
-        loss, data_seconds = torch.zeros((), dtype=torch.float64, device=parts.mesh.device), 0.0
-        sequence_ids: list[int] = []
+        data_seconds, sequence_ids = 0.0, list[int]()
         for micro_step in range(self.micro_steps):
             place = f"step {step}, micro-batch {micro_step + 1} of {self.micro_steps}"
             parts.watchdog.enter(f"{place}, waiting for its data")
@@ -100,25 +100,24 @@ class Trainer:
             parts.watchdog.enter(place)
             last = micro_step == self.micro_steps - 1
             with parts.meter.measuring():
-                share = parts.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)
-            if share is None:
+                done = parts.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)
+            if not done:
                 # Gradients of some passes only, and parameters gathered for a backward pass that did not come.
                 parts.step.zero_grad()
                 reshard(parts.model)
                 assert self._stop_signal is not None
                 return self._stop_signal
-            loss += share
             sequence_ids += segments[0].sequence_ids
 
         parts.watchdog.enter(f"step {step}, optimizer")
         # The update changes weights that an asynchronous save may still be copying.
         with parts.recorder.timing("save_seconds"):
             parts.checkpointer.wait_staged()
-        values = parts.step.update(loss).read()
-        nonfinite = self._judge(step, dict(zip(("loss", "gradient norm"), values, strict=True)))
+        numbers = parts.step.update().read()
+        nonfinite = self._judge(step, numbers)
         self.progress.advance(config.data.global_batch, self.tokens_per_step, skipped=nonfinite is not None)
         seconds = time.perf_counter() - started
-        return StepResult(*values, lr, seconds, data_seconds, sequence_ids, parts.meter.take(), nonfinite)
+        return StepResult(numbers, lr, seconds, data_seconds, sequence_ids, parts.meter.take(), nonfinite)
 
     def _agreed_signal(self, stop: StopRequest) -> Signals | None:
         """The stop signal that any rank has received; checked before each segment, as launchers wait only briefly.
@@ -130,7 +129,7 @@ class Trainer:
         self._stop_signal = Signals(int(number.item())) if number.item() else None
         return self._stop_signal
 
-    def _judge(self, step: int, values: dict[str, float]) -> str | None:
+    def _judge(self, step: int, numbers: StepNumbers[float]) -> str | None:
         """Describe a non-finite loss or norm of a step that is to be skipped; None for a finite step.
 
         All ranks have the same values and the same count of skipped steps, so they reach the same decision.
@@ -138,13 +137,14 @@ class Trainer:
         Raises:
             NonFiniteError: the step may not be skipped; names the first non-finite tensor.
         """
+        values = {"loss": numbers.loss, "gradient norm": numbers.grad_norm}
         symptom = next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), None)
         if symptom is None:
             return None
         # A scan whose peer timed out gives NaN; `drain` raises that error first.
         self.parts.exchange.drain()
         self.parts.watchdog.enter(f"step {step}, looking for what is not finite")
-        loss_is_finite = math.isfinite(values["loss"])
+        loss_is_finite = math.isfinite(numbers.loss)
         found = explain(self.parts.step, symptom, self._read_again, self.micro_steps, with_backward=loss_is_finite)
         in_row = self.progress.skipped_in_row + 1
         if in_row > self._skip_limit:

@@ -319,18 +319,15 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
     result = Result()
     for number in range(STEPS):
         step.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
         with meter.measuring():
             for micro_step in range(loader.micro_steps):
                 last = micro_step == loader.micro_steps - 1
                 batches = [loader.batch(number * case.global_batch, micro_step, part) for part in range(case.segments)]
-                share = step.backward(batches, last=last)
-                assert share is not None
-                loss += share
+                step.backward(batches, last=last)
         if number == 0:
             result.gradients = {name: _full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        loss_value, norm = step.update(loss).read()
-        result.numbers |= {f"loss of step {number}": loss_value, f"norm of step {number}": norm}
+        numbers = step.update().read()
+        result.numbers |= {f"loss of step {number}": numbers.loss, f"norm of step {number}": numbers.grad_norm}
     held_out = torch.zeros((), dtype=torch.float64)
     for micro_step in range(loader.micro_steps):
         held_out += step.loss([loader.batch(0, micro_step, part) for part in range(case.segments)])
