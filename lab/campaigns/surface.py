@@ -154,8 +154,10 @@ def state(checkpoint: Path) -> Iterator[tuple[str, str]]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     for name, entry in FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        yield name, f"{list(entry.size)} {entry.properties.dtype}" if is_tensor else "object"
+        if isinstance(entry, TensorStorageMetadata):
+            yield name, f"{list(entry.size)} {entry.properties.dtype}"
+        else:
+            yield name, "object"
 
 
 def contents(folder: Path) -> Iterator[tuple[str, str]]:
