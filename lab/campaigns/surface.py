@@ -52,7 +52,7 @@ def fork(command: str, before: Callable[[], object] = bool, after: Callable[[], 
                 os.dup2(output.fileno(), 2)
                 if ranks > 1:
                     launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                    launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20_000 + os.getppid() % 10_000}
+                    launch["MASTER_PORT"], os.environ["MASTER_ADDR"] = 20_000 + os.getppid() % 10_000, "127.0.0.1"
                     os.environ.update({name: str(value) for name, value in launch.items()})
                 os._exit(_run(command.split(), before, after))
             children.append(child)
@@ -151,10 +151,13 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def state(checkpoint: Path) -> Iterator[tuple[str, str]]:
     """The tensors in a checkpoint with their shapes and dtypes."""
     from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     for name, entry in FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
-        has_shape = hasattr(entry, "size")
-        yield name, f"{list(entry.size)} {entry.properties.dtype}" if has_shape else "object"
+        if isinstance(entry, TensorStorageMetadata):
+            yield name, f"{list(entry.size)} {entry.properties.dtype}"
+        else:
+            yield name, "object"
 
 
 def contents(folder: Path) -> Iterator[tuple[str, str]]:
@@ -249,12 +252,13 @@ def _stand_in(columns: Path) -> None:
     run = wandb.init.return_value
     run.id = "id"
 
-    def write(names: Any) -> None:
+    def write(names: Any) -> Any:
         with columns.open("a") as file:
             file.write(json.dumps(sorted(names)) + "\n")
+        return run
 
     run.log.side_effect = run.summary.update.side_effect = write
-    wandb.init.side_effect = lambda **given: (write([*given, *dict(flat(given["config"]))]), run)[1]
+    wandb.init.side_effect = lambda **given: write([*given, *dict(flat(given["config"]))])
 
 
 def _tags(folder: Path) -> list[str]:
