@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 from importlib import import_module
 
@@ -117,4 +116,4 @@ def spinning(exchange: Exchange, spins: Spins) -> Exchange:
     """An exchange whose scans of states are delayed."""
     scan = exchange.states
     assert isinstance(scan, ScanBackend)
-    return replace(exchange, states=SpinningScan(scan, spins))
+    return exchange.replaced(states=SpinningScan(scan, spins))

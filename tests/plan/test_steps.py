@@ -7,7 +7,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -127,7 +126,7 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
         step = TrainingStep(
             model,
             optimizer,
-            replace(exchange, states=scan),
+            exchange.replaced(states=scan),
             mesh,
             strategy=strategy,
             grad_clip=1.0,
@@ -224,7 +223,7 @@ def test_planned_halos_are_those_of_a_real_step() -> None:
     config = Mamba2Config(num_layers=2)
     model, halo = spec_of(config).build(), _SentHalos(LocalScan())
     model.init_weights(0)
-    exchange = replace(local_exchange(), halo=halo)
+    exchange = local_exchange().replaced(halo=halo)
     ids = torch.zeros(1, 65, dtype=torch.int64)
     model(ids[:, :-1], SequenceShard(exchange, 0, 64), ids[:, 1:]).backward()
     case = make_case(

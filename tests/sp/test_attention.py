@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -133,7 +133,7 @@ class Whole:
     def of_rank(self, method: Any, rank: int) -> dict[str, Tensor]:
         """By a method, through the op, checked against a replay, which gives the same bits."""
         start, stop = self.shards[rank]
-        exchange = replace(local_exchange(), attention=method)
+        exchange = local_exchange().replaced(attention=method)
         place = Place(exchange.number, offset=start, seq_len=self.tokens, borders=self.borders)
         boundaries = Boundary(), Boundary()
         found: list[dict[str, Tensor]] = []
@@ -241,7 +241,7 @@ def frugal(rank: int, world_size: int) -> list[int]:
         method = METHODS["ring"].build(Wire(group, "softmax attention", False, TIMEOUT))
         recorded, whole = Recorded(method), Whole(case, world_size)
         start, stop = whole.shards[rank]
-        exchange = replace(local_exchange(), attention=method)
+        exchange = local_exchange().replaced(attention=method)
         place = Place(exchange.number, offset=start, seq_len=whole.tokens, borders=whole.borders)
         attend_at(
             *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, place, [Boundary()] * 2, case.window

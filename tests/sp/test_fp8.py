@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -60,7 +59,7 @@ def split(rank: int, world_size: int, store: str, expected: bytes, models: list[
             case = case_of(model, documents, segments=segments, recompute=recompute, strategy=strategy)
             where = f"{model}, {scan}, {strategy.value}, {recompute.value}, {world_size} ranks"
             check(
-                run_steps(case, replace(scans[scan], attention=method), mesh, store),
+                run_steps(case, scans[scan].replaced(attention=method), mesh, store),
                 results[model, documents],
                 TOLERANCE,
                 where,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tests.ops.test_short_conv import NAMES, check, expected, tensors
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import TIMEOUT, RecordedExchange, build_scans, recorded
+from tests.support.sp_reference import TIMEOUT, RecordedExchange, build_scans
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.neighbour import NEIGHBOUR
@@ -116,7 +115,7 @@ def compare(
 def make_halo(world_size: int) -> Exchange:
     """All states go by the scan between neighbours."""
     exchange = connect(SPConfig(), new_groups(world_size), TIMEOUT, halo=new_groups(world_size))
-    return replace(exchange, states=exchange.halo)
+    return exchange.replaced(states=exchange.halo)
 
 
 def new_groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -127,7 +126,7 @@ def new_groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 def suite(rank: int, world_size: int) -> None:
     scans = build_scans(tuple(range(world_size)), with_halo=False)
     compare(scans, SHORT_LENGTHS[:world_size], SHORT_DOCUMENTS, rank)
-    scans["halo"] = recorded(make_halo(world_size))
+    scans["halo"] = RecordedExchange(make_halo(world_size))
     compare(scans, LENGTHS[:world_size], DOCUMENTS, rank)
     for scan in scans.values():
         scan.drain()
@@ -141,7 +140,7 @@ def test_convolution_over_ranks_equals_conv1d(world_size: int) -> None:
 
 def segments(rank: int, world_size: int) -> None:
     """A sequence in three segments, the last one first in the backward pass, each replayed."""
-    halo = recorded(make_halo(world_size))
+    halo = RecordedExchange(make_halo(world_size))
     count, share = 3, 4
     values = tensors(2, count * share * world_size, 4)
     wanted = expected(values, None, carry=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from models.language_model import Block
 from models.mixers.gla import GatedLinearAttention
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans, recorded
+from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
@@ -33,7 +33,7 @@ BACKENDS = [name for name in CONFIGS if name not in ("chain/1", "auto")]
 def _suite(rank: int, world_size: int, store: str) -> set[str]:
     """All backends, strategies and recompute settings of a world size; returns the backends."""
     # dp: whole sequences on each rank; gradients are summed over all ranks.
-    splits: dict[int, dict[str, RecordedExchange]] = {1: {"dp": recorded(local_exchange())}}
+    splits: dict[int, dict[str, RecordedExchange]] = {1: {"dp": RecordedExchange(local_exchange())}}
     if world_size > 1:
         scans = build_scans(tuple(range(world_size)))
         splits[world_size] = {name: scans[name] for name in BACKENDS}

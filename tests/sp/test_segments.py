@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import build_scans, recorded
+from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from tests.support.training import largest_difference, train
 from zeco_train.config.schema import Dtype, TrainConfig
@@ -90,7 +90,7 @@ def _check_two_groups(mesh: ProcessMesh, store: str, expected: Result) -> None:
     """Data parallel: a sequence per rank; gradients are summed after the last segment."""
     for strategy in (Strategy.ddp, Strategy.hsdp):
         case = Case(strategy, recompute=Recompute.full, segments=4, documents=True, steps=2)
-        result = run_steps(case, recorded(local_exchange()), mesh, store)
+        result = run_steps(case, RecordedExchange(local_exchange()), mesh, store)
         check(result, expected, TOLERANCE, f"{case}, two groups")
 
 

@@ -23,7 +23,6 @@ from tests.support.sp_reference import (
     build_scans,
     check_segments,
     ordinary_pass,
-    recorded,
     replayed_pass,
 )
 from zeco_train.collectives import Courier, serial
@@ -92,7 +91,7 @@ def precision(rank: int, world_size: int, scans: dict[str, RecordedExchange]) ->
         case = Case(f"{dtype}", (lengths,), rates=(0.0, 1e-3, 1e-2, 0.1, 1.0, 5.0, 50.0), carry=True, dtype=dtype)
         reference = Reference(case)
         whole = replace(case, lengths=((sum(lengths),),))
-        alone = Reference(whole).errors(ordinary_pass(whole, recorded(local_exchange()), 0), 0)
+        alone = Reference(whole).errors(ordinary_pass(whole, RecordedExchange(local_exchange()), 0), 0)
         # States are fp32 for both dtypes, so the error of bf16 outputs does not apply to them.
         alone["R"] = alone["D_in"] = largest([alone["carry_out"], alone["dcarry_in"]])
         assert alone["R"] < 2e-6, f"states of one rank are off by {alone['R']:.1e}"

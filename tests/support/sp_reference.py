@@ -213,21 +213,19 @@ class RecordingPendingScan:
         return self._pending.carry_out()
 
 
-@dataclass(frozen=True, eq=False)
 class RecordedExchange(Exchange):
     """An exchange whose scan of states is recorded; not halos, where they are scans of their own."""
 
     events: list[str]
     received: dict[str, Tensor]
 
-
-def recorded(exchange: Exchange) -> RecordedExchange:
-    events: list[str] = []
-    received: dict[str, Tensor] = {}
-    states = RecordingScan(exchange.states, events, received)
-    halo = states if exchange.halo is exchange.states else exchange.halo
-    ends = exchange.is_first, exchange.is_last
-    return RecordedExchange(states, halo, exchange.attention, *ends, events, received)
+    def __init__(self, exchange: Exchange) -> None:
+        events: list[str] = []
+        received: dict[str, Tensor] = {}
+        states = RecordingScan(exchange.states, events, received)
+        halo = states if exchange.halo is exchange.states else exchange.halo
+        vars(self).update(vars(exchange), states=states, halo=halo, events=events, received=received)
+        self._register()
 
 
 def shard_pass(
@@ -302,9 +300,9 @@ def build_scans(ranks: tuple[int, ...], with_halo: bool = True) -> dict[str, Rec
     for name, config in CONFIGS.items():
         groups = dist.new_group(ranks), dist.new_group(ranks)
         halo = (dist.new_group(ranks), dist.new_group(ranks)) if with_halo and len(ranks) > 1 else None
-        scans[name] = recorded(connect(config, groups, TIMEOUT, halo=halo))
+        scans[name] = RecordedExchange(connect(config, groups, TIMEOUT, halo=halo))
     if len(ranks) == 1:
-        scans["dp"] = recorded(connect(SPConfig(Backend["dp"]), groups, TIMEOUT))
+        scans["dp"] = RecordedExchange(connect(SPConfig(Backend["dp"]), groups, TIMEOUT))
     return scans
 
 

@@ -22,7 +22,7 @@ from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import build_scans, recorded
+from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import TINY, Case, check, make_loader, make_mesh, make_step, run_steps, write_documents
 from zeco_train.config.execution import Compile
 from zeco_train.config.schema import TrainConfig
@@ -80,7 +80,7 @@ def mesh() -> Iterator[ProcessMesh]:
     [pytest.param(name, marks=[] if name == "whole" else pytest.mark.slow) for name in CASES],
 )
 def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
-    scan = recorded(local_exchange())
+    scan = RecordedExchange(local_exchange())
     graphs = []
     for num_layers, steps in ((2, 2), (3, 1)):
         case = dataclasses.replace(CASES[name], num_layers=num_layers, steps=steps)
@@ -131,7 +131,7 @@ def test_another_exchange_does_not_recompile() -> None:
         assert isinstance(found, Tensor)
         return found
 
-    first, *others = (recorded(local_exchange()) for _ in range(3))
+    first, *others = (RecordedExchange(local_exchange()) for _ in range(3))
     loss(first).backward()
     graphs = counter.frame_count
     assert graphs
@@ -168,7 +168,7 @@ def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPUs")
 def test_inductor_equals_eager(mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    scan = recorded(local_exchange())
+    scan = RecordedExchange(local_exchange())
     case = Case(recompute=Recompute.full, segments=2, documents=True, steps=1)
     expected = run_steps(case, scan, mesh, store)
     # Workers that compile in parallel would import torch first.

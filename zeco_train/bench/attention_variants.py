@@ -112,7 +112,7 @@ def build_variant(name: str, shape: Shape, window: int | None, session: Session)
         return Variant(lambda q, k, v: _MegatronSP.apply(q, k, v, span, scale), own)
     method = LocalAttention() if is_alone(name) else _method(name, shape, session)
     method.deterministic = name.endswith(_ONE_ORDER)
-    exchange = replace(local_exchange(), attention=method)
+    exchange = local_exchange().replaced(attention=method)
     place = SequenceShard(exchange, offset, seq_len).place(tokens, session.device)
 
     # The place has its number only.

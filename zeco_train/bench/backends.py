@@ -132,7 +132,7 @@ class Backends:
             return local_exchange()
         with_halo = spec_of(self._run.model).needs_halo
         found = self._session.exchange(name, state_elements(self._run), self.purpose, with_halo=with_halo)
-        return replace(found, attention=self._softmax)
+        return found.replaced(attention=self._softmax)
 
     def contender(self, name: str, tokens: RandomTokens, *, replayed: bool = True) -> Contender:
         """A variant as a contender, with these tokens; `replayed`: as CUDA graphs, if the run's steps are."""

@@ -22,7 +22,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class _Measurement:
         self._model.eval().requires_grad_(False)
         exchange = session.exchange("zeco", state_elements(self._run), with_halo=spec.needs_halo)
         if (load := softmax_load(self._run.model, session.world_size)) is not None:
-            exchange = replace(exchange, attention=build_softmax(self._run.sp, session.mesh, load))
+            exchange = exchange.replaced(attention=build_softmax(self._run.sp, session.mesh, load))
         self._prefill = Prefill(self._model, session.mesh, exchange, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 

@@ -15,11 +15,12 @@ compiled graph does not depend on a tensor's value: it runs with any `Exchange`,
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -150,9 +151,10 @@ _numbers = itertools.count()
 _BY_NUMBER: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 
 
-@dataclass(frozen=True, eq=False)
 class Exchange:
-    """What connects the ranks of a sequence. The caller keeps it alive until after the backward pass.
+    """What connects the ranks of a sequence: a frozen record. Keep it alive until after the backward pass.
+
+    Not a dataclass: FSDP2 copies those among a module's inputs, and a copy would be another exchange.
 
     Attributes:
         states: scan of the layers' states.
@@ -167,19 +169,36 @@ class Exchange:
     attention: AttentionMethod | None
     is_first: bool
     is_last: bool
-    number: Tensor = field(init=False)
+    number: Tensor
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, states: StateScan, halo: StateScan, attention: AttentionMethod | None, *, is_first: bool, is_last: bool
+    ) -> None:
+        vars(self).update(states=states, halo=halo, attention=attention, is_first=is_first, is_last=is_last)
+        self._register()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: an exchange is frozen, take `replaced`")
+
+    def _register(self) -> None:
         number = next(_numbers)
         # A tensor made in inference mode could not be saved for a backward pass later.
         with torch.inference_mode(False):
-            object.__setattr__(self, "number", torch.tensor(number, device="cpu"))
+            vars(self)["number"] = torch.tensor(number, device="cpu")
         _BY_NUMBER[number] = self
 
-    def wrapped(self, wrap: Callable[[StateScan], StateScan]) -> Exchange:
+    def replaced(self, **changes: object) -> Self:
+        """Another exchange, with other values of some attributes."""
+        assert changes.keys() <= vars(self).keys(), f"an exchange has no {changes.keys() - vars(self).keys()}"
+        found = copy.copy(self)
+        vars(found).update(changes)
+        found._register()
+        return found
+
+    def wrapped(self, wrap: Callable[[StateScan], StateScan]) -> Self:
         """The same with other scans in the place of its own."""
         states = wrap(self.states)
-        return replace(self, states=states, halo=states if self.halo is self.states else wrap(self.halo))
+        return self.replaced(states=states, halo=states if self.halo is self.states else wrap(self.halo))
 
     def drain(self) -> None:
         """See `StateScan.drain`."""

@@ -155,7 +155,7 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
     exchange = connect_model(config.sp, config.model, mesh, config.data.seq_len, config.train.dtype.compute)
     counted = _Counting(exchange.states)
-    step = build_step(config, model, optimizer, dataclasses.replace(exchange, states=counted), mesh)
+    step = build_step(config, model, optimizer, exchange.replaced(states=counted), mesh)
     step.backward(_batches(case, mesh), last=True)
     step.update()
     exchange.drain()

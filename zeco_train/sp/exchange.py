@@ -8,7 +8,6 @@ ranks.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -60,7 +59,7 @@ def build_exchange(
     exchange = connect(config, mesh.scan_groups, mesh.timeout, mesh.device, halo, mesh.topology)
     if softmax is None:
         return exchange
-    return replace(exchange, attention=build_softmax(config, mesh, softmax, deterministic=deterministic))
+    return exchange.replaced(attention=build_softmax(config, mesh, softmax, deterministic=deterministic))
 
 
 def build_softmax(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -126,7 +126,7 @@ def run_method(
 ) -> Results:
     """Forward and backward by a method, of the tokens from position `start` on. Collective over the method's ranks."""
     q, k, v = (tokens[name].detach().requires_grad_() for name in ("q", "k", "v"))
-    exchange = replace(local_exchange(), attention=method)
+    exchange = local_exchange().replaced(attention=method)
     place = seam.Place(
         exchange.number,
         offset=start,

@@ -72,7 +72,7 @@ class AttentionCase:
             "segments": whole,
         }
         method = build_attention(METHODS_IN_PARTS[self.method], team.attention, timeout)
-        calls = _calls(self, wholes, replace(local_exchange(), attention=method), team.rank)
+        calls = _calls(self, wholes, local_exchange().replaced(attention=method), team.rank)
         # A query that reads one key has no gradient.
         beside = {"dq": "dv", "dk": "dv"}
         deviations = compare_calls(team, wholes, partial(exact_attention, window=self.window), calls, beside)
