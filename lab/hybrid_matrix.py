@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -63,8 +64,8 @@ def sharded(rank: int, world_size: int, store: str, expected: bytes, rows: list[
         name: build_attention(spec, dist.new_group(range(world_size)), TIMEOUT) for name, spec in METHODS.items()
     }
     for model, scan, method, documents, recompute, strategy in rows:
-        scans[scan].attention = methods[method]
-        result = run_steps(case_of(model, documents, steps, recompute, strategy=strategy), scans[scan], mesh, store)
+        exchange = replace(scans[scan], attention=methods[method])
+        result = run_steps(case_of(model, documents, steps, recompute, strategy=strategy), exchange, mesh, store)
         where = f"{model}, {scan}, {method}, {recompute.value}, {strategy.value}, {world_size} ranks"
         check(result, whole[model, documents, steps], TOLERANCE, f"{where}{', documents' * documents}")
         if rank == 0:

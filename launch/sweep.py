@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_split
 from zeco_train.config.schema import Config, load_config
-from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.sp.registry import BACKENDS
@@ -35,6 +34,7 @@ from zeco_train.system.files import write_durably
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.terminal import show_any_text
 from zeco_train.tracking.metrics import read_metrics
+from zeco_train.training.exchange import check_softmax
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"

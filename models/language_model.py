@@ -5,7 +5,7 @@ The configuration sets the mixer of each layer.
 With packed documents (`shard.cu_seqlens`) only the mixer's state restarts at each document; the rest of the model acts
 on each token separately.
 
-The model itself is rank-agnostic: all communication happens in `zeco_train.ops.mix`, through the shard's scan.
+The model itself is rank-agnostic: all communication happens in `zeco_train.ops.mix`, through the shard's `Exchange`.
 """
 
 from __future__ import annotations

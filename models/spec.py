@@ -385,9 +385,10 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
     x = torch.empty(1, _TOKENS, block.attn_norm.weight.shape[0], device="meta")
     # The products are the same, and the op names those in fp8.
     set_matmul(block, Matmul.fp8)
-    place = Place("", positions=torch.empty(_TOKENS, dtype=torch.int64, device="meta"))
+    positions = torch.empty(_TOKENS, dtype=torch.int64, device="meta")
+    place = Place(positions.new_empty(()), positions=positions)
     with _ProductsSeen() as in_mixer:
-        # No name: on the meta device the op computes shapes only, and looks up no scan.
+        # No number: on the meta device the op computes shapes only, and looks up no exchange.
         block.attn(x, place, (Boundary(),) * block.num_states, part)
     with _ProductsSeen() as in_mlp:
         if block.has_mlp:

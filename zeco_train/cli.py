@@ -62,7 +62,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
         return 0
     recorder.note(_banner(config, parts))
     stopped_by = trainer.train()
-    parts.scan.drain()
+    parts.exchange.drain()
     summary = recorder.summarise()
     if stopped_by is not None:
         recorder.exit_code = exit_code(stopped_by)

@@ -35,9 +35,8 @@ from tests.support.descriptors import wrong_descriptors
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Place, SequenceShard, handle_of
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.dp import LocalScan
+from zeco_train.ops.seam import Boundary, Place, SequenceShard
+from zeco_train.sp.exchange import local_exchange
 
 DELTA = ("delta", "gated_delta", "kda")
 BY_CHANNEL = ("gla", "kda")
@@ -375,16 +374,15 @@ def one_segment(case: Case) -> Iterator[None]:
 
 def _shard(case: Case) -> SequenceShard:
     if not case.documents:
-        return SequenceShard(LocalScan(), 0, case.T)
-    return SequenceShard(LocalScan(), 0, case.T, torch.tensor(case.documents), case.before)
+        return SequenceShard(local_exchange(), 0, case.T)
+    return SequenceShard(local_exchange(), 0, case.T, torch.tensor(case.documents), case.before)
 
 
 def found_by(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     shard = _shard(case)
     if case.operator == "softmax":
-        method = LocalAttention()
         borders = torch.tensor(case.documents) if case.documents else None
-        place = Place("", attention=handle_of(method), offset=0, seq_len=case.T, borders=borders)
+        place = Place(shard.exchange.number, offset=0, seq_len=case.T, borders=borders)
         scale = case.K**-0.5
         return differentiate(case, tensors, lambda operands, carry: (_attended(operands, scale, place), None))
     return differentiate(case, tensors, lambda operands, carry: _mixed(case, operands, shard, carry))

@@ -28,8 +28,7 @@ from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, SequenceShard
 from zeco_train.ops.selection import SlowDown, SlowDowns
 from zeco_train.ops.softmax import attention, sdpa
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.environment import environment
 
 SOFTMAX = "softmax"
@@ -78,14 +77,13 @@ def _measure(shapes: Sequence[Shape], device: torch.device, deadline: float) -> 
 
 
 def _operator(shape: Shape, device: torch.device) -> Attention:
-    scan = LocalScan()
-    shard = SequenceShard(scan, 0, shape.tokens)
+    exchange = local_exchange()
+    shard = SequenceShard(exchange, 0, shape.tokens)
     if shape.operator != SOFTMAX:
         return lambda *operands: mix(shape.operator, operands, shard)[0]
-    scan.attention = LocalAttention()
     place, empty, scale = shard.place(shape.tokens, device), (Boundary(), Boundary()), shape.key_dim**-0.5
-    # Its name is bound to the scan only as long as that lives.
-    return lambda q, k, v, kept=scan: attend_at(q, k, v, scale, place, empty)[0]
+    # The place has its number only.
+    return lambda q, k, v, kept=exchange: attend_at(q, k, v, scale, place, empty)[0]
 
 
 def _in_pytorch(name: str, inputs: Inputs) -> AbstractContextManager[object]:

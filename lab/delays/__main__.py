@@ -23,7 +23,7 @@ from torch import Tensor
 from lab.delays.config import DelaysConfig
 from lab.delays.hops import measure_chains, measure_hops
 from lab.delays.model import OVERLAPS, PATTERNS, Predicted, gpu_of, late_by
-from lab.delays.spins import Place, SpinningScan, Spins
+from lab.delays.spins import Place, Spins, spinning
 from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.case import Case
@@ -35,11 +35,10 @@ from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Mark, mark, milliseconds
-from zeco_train.bench.variants import GatheredScan
+from zeco_train.bench.variants import gathered_exchange
 from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.ops.seam import Exchange, SequenceShard
 from zeco_train.system.signals import run_command
 from zeco_train.training.graphs import WARM_UP
 from zeco_train.training.machine import kernel_calls
@@ -103,15 +102,13 @@ class _DelayedBackends(Backends):
     """
 
     def __init__(self, config: DelaysConfig, strategy: str, session: Session) -> None:
-        self.run, self.strategy, self.purpose = config.run_config(strategy), strategy, ""
+        self.run, self.strategy = config.run_config(strategy), strategy
         super().__init__(self.run, session, config.drift_tokens)
         self.spins = Spins(config.layers, session.device)
 
-    def scan_of(self, name: str) -> ScanBackend:
-        """See `Backends.scan_of`."""
-        with_halo = spec_of(self.run.model).needs_halo
-        scan = self._session.scan(name, state_elements(self.run), self.purpose, with_halo=with_halo)
-        return SpinningScan(scan, self.spins)
+    def exchange_of(self, name: str) -> Exchange:
+        """See `Backends.exchange_of`."""
+        return spinning(super().exchange_of(name), self.spins)
 
 
 class _Measurement:
@@ -202,12 +199,12 @@ class _Measurement:
         shape = Shape(*spec_of(run.model).state_shape, tokens)
         inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
         spins = Spins(1, session.device)
-        delayed = SpinningScan(session.scan(variant, state_elements(run), "operator"), spins)
+        delayed = spinning(session.exchange(variant, state_elements(run), "operator"), spins)
         place = session.rank * tokens, session.world_size * tokens
         tables = _tables_of_scans(spins, config.delays_us)
 
-        def prepared(name: str, scan: ScanBackend, table: Tensor) -> Subject:
-            shard = SequenceShard(scan, *place)
+        def prepared(name: str, exchange: Exchange, table: Tensor) -> Subject:
+            shard = SequenceShard(exchange, *place)
             step = operator_step(name, "forward_backward", lambda *operands: mix("gla", operands, shard)[0], inputs)
 
             def prepare() -> None:
@@ -218,8 +215,8 @@ class _Measurement:
 
         spins.load(tables[_PASSES["forward"], config.delays_us[-1]])
         found, expected = (
-            inputs.results(lambda *operands, s=scan: mix("gla", operands, SequenceShard(s, *place))[0])
-            for scan in (delayed, GatheredScan())
+            inputs.results(lambda *operands, e=exchange: mix("gla", operands, SequenceShard(e, *place))[0])
+            for exchange in (delayed, gathered_exchange())
         )
         pairs = {name: (found[name], expected[name]) for name in found}
         session.agree(partial(check_results, f"{variant}, delayed,", session.rank, pairs, TOLERANCE[config.dtype]))
@@ -302,7 +299,7 @@ class _Measurement:
         config, session = self._config, self._session
         ids = RandomTokens(ours.run.model.vocab_size, tokens, config.seed, session)
         contender = ours.contender(variant, ids, replayed=mode == "graph")
-        assert contender.scan is not None
+        assert contender.meter is not None
         numbers, keys = itertools.count(), [*tables]
         marks: dict[K, list[tuple[Mark, Mark]]] = {key: [] for key in keys}
         ours.spins.load(tables[keys[0]])
@@ -321,7 +318,7 @@ class _Measurement:
                 marks[key].append((before, mark(session)))
         session.settle()
         # Not reported: the growth of steps is.
-        contender.scan.exposed.take()
+        contender.meter.take()
         check_results(variant, session.rank, {"the last loss": (torch.tensor(float(loss)),) * 2}, 0.0)
         found = {}
         for key in keys:

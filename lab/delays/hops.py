@@ -25,7 +25,7 @@ from zeco_train.bench.session import Session
 from zeco_train.collectives.chain import CHAIN
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.collectives.spec import choose
-from zeco_train.ops.seam import ScanRequest, StateScan
+from zeco_train.ops.seam import ScanRequest
 
 # fp32 folds, whose decays forget old errors, against fp64.
 TOLERANCE = 1e-5
@@ -107,7 +107,7 @@ class _Hops:
 
     def run(self, count: int, purpose: str = "eager") -> Tensor:
         """The state that this rank received last, after this many hops."""
-        scan: StateScan = self._session.scan(self.variant, self.state.numel(), purpose)
+        scan = self._session.exchange(self.variant, self.state.numel(), purpose).states
         carry: Tensor | None = None
         launched = []
         for hop in range(count):

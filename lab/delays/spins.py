@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from importlib import import_module
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.courier import Courier, ScanJob
-from zeco_train.ops.seam import LaunchedScan, ScanRequest
+from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest
 from zeco_train.sp.backend import ScanBackend
 
 # Threads of the kernel: a warp.
@@ -100,12 +101,6 @@ class SpinningScan(ScanBackend):
         super().__init__()
         self._scan, self._spins = scan, spins
         self._launched = {False: 0, True: 0}
-        self.exposed, self.neighbour, self.attention = scan.exposed, scan.neighbour, scan.attention
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """See `ScanBackend.ends`."""
-        return self._scan.ends
 
     def courier(self, request: ScanRequest) -> Courier:
         """See `ScanBackend.courier`."""
@@ -124,3 +119,10 @@ class SpinningScan(ScanBackend):
     def drain(self) -> None:
         """See `ScanBackend.drain`."""
         self._scan.drain()
+
+
+def spinning(exchange: Exchange, spins: Spins) -> Exchange:
+    """An exchange whose scans of states are delayed."""
+    scan = exchange.states
+    assert isinstance(scan, ScanBackend)
+    return replace(exchange, states=SpinningScan(scan, spins))

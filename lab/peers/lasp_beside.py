@@ -46,7 +46,7 @@ from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 
 ON_CPU = os.environ.get("LASP_DEVICE") == "cpu"
@@ -154,9 +154,9 @@ def _operands(inputs: Inputs) -> tuple[list[Tensor], Tensor, Tensor]:
 
 def _our_attention(name: str, session: Session, tokens: int) -> Callable[..., Tensor]:
     alone = name == "dp"
-    scan: Any = LocalScan() if alone else session.scan(name, HEADS * DIM * DIM)
+    exchange = local_exchange() if alone else session.exchange(name, HEADS * DIM * DIM)
     offset, length = (0, tokens) if alone else (session.rank * tokens, session.world_size * tokens)
-    shard = SequenceShard(scan, offset, length)
+    shard = SequenceShard(exchange, offset, length)
     return lambda *operands: mix("fixed_decay", operands, shard, scale=1.0)[0]
 
 

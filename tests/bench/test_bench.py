@@ -26,7 +26,7 @@ from zeco_train.bench.runner import Runner
 from zeco_train.bench.samples import Summary, slowest_rank
 from zeco_train.bench.session import Session
 from zeco_train.bench.trace import intersection, length, overlap_of, union
-from zeco_train.bench.variants import LocalCopyScan, sp_config
+from zeco_train.bench.variants import LocalCopyScan, over_all_ranks, sp_config
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops.seam import ScanRequest
@@ -183,12 +183,12 @@ def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[st
     ):
         config: Any = load_settings(kind, [*arguments, f"out={folder}/{case}", "variants=[lasp1,lasp2]"])  # type: ignore[type-var]
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        right = session.scan
+        right = session.exchange
 
-        def scan(variant: str, *rest: Any, right: Any = right) -> Any:
-            return LocalCopyScan() if variant == "lasp2" else right(variant, *rest)
+        def exchange(variant: str, *rest: Any, right: Any = right) -> Any:
+            return over_all_ranks(LocalCopyScan()) if variant == "lasp2" else right(variant, *rest)
 
-        with mock.patch.object(session, "scan", scan), mock.patch.object(Runner, "measure") as measure:
+        with mock.patch.object(session, "exchange", exchange), mock.patch.object(Runner, "measure") as measure:
             try:
                 command.CASES[case].run(config, session)
             except WrongResultError as error:
@@ -341,7 +341,7 @@ def test_exceeded_budget_skips_remaining_sizes(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_repeated_log_lines_are_reported_once() -> None:
-    session = mock.Mock(spec=Session, log=[])
+    session = mock.Mock(spec=Session)
     logger = logging.getLogger("zeco_train.sp.zeco")
     with LogLines(session) as lines:
         for _ in range(2):
@@ -349,7 +349,6 @@ def test_repeated_log_lines_are_reported_once() -> None:
         logger.debug("no")
     logger.info("later")
     assert lines.texts == ["all-scan of 1 MB: two_shot"]
-    assert session.log == 2 * lines.texts
     session.say.assert_called_once_with("all-scan of 1 MB: two_shot")
 
 

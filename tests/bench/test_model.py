@@ -24,9 +24,9 @@ from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
-from zeco_train.bench.variants import LocalCopyScan
+from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
 from zeco_train.distributed.mesh import Launch
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import SHARING
 
 pytestmark = pytest.mark.numeric
@@ -250,15 +250,22 @@ def test_budget_reserves_time_for_peers() -> None:
 def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
     """Run the case with scans that return a wrong state or none, in both precisions. Returns the error messages."""
     found = []
-    for dtype, wrong in (("fp32", LocalCopyScan()), ("bf16", LocalCopyScan()), ("bf16", LocalScan())):
+    for dtype, wrong in (
+        ("fp32", over_all_ranks(LocalCopyScan())),
+        ("bf16", over_all_ranks(LocalCopyScan())),
+        ("bf16", local_exchange()),
+    ):
         config = ModelConfig.load([*QUICK, f"dtype={dtype}", f"out={folder}/{dtype}", "variants=[dp,lasp1,lasp2]"])
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        right = session.scan
+        right = session.exchange
 
-        def scan(variant: str, *rest: Any, right: Any = right, wrong: Any = wrong, **options: Any) -> Any:
+        def exchange(variant: str, *rest: Any, right: Any = right, wrong: Any = wrong, **options: Any) -> Any:
             return wrong if variant == "lasp2" else right(variant, *rest, **options)
 
-        with mock.patch.object(session, "scan", scan), mock.patch("zeco_train.bench.model.time_in_turns") as timed:
+        with (
+            mock.patch.object(session, "exchange", exchange),
+            mock.patch("zeco_train.bench.model.time_in_turns") as timed,
+        ):
             try:
                 model.CASE.run(config, session)
             except WrongResultError as error:

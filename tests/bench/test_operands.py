@@ -21,7 +21,7 @@ from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Inputs, Shape, peer_attention
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import LocalCopyScan
+from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
@@ -29,7 +29,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.selection import check_kernels, find_slow_paths
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 
 pytestmark = pytest.mark.numeric
@@ -53,7 +53,7 @@ SMALL = [*SETTINGS, "heads=[4]", "dims=[[8,16]]", "tokens=[48]", "check_tokens=7
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
     inputs = Inputs.random(shape, Dtype.fp64, 3, CPU)
-    shard = SequenceShard(LocalScan(), 0, shape.tokens)
+    shard = SequenceShard(local_exchange(), 0, shape.tokens)
     found = inputs.results(lambda *operands: mix(shape.operator, operands, shard)[0])
     expected = inputs.results(lambda *operands: OPERATORS[shape.operator].naive(*operands)[0])
     last = [f"d{name}" for name in OPERATORS[shape.operator].operands[3:] if name != "log_decay"]
@@ -98,7 +98,7 @@ def _some_operators(rank: int, world_size: int, folder: str) -> list[str]:
         session.drain()
     config, _ = _case(f"{folder}/wrong", "operator=scalar_decay", "variants=[dp,lasp2]")
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    with mock.patch.object(session, "scan", return_value=LocalCopyScan()):
+    with mock.patch.object(session, "exchange", return_value=over_all_ranks(LocalCopyScan())):
         try:
             operator.CASE.run(config, session)
         except WrongResultError as error:

@@ -179,14 +179,15 @@ def test_one_kernel_scans_in_triton_interpreter(world_size: int, shapes: tuple[t
 
 
 def fallbacks(rank: int, world_size: int) -> None:
-    from zeco_train.sp.registry import SPConfig, build_scan
+    from zeco_train.sp.exchange import connect
+    from zeco_train.sp.registry import SPConfig
     from zeco_train.sp.zeco import AllScanConfig, AllScanTransport
 
     groups = dist.new_group(), dist.new_group()
     config = SPConfig(all_scan=AllScanConfig(transport=AllScanTransport.symmetric))
     with pytest.raises(ConfigError, match=r"^sp.all_scan.transport=symmetric: needs GPUs .* on cpu\); or take"):
-        build_scan(config, groups, timedelta(seconds=30), torch.device("cpu"))
-    scan = build_scan(SPConfig(), groups, timedelta(seconds=30), torch.device("cpu"))
+        connect(config, groups, timedelta(seconds=30), torch.device("cpu"))
+    scan = connect(SPConfig(), groups, timedelta(seconds=30), torch.device("cpu"))
     state = torch.ones(1, 2, 5, 3)
     assert torch.equal(scan.launch(ScanRequest(state, torch.zeros(1, 2, 5))).wait(), state * rank)
     scan.drain()
@@ -228,7 +229,7 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
         patch.setattr(zeco.AllScan, "_try_links", lambda *_: Link.symmetric)
         for ranks in ([0, 1], [rank]):
             groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
-            scan = registry.build_scan(registry.SPConfig(), (groups[0], groups[1]), timedelta(seconds=30))
+            scan = registry.connect(registry.SPConfig(), (groups[0], groups[1]), timedelta(seconds=30))
             for reverse in (False, True):
                 scan.launch(ScanRequest(torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5), reverse))
     fallbacks, rest = said[:1], said[1:]

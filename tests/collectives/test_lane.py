@@ -91,23 +91,24 @@ def test_lane_equals_reference_over_processes(nodes: int, per_node: int) -> None
 
 def auto_suite(rank: int, world_size: int) -> None:
     """`sp.all_scan.ranks_per_node` reaches the scan, and `auto` compares all algorithms over nodes."""
-    from zeco_train.sp.registry import SPConfig, build_scan
+    from zeco_train.sp.exchange import connect
+    from zeco_train.sp.registry import SPConfig
 
     for algorithm in ("auto", "lane"):
         config = SPConfig(all_scan=AllScanConfig(AllScanAlgorithm[algorithm], ranks_per_node=2))
         config.validate()
         groups = dist.new_group(), dist.new_group()
-        scan = build_scan(config, groups, timedelta(seconds=60), torch.device("cpu"))
+        scan = connect(config, groups, timedelta(seconds=60), torch.device("cpu"))
         pairs = Pairs.make(0, world_size, (1, 2, 5, 3), torch.float64, True, False)
         for reverse in (False, True):
             launched = scan.launch(requests_of(pairs, reverse, True)[rank])
             check("incoming state", launched.wait(), pairs.incoming(rank, reverse), algorithm)
         scan.drain()
     with pytest.raises(ConfigError, match=r"^sp.all_scan.ranks_per_node=3: must divide the 4 ranks .*: 1, 2, 4$"):
-        build_scan(SPConfig(all_scan=AllScanConfig(ranks_per_node=3)), groups, timedelta(seconds=60))
+        connect(SPConfig(all_scan=AllScanConfig(ranks_per_node=3)), groups, timedelta(seconds=60))
     uneven = Topology((3, 1), ("a", "b"))
     with pytest.raises(ConfigError, match=r"^sp.all_scan.algorithm=lane: needs as many .* 2 nodes of 3 and 1 ranks"):
-        build_scan(
+        connect(
             SPConfig(all_scan=AllScanConfig(AllScanAlgorithm["lane"])), groups, timedelta(seconds=60), topology=uneven
         )
 

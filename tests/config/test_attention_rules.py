@@ -9,12 +9,12 @@ import pytest
 from tests.support.commands import check_line, train_here
 from tests.support.planning import make_case
 from zeco_train.config.schema import describe, load_config
-from zeco_train.distributed.exchange import attention_method
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
 from zeco_train.plan.attention import method_of
-from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.registry import METHODS, choose
 from zeco_train.training.build import init
+from zeco_train.training.exchange import softmax_load
 
 HYBRID = "model.attn.every=2"
 HUGE = "model.num_layers=1000000000000"
@@ -24,8 +24,8 @@ CONSTANT = "must be 1: segments need layers with a state of constant size, and t
 def _chosen(overrides: list[str], ranks: int, seq_len: int = 4096) -> str | None:
     """The method of a run's configuration on these ranks."""
     config = load_config(overrides)
-    found = attention_method(config.sp, config.model, ranks, seq_len, config.train.dtype.compute)
-    return None if found is None else found.name
+    load = softmax_load(config.model, ranks, seq_len, config.train.dtype.compute)
+    return None if load is None else choose(config.sp.attention, load).name
 
 
 @pytest.mark.few(8)

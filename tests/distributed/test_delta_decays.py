@@ -23,7 +23,7 @@ from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 
 pytestmark = pytest.mark.numeric
@@ -33,7 +33,7 @@ TOKENS = 65
 
 def _log_decays(model: LanguageModel, ids: Tensor, module: Any) -> list[Tensor]:
     """Of each layer in a forward and backward pass; with recomputation of each layer twice."""
-    found, scan = [], LocalScan()
+    found, scan = [], local_exchange()
 
     def noted(logits: Tensor, parameters: Tensor, heads: int) -> Tensor:
         assert logits.dtype is torch.bfloat16

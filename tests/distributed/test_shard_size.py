@@ -23,8 +23,8 @@ from zeco_train.config.schema import Dtype, TrainConfig, load_config
 from zeco_train.distributed.parallelize import ParallelConfig, Strategy, count_shards
 from zeco_train.distributed.whole import local
 from zeco_train.errors import ConfigError
-from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.registry import SPConfig, build_scan
+from zeco_train.sp.exchange import connect, local_exchange
+from zeco_train.sp.registry import SPConfig
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
@@ -56,7 +56,7 @@ def _train(rank: int, world_size: int, store: str, cases: list[Any]) -> list[dic
         step = TrainingStep(
             model,
             build_optimizer(parameter_rules(model), optim, torch.float64),
-            LocalScan() if sp_size == 1 else build_scan(SPConfig(), mesh.scan_groups, mesh.timeout),
+            local_exchange() if sp_size == 1 else connect(SPConfig(), mesh.scan_groups, mesh.timeout),
             mesh,
             strategy=strategy,
             grad_clip=0.1,

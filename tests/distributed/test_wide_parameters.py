@@ -19,15 +19,15 @@ from models.mixers.mamba2 import Mamba2Config, Mamba2Decay
 from models.parameters import cast
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import RecordingScan, build_scans
+from tests.support.sp_reference import build_scans, recorded
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from tests.support.training import full, train
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 
 pytestmark = pytest.mark.numeric
@@ -59,7 +59,7 @@ def _training(rank: int, world_size: int, store: str, cases: list[tuple[Any, ...
     One rank runs only these.
     """
     mesh = make_mesh(rank, world_size, world_size)
-    scan = build_scans(tuple(range(world_size)))["lasp2"] if world_size > 1 else RecordingScan(LocalScan())
+    scan = build_scans(tuple(range(world_size)))["lasp2"] if world_size > 1 else recorded(local_exchange())
     first: dict[bool, Any] = {}
     for strategy, recompute, segments, documents in cases:
         if world_size == 1 and documents in first:
@@ -97,7 +97,7 @@ def _decays(model: LanguageModel) -> list[Mamba2Decay]:
     return [module for module in model.modules() if isinstance(module, Mamba2Decay)]
 
 
-def _pass(model: LanguageModel, ids: Tensor, scan: LocalScan, seen: list[tuple[Tensor, ...]]) -> None:
+def _pass(model: LanguageModel, ids: Tensor, scan: Exchange, seen: list[tuple[Tensor, ...]]) -> None:
     """Forward and backward pass; notes the logits of the time steps, and the log-decays, of each layer."""
     operands = mamba2.Mamba2._operands
 
@@ -122,7 +122,7 @@ def _in_bf16(rank: int, world_size: int) -> list[str]:
 
 
 def _check_bf16(mesh: ProcessMesh, strategy: Strategy, recompute: Recompute, ids: Tensor, where: str) -> None:
-    scan, seen, expected_seen = LocalScan(), [], []  # type: ignore[var-annotated]
+    scan, seen, expected_seen = local_exchange(), [], []  # type: ignore[var-annotated]
     masters = ModelSpec(MODEL).build()
     masters.init_weights(0)
     plain = ModelSpec(MODEL).build()

@@ -15,10 +15,11 @@ from models.language_model import LanguageModel
 from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY, make_mesh
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
-from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.sp.exchange import connect
+from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.training.exchange import connect_model
 from zeco_train.training.forward import SequenceForward
 
 # (tokens, first scored): one scored token, one token of context, longer than a rank's limit, and equal lengths.
@@ -38,7 +39,7 @@ def requests() -> list[ScoreRequest]:
 
 def scores_of_hybrid(rank: int, world_size: int) -> list[list[Score]]:
     mesh, config = make_mesh(rank, world_size, world_size), dataclasses.replace(TINY, attn=HYBRID)
-    scan = build_exchange(SPConfig(Backend.zeco), config, mesh)
+    scan = connect_model(SPConfig(Backend.zeco), config, mesh)
     forward = SequenceForward(build(config, spread=1.0), scan, mesh)
     return [score(forward, requests(), batch_tokens) for batch_tokens in (16, 1 << 14)]
 
@@ -81,7 +82,7 @@ def score_on_ranks(rank: int, world_size: int) -> list[tuple[str, list[Score]]]:
         mesh = make_mesh(rank, world_size, sp_size)
         model = build(TINY, spread=1.0)
         parallelize(model, model.sharding_units(), strategy, torch.float64, mesh)
-        scan = build_scan(SPConfig(Backend.zeco), mesh.scan_groups, mesh.timeout)
+        scan = connect(SPConfig(Backend.zeco), mesh.scan_groups, mesh.timeout)
         scores = score(SequenceForward(model, scan, mesh), requests(), batch_tokens)
         results.append((f"sp.size {sp_size} of {world_size}, {strategy.value}, {batch_tokens} at once", scores))
         assert score(SequenceForward(model, scan, mesh), [], batch_tokens) == []

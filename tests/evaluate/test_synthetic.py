@@ -25,8 +25,8 @@ from zeco_train.evaluate.command import main
 from zeco_train.evaluate.tasks.scores import Cut, Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.sp.exchange import connect, local_exchange
+from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.training.build import build_model
 from zeco_train.training.forward import SequenceForward
 
@@ -49,7 +49,7 @@ class Given:
 
 def logits(model: LanguageModel, tokens: Tokens) -> Tensor:
     ids = torch.from_numpy(tokens)[None]
-    return model(ids, SequenceShard(LocalScan(), 0, len(tokens)))[0]
+    return model(ids, SequenceShard(local_exchange(), 0, len(tokens)))[0]
 
 
 @torch.no_grad()
@@ -90,13 +90,13 @@ def _check_splits(rank: int, world_size: int) -> None:
         examples = examples_of(whole, 5)
         made: list[Any] = [lambda example=example: example for example in examples]
         backend = Backend.zeco if sp_size > 1 else Backend.dp
-        scan = build_scan(SPConfig(backend), mesh.scan_groups, mesh.timeout)
+        scan = connect(SPConfig(backend), mesh.scan_groups, mesh.timeout)
         # The last one pads sequences.
         for cut in (Cut(LENGTH, 1, 2), Cut(LENGTH, SHARDS // sp_size, 3), Cut.of(LENGTH, sp_size, 1, 11)):
             plain = score(made, len(ANSWERS), SequenceForward(model, scan, mesh), cut, lambda activity: None)
             _assert_same(plain, expected_scores(whole, examples), f"sp {sp_size}, {cut}")
             assert plain.right[0].tolist() == [False, True] * 3, plain.right
-            zeroed = SequenceForward(model, ZeroedScan(scan), mesh)
+            zeroed = SequenceForward(model, scan.wrapped(ZeroedScan), mesh)
             alone = score(made, len(ANSWERS), zeroed, cut, lambda activity: None)
             shard = cut.length // (sp_size * cut.segments)
             _assert_same(alone, expected_scores(whole, examples, shard), f"zeroed, sp {sp_size}, {cut}")

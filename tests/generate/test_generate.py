@@ -24,8 +24,8 @@ from zeco_train.generate import generator as generator_module
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampling
-from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.sp.exchange import connect, local_exchange
+from zeco_train.sp.registry import Backend, SPConfig
 
 pytestmark = pytest.mark.numeric
 
@@ -50,7 +50,7 @@ def mesh() -> Iterator[ProcessMesh]:
 
 
 def generator(mesh: ProcessMesh, backend: Backend = Backend.dp, **settings: Any) -> Generator:
-    scan = build_scan(SPConfig(backend), mesh.scan_groups, mesh.timeout)
+    scan = connect(SPConfig(backend), mesh.scan_groups, mesh.timeout)
     return Generator(model(), ByteTokenizer(), mesh, scan, **settings)
 
 
@@ -170,7 +170,7 @@ def states_of(rank: int, world_size: int) -> dict[Backend, list[Tensor]]:
     mesh = mesh_of(rank, world_size, world_size)
     network, found = model(), {}
     for backend in (Backend.zeco, Backend.lasp1, Backend.lasp2):
-        scan = build_scan(SPConfig(backend), mesh.scan_groups, mesh.timeout)
+        scan = connect(SPConfig(backend), mesh.scan_groups, mesh.timeout)
         found[backend] = prefilled(Prefill(network, mesh, scan, 150))
         scan.drain()
     return found
@@ -186,7 +186,7 @@ def prefilled(prefill: Prefill) -> list[Tensor]:
 
 def test_prefill_over_ranks_equals_one_rank(mesh: ProcessMesh) -> None:
     """Uneven shards, pieces, and prompts that end within them: every rank has the logits and states of one rank."""
-    expected = prefilled(Prefill(model(), mesh, LocalScan(), 100_000))
+    expected = prefilled(Prefill(model(), mesh, local_exchange(), 100_000))
     for rank, by_backend in enumerate(run_distributed(states_of, 3)):
         for backend, found in by_backend.items():
             for ours, theirs in zip(found, expected, strict=True):

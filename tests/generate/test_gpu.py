@@ -24,7 +24,7 @@ from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.ops.gla import step as step_module
 from zeco_train.ops.gla.naive import naive_gla
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +76,7 @@ def test_steps_equal_the_recurrence(
 def test_steps_are_as_accurate_as_chunked_operator(mesh: ProcessMesh, dtype: torch.dtype) -> None:
     """Against fp64, since bf16 rounds both: by 0.023 in these four layers, computed either way."""
     network, tokens = model(dtype), ids(300)
-    started = Prefill(network, mesh, LocalScan(), 128).run([tokens[:200]])
+    started = Prefill(network, mesh, local_exchange(), 128).run([tokens[:200]])
     assert started is not None
     decoder = Decoder(network, started[1], torch.tensor([200], device=DEVICE), cuda_graph=False)
     steps = torch.cat([decoder.step(token[None].to(DEVICE)) for token in tokens[200:]])
@@ -109,7 +109,7 @@ def test_cuda_graph_equals_eager_steps(mesh: ProcessMesh, dtype: torch.dtype) ->
     """Bit for bit, also after rows have been dropped; capturing does not change the states."""
     network = model(dtype)
     prompts = [ids(n) for n in (5, 70, 30)]
-    found = Prefill(network, mesh, LocalScan(), 128).run(prompts)
+    found = Prefill(network, mesh, local_exchange(), 128).run(prompts)
     assert found is not None
     check_graphed_steps(network, prompts, *found)
 
@@ -122,7 +122,7 @@ def test_cuda_graph_of_a_hybrid_equals_eager_steps(mesh: ProcessMesh, dtype: tor
     network = ModelSpec(config).build().to(DEVICE, dtype)
     network.init_weights(0)
     prompts = [ids(n) for n in (5, 16, 9)]
-    found = Prefill(network, mesh, LocalScan(), 128).run(prompts, capacity=36)
+    found = Prefill(network, mesh, local_exchange(), 128).run(prompts, capacity=36)
     assert found is not None
     check_graphed_steps(network, prompts, *found)
 
@@ -131,7 +131,7 @@ def test_cuda_graph_of_a_hybrid_equals_eager_steps(mesh: ProcessMesh, dtype: tor
 def test_texts_equal_with_graph_and_memory_is_constant(mesh: ProcessMesh, cuda_graph: bool) -> None:
     """The same texts with and without a CUDA graph; 1000 tokens take the memory of 100."""
     network, tokenizer = model(torch.bfloat16), ByteTokenizer()
-    generator = Generator(network, tokenizer, mesh, LocalScan(), cuda_graph=cuda_graph)
+    generator = Generator(network, tokenizer, mesh, local_exchange(), cuda_graph=cuda_graph)
     prompts = [generator.encode(text) for text in ("def main(", "x" * 500, "")]
     # Warm-up allocates what stays: cuBLAS's workspace of the stream on which graphs are captured.
     generator.generate(prompts, Sampling(seed=1), Limits(2, at_eos=False), samples=2)
@@ -144,7 +144,7 @@ def test_texts_equal_with_graph_and_memory_is_constant(mesh: ProcessMesh, cuda_g
         texts.append([completion.tokens[:100] for completion in found])
     assert texts[0] == texts[1]
     assert peaks[1] <= 1.02 * peaks[0]
-    plain = Generator(network, tokenizer, mesh, LocalScan(), cuda_graph=not cuda_graph)
+    plain = Generator(network, tokenizer, mesh, local_exchange(), cuda_graph=not cuda_graph)
     other = plain.generate(prompts, Sampling(seed=1), Limits(100, at_eos=False), samples=2)
     assert [completion.tokens for completion in other] == texts[0]
 

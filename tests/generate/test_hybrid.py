@@ -18,7 +18,6 @@ from models.language_model import LanguageModel
 from models.registry import MIXERS
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.generate import generator as generator_module
@@ -30,8 +29,9 @@ from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.segments import LayerStates
 from zeco_train.ops.softmax.cache import extend
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.training.exchange import connect_model
 
 pytestmark = pytest.mark.numeric
 
@@ -119,7 +119,8 @@ def test_pieces_and_steps_equal_the_whole_sequence(mesh: ProcessMesh, name: str,
     """Prompts of different lengths together, in pieces of 8 tokens and more, or up to the end of the next prompt."""
     model = build(name)
     assert (
-        relative_error(logits_of(model, Prefill(model, mesh, LocalScan(), tokens)), expected_logits(model)) <= TOLERANCE
+        relative_error(logits_of(model, Prefill(model, mesh, local_exchange(), tokens)), expected_logits(model))
+        <= TOLERANCE
     )
 
 
@@ -147,7 +148,7 @@ def _over_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Tensor]:
                 if spec.heads_problem(shape.heads, shape.key_heads, world_size) is not None:
                     continue
             settings = SPConfig(Backend.zeco, attention=AttentionChoice[method])
-            scan = build_exchange(settings, model.config, mesh)
+            scan = connect_model(settings, model.config, mesh)
             found[name, method] = logits_of(model, Prefill(model, mesh, scan, 175))
             scan.drain()
     return found
@@ -168,7 +169,7 @@ def test_a_prompt_goes_on_from_given_states_with_a_larger_capacity(mesh: Process
     """As in bench decode: contexts that continue each other. The given states stay as they are."""
     for name in HYBRIDS:
         model, ids = build(name), texts()[0]
-        prefill = Prefill(model, mesh, LocalScan(), 64)
+        prefill = Prefill(model, mesh, local_exchange(), 64)
         first = prefill.run([ids[:80]])
         assert first is not None
         kept = [state.clone() for state in first[1]]
@@ -182,7 +183,7 @@ def test_a_prompt_goes_on_from_given_states_with_a_larger_capacity(mesh: Process
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_segments_with_documents_equal_the_whole_sequence(name: str) -> None:
     """Of any sizes; documents begin in segments, and go on in later ones."""
-    model, ids, scan = build(name), texts()[0][None], LocalScan()
+    model, ids, scan = build(name), texts()[0][None], local_exchange()
     borders, total = [0, 20, 90, 130, 162], 162
     whole_shard = SequenceShard(scan, 0, total, torch.tensor(borders), 0, torch.tensor(borders))
     found, states = [], model.zero_states(1, ids.device, total)
@@ -227,7 +228,7 @@ def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh, name: str) -> N
     expected = _expected_tokens(model)
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     for settings in ({}, {"batch": 1}, {"batch": 3, "prefill_tokens": 50}):
-        generator = Generator(model, ByteTokenizer(), mesh, LocalScan(), **settings)
+        generator = Generator(model, ByteTokenizer(), mesh, local_exchange(), **settings)
         assert _tokens(generator) == expected, settings
 
 
@@ -235,7 +236,7 @@ def _texts_over_ranks(rank: int, world_size: int) -> list[list[list[int]]]:
     mesh, found = mesh_of(rank, world_size, world_size), []
     for name in NAMES:
         model = build(name)
-        scan = build_exchange(SPConfig(Backend.zeco), model.config, mesh)
+        scan = connect_model(SPConfig(Backend.zeco), model.config, mesh)
         found.append(_tokens(Generator(model, ByteTokenizer(), mesh, scan, batch=2, prefill_tokens=150)))
         scan.drain()
     return found
@@ -251,7 +252,9 @@ def test_texts_over_ranks_equal_whole_sequence_reference() -> None:
 def test_steps_repeated_at_a_position_leave_no_trace_in_caches(mesh: ProcessMesh, name: str) -> None:
     """A CUDA graph's warm-up steps write caches, and only the other states are restored."""
     model = build(name)
-    found = Prefill(model, mesh, LocalScan(), 100).run([text[:-STEPS] for text in texts()], capacity=max(LENGTHS) + 1)
+    found = Prefill(model, mesh, local_exchange(), 100).run(
+        [text[:-STEPS] for text in texts()], capacity=max(LENGTHS) + 1
+    )
     assert found is not None
     decoders = [Decoder(model, [state.clone() for state in found[1]], torch.tensor(LENGTHS)) for _ in range(2)]
     kept = [state.clone() for state in found[1]]
@@ -281,7 +284,7 @@ def test_window_keeps_only_the_tokens_that_are_read() -> None:
 def test_tokens_beyond_the_capacity_are_refused(mesh: ProcessMesh) -> None:
     model, ids = build("gla, last of 2"), texts()[0][None]
     with pytest.raises(ValueError, match="a cache of 30 tokens cannot keep 40"):
-        Prefill(model, mesh, LocalScan(), 100).run([ids[0, :40]], capacity=30)
+        Prefill(model, mesh, local_exchange(), 100).run([ids[0, :40]], capacity=30)
     states = model.zero_states(1, ids.device, capacity=1)
     model.step(ids[:, 0], states, torch.tensor([0]))
     with pytest.raises(IndexError):
@@ -292,7 +295,7 @@ def test_tokens_beyond_the_capacity_are_refused(mesh: ProcessMesh) -> None:
 
 def test_caches_are_neither_made_up_nor_differentiated() -> None:
     model, ids = build("gla, last of 2"), texts()[0][None]
-    shard = SequenceShard(LocalScan(), 0, ids.shape[1])
+    shard = SequenceShard(local_exchange(), 0, ids.shape[1])
     with pytest.raises(ValueError, match="only if they are carried in"):
         model(ids, shard, states=LayerStates(want_carry=True))
     model.requires_grad_(True)
@@ -305,7 +308,7 @@ def test_caches_larger_than_memory_are_refused_before_they_are_made(
     mesh: ProcessMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build("gla, GQA, window in a piece")
-    generator = Generator(model, ByteTokenizer(), mesh, LocalScan())
+    generator = Generator(model, ByteTokenizer(), mesh, local_exchange())
     # k and v of one layer, with one head of 8 and the window's 5 tokens, in fp64.
     states = model.zero_states(1, torch.device("cpu"), 50)
     caches = [state for state, kind in zip(states, model.states, strict=True) if kind.is_cache]

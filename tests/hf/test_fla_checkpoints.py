@@ -31,7 +31,7 @@ from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.hf.folder import INDEX_FILE
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
 
 pytestmark = pytest.mark.numeric
@@ -102,7 +102,7 @@ def their_logits(model: Any, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> T
 def our_logits(folder: Path, dtype: Dtype) -> Tensor:
     trained = find_trained(str(folder))
     mesh = init(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
-    model, scan = load_trained(trained, mesh, dtype=dtype, strategy=Strategy.zero2), LocalScan()
+    model, scan = load_trained(trained, mesh, dtype=dtype, strategy=Strategy.zero2), local_exchange()
     logits = model(tokens(), SequenceShard(scan, 0, TOKENS))[0]
     scan.drain()
     dist.destroy_process_group()

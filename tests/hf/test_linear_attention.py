@@ -20,7 +20,7 @@ from models.registry import MIXERS
 from zeco_train.errors import ConfigError
 from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.ops.seam import Boundary, SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -95,7 +95,7 @@ def _compare(config: Any, theirs: nn.Module, call: Callable[[Tensor], Tensor]) -
     ours = MIXERS[config.mixer](config, 0).double()
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
-    scan = LocalScan()
+    scan = local_exchange()
     with torch.no_grad():
         y, _ = ours(x, SequenceShard(scan, 0, TOKENS).place(TOKENS, x.device), (Boundary(),), None)
         expected = call(x)

@@ -31,7 +31,7 @@ from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model, stored_weights
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
 
 pytestmark = pytest.mark.numeric
@@ -120,7 +120,7 @@ def tokens() -> list[int]:
 def our_logits(path: Path, dtype: Dtype = Dtype.fp32, strategy: Strategy | None = Strategy.zero2) -> Tensor:
     trained = find_trained(str(path))
     mesh = init(trained.configure(["data.seq_len=128", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
-    model, scan = load_trained(trained, mesh, dtype=dtype, strategy=strategy), LocalScan()
+    model, scan = load_trained(trained, mesh, dtype=dtype, strategy=strategy), local_exchange()
     logits = model(torch.tensor([tokens()]), SequenceShard(scan, 0, TOKENS))[0]
     dist.destroy_process_group()
     return logits

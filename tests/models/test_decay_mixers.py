@@ -22,8 +22,8 @@ from models.modules import GatedRMSNorm, GateFunction
 from models.registry import mixer_of
 from models.rotary import rotate
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import Boundary, Place, handle_of
-from zeco_train.sp.dp import LocalScan
+from zeco_train.ops.seam import Boundary, Place
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -44,7 +44,7 @@ BATCH, TOKENS, LAYER = 2, 75, 1
 FIRST = 1000
 
 # Kept alive here: operators get only a handle of their scan.
-SCAN = LocalScan()
+SCAN = local_exchange()
 
 Parameters = Mapping[str, Tensor]
 
@@ -68,7 +68,7 @@ def part(mixer: Mixer, bounds: Tensor | None) -> Tensor | None:
 
 
 def place(start: int, stop: int) -> Place:
-    return Place(handle_of(SCAN), positions=FIRST + torch.arange(start, stop))
+    return Place(SCAN.number, positions=FIRST + torch.arange(start, stop))
 
 
 def whole(mixer: Mixer, x: Tensor, bounds: Tensor | None) -> Tensor:

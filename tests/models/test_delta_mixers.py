@@ -27,7 +27,7 @@ from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_delta_references
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import Boundary, SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -61,7 +61,7 @@ TOKENS = 71
 # fp64: sums of 71 tokens in another order.
 TOLERANCE = 1e-11
 # Kept alive here: operators get only a handle of their scan.
-SCAN = LocalScan()
+SCAN = local_exchange()
 
 
 def build(config: LanguageModelConfig) -> LanguageModel:
@@ -291,7 +291,7 @@ def test_logits_equal_fla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs.load_state_dict({in_fla(config, key): x for key, x in ours.state_dict().items()})
     ids = torch.arange(80).reshape(2, 40) * 7 % 29
     with torch.no_grad():
-        logits = ours(ids, SequenceShard(scan=SCAN, offset=0, seq_len=40))
+        logits = ours(ids, SequenceShard(exchange=SCAN, offset=0, seq_len=40))
         expected = theirs(ids, use_cache=False).logits
     # fp32 on both sides, since fla's naive recurrences support no other dtype.
     torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())

@@ -24,7 +24,7 @@ from models.registry import MIXERS, check_document, longest_document
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import Boundary, SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -46,7 +46,7 @@ CASES: dict[str, LanguageModelConfig] = {
 }
 
 # Kept alive here: operators get only a handle of their scan.
-SCAN = LocalScan()
+SCAN = local_exchange()
 Parameters = Mapping[str, Tensor]
 
 

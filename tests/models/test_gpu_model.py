@@ -16,7 +16,7 @@ from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.step import TrainingStep
@@ -68,7 +68,7 @@ def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
     step = TrainingStep(
         model,
         build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute),
-        scan := LocalScan(),
+        scan := local_exchange(),
         mesh,
         strategy=config.parallel.strategy,
         grad_clip=1.0,
@@ -101,7 +101,7 @@ def test_compiled_blocks_have_the_gradients_of_launched_ones(name: str) -> None:
     torch.manual_seed(0)
     model = spec_of(config).build().cuda()
     model.init_weights(0)
-    block, shard = model.model.blocks()[0], SequenceShard(LocalScan(), 0, 300)
+    block, shard = model.model.blocks()[0], SequenceShard(local_exchange(), 0, 300)
     place = shard.place(300, next(block.parameters()).device, with_positions=block.attn.reads_positions)
     x = torch.randn(1, 300, config.hidden_size, device="cuda", requires_grad=True)
     dy = torch.randn_like(x)

@@ -19,7 +19,7 @@ from models.spec import spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Boundary, SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -42,7 +42,7 @@ def model_of(config: GLAConfig) -> Any:
 def loss_and_grads(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     ids = torch.randint(31, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     model.zero_grad()
-    scan = LocalScan()
+    scan = local_exchange()
     loss = model(ids, SequenceShard(scan, 0, TOKENS), ids)
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -84,7 +84,7 @@ def test_norms_after_act_on_outputs(recompute: Recompute) -> None:
     assert loss == expected
     assert all(torch.allclose(grads[name], grad, rtol=1e-12, atol=1e-13) for name, grad in wanted.items())
     x = torch.randn(1, TOKENS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    scan = LocalScan()
+    scan = local_exchange()
     place = SequenceShard(scan, 0, TOKENS).place(TOKENS, x.device, with_positions=True)
     (found, *_), (mixed, _) = after(x, place), after.attn(x, place, [Boundary()] * 2, None)
     middle = x + after.attn_norm(mixed)

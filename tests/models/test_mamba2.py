@@ -20,7 +20,7 @@ from models.spec import ModelSpec, spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import Boundary, SequenceShard
 from zeco_train.ops.segments import LayerStates
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -39,7 +39,7 @@ TOKENS = 71
 # fp64: sums of 71 tokens in another order.
 TOLERANCE = 1e-11
 # Kept alive here: operators get only a handle of their scan.
-SCAN = LocalScan()
+SCAN = local_exchange()
 
 
 def build(config: Mamba2Config = SMALL) -> LanguageModel:

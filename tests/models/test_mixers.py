@@ -18,10 +18,10 @@ from tests.support.planning import make_case, saved_bytes
 from tests.support.sp_reference import build_scans
 from zeco_train.config.schema import Dtype
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.seam import Exchange, SequenceShard
 from zeco_train.ops.segments import LayerStates
 from zeco_train.plan.memory import kept_bytes_per_token
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -52,7 +52,7 @@ def _build(name: str) -> tuple[LanguageModel, Tensor]:
     return model, torch.randint(config.vocab_size, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1))
 
 
-def _shard(scan: StateScan, start: int, stop: int, documents: bool) -> SequenceShard:
+def _shard(scan: Exchange, start: int, stop: int, documents: bool) -> SequenceShard:
     if not documents:
         return SequenceShard(scan, start, TOKENS)
     inside = [border - start for border in BORDERS if start < border < stop]
@@ -61,7 +61,7 @@ def _shard(scan: StateScan, start: int, stop: int, documents: bool) -> SequenceS
 
 
 def _loss_and_gradients(
-    model: LanguageModel, ids: Tensor, scan: StateScan, start: int, stop: int, documents: bool
+    model: LanguageModel, ids: Tensor, scan: Exchange, start: int, stop: int, documents: bool
 ) -> list[Tensor]:
     """Of the tokens [start, stop), summed over them."""
     model.zero_grad()
@@ -79,7 +79,7 @@ def _ranks_against_one(rank: int, world_size: int, name: str) -> float:
     model, ids = _build(name)
     for scan, documents in (("lasp2", False), ("chain/3", True)):
         rows = ids[:1] if documents else ids  # packed documents have a batch of 1
-        whole = _loss_and_gradients(model, rows, LocalScan(), 0, TOKENS, documents)
+        whole = _loss_and_gradients(model, rows, local_exchange(), 0, TOKENS, documents)
         for ours, expected in zip(
             _loss_and_gradients(model, rows, scans[scan], start, stop, documents), whole, strict=True
         ):
@@ -87,7 +87,9 @@ def _ranks_against_one(rank: int, world_size: int, name: str) -> float:
             assert (ours - expected).norm() <= TOLERANCE * expected.norm(), f"{scan}, {list(expected.shape)}"
         scans[scan].drain()
     dist.barrier()  # nobody leaves while a peer still waits for what it sent
-    packed, plain = (_loss_and_gradients(model, rows, LocalScan(), 0, TOKENS, kind)[0].item() for kind in (True, False))
+    packed, plain = (
+        _loss_and_gradients(model, rows, local_exchange(), 0, TOKENS, kind)[0].item() for kind in (True, False)
+    )
     return abs(packed - plain) / plain
 
 
@@ -102,7 +104,7 @@ def test_two_ranks_compute_what_one_does(name: str) -> None:
 def test_steps_equal_the_whole_sequence(name: str) -> None:
     """Logits after each token: all at once, and a prompt at once with a step a token from there."""
     model, ids = _build(name)
-    prompt, scan = 64, LocalScan()
+    prompt, scan = 64, local_exchange()
     with torch.no_grad():
         expected = model(ids, SequenceShard(scan, 0, TOKENS + 1))
         states = LayerStates(carry_in=model.zero_states(2, ids.device), want_carry=True)
@@ -124,7 +126,7 @@ def test_sums_of_gradients_are_not_rounded_to_bf16(name: str) -> None:
     cast(model, torch.bfloat16)
     row = torch.randint(4, (1, 9), generator=torch.Generator().manual_seed(1))
     one, many = (
-        _loss_and_gradients(model, row.expand(count, -1), LocalScan(), 0, 8, False)[1:] for count in (1, copies)
+        _loss_and_gradients(model, row.expand(count, -1), local_exchange(), 0, 8, False)[1:] for count in (1, copies)
     )
     for (parameter, _), of_one, of_many in zip(model.named_parameters(), one, many, strict=True):
         assert (of_many.double() / copies - of_one.double()).norm() <= 4e-3 * of_one.double().norm(), parameter

@@ -25,7 +25,7 @@ from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.spec import ModelSpec, spec_of
 from zeco_train.ops import CHUNK
 from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -44,7 +44,7 @@ SMALL = GLAConfig(
 
 
 # Kept alive here: operators get only a handle of their scan.
-SCAN = LocalScan()
+SCAN = local_exchange()
 
 
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequenceShard:
     """The shard of a single rank with the whole sequence."""
-    return SequenceShard(scan=SCAN, offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
+    return SequenceShard(exchange=SCAN, offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
 
 
 def build(config: GLAConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0) -> LanguageModel:

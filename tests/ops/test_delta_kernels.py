@@ -25,8 +25,8 @@ from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.ops.seam import Boundary, Exchange, SequenceShard
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -160,7 +160,7 @@ def test_no_value_or_gradient_crosses_restart_in_kernels(rules: list[str], monke
 def _wrong_segments(rank: int, world_size: int, rules: list[str]) -> list[str]:
     """Errors of the public operator on three segments of a sequence, with carries, documents and recomputation."""
     torch.set_num_threads(1)
-    scan, wrong = LocalScan(), []
+    scan, wrong = local_exchange(), []
     for rule in rules:
         case = DeltaCase((1, 200, 1, 2, 16, 24), rule=rule, rate=0.5)
         tensors = case.tensors(torch.float32, torch.device("cpu"))
@@ -182,9 +182,7 @@ def _wrong_segments(rank: int, world_size: int, rules: list[str]) -> list[str]:
     return wrong
 
 
-def _over_segments(
-    rule: str, leaves: dict[str, Tensor], scan: LocalScan, *, with_replay: bool
-) -> tuple[Tensor, Tensor]:
+def _over_segments(rule: str, leaves: dict[str, Tensor], scan: Exchange, *, with_replay: bool) -> tuple[Tensor, Tensor]:
     """o and the last state; with a replay the second segment's outputs are those of a second pass from its state."""
     *operands, carry = leaves.values()
     o = []

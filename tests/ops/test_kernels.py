@@ -36,7 +36,7 @@ from zeco_train.ops.mix import mix_at
 from zeco_train.ops.recompute import recomputed
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Place, SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -206,7 +206,7 @@ def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
 
     torch.set_num_threads(1)
     interpreter.skip_overflow_checks()
-    scan, wrong = LocalScan(), []
+    scan, wrong = local_exchange(), []
     for tokens, cu_seqlens in ((70, None), (130, (0, 70, 128, 130))):
         generator = torch.Generator().manual_seed(tokens)
         sizes = 3 * KEY_DIM + VALUE_DIM, VALUE_DIM

@@ -26,7 +26,7 @@ from zeco_train.ops.selection import (
     stored_slow_downs,
 )
 from zeco_train.ops.softmax import attention, cache, flash, sdpa
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 GPU = torch.device("cuda")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -145,7 +145,7 @@ def test_products_in_place_of_flash_attention_keep_fp32_sums_of_bf16_heads() -> 
 
 def test_compiled_code_for_any_head_dims_asks_with_numbers() -> None:
     """A second model in a process has other head dims, which a compiler then takes for symbols."""
-    shard = SequenceShard(LocalScan(), 0, 20)
+    shard = SequenceShard(local_exchange(), 0, 20)
     compiled = torch.compile(lambda *x: mix("scalar_decay", x, shard)[0], backend="eager", dynamic=True)
     torch._dynamo.reset()
     for dim in (8, 12):

@@ -15,11 +15,11 @@ from tests.support.distributed import run_distributed
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.seam import SequenceShard, handle_of
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.short_conv import SHORT_CONV
 from zeco_train.ops.short_conv.naive import naive_short_conv
 from zeco_train.ops.short_conv.passes import PLAIN
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -74,7 +74,7 @@ def expected(values: dict[str, Tensor], documents: Sequence[int] | None, carry: 
 def operator(values: dict[str, Tensor], documents: Sequence[int] | None, carry: bool) -> dict[str, Tensor]:
     """The same by the op, over one rank."""
     x, weight, bias, carry_in = leaves = [values[name].clone().requires_grad_() for name in (*NAMES, "carry_in")]
-    tokens, scan = x.shape[1], LocalScan()
+    tokens, scan = x.shape[1], local_exchange()
     borders = None if documents is None else torch.tensor([*documents, tokens])
     # The first document continues from the carry.
     shard = SequenceShard(scan, 0, tokens, borders, before=1)
@@ -124,7 +124,7 @@ def test_documents_equal_separate_convolutions(width: int, carry: bool) -> None:
 def test_a_document_that_begins_the_shard_does_not_see_the_carry() -> None:
     values = tensors(1, 9, 4)
     x, weight, bias = (values[name] for name in NAMES)
-    shard = SequenceShard(LocalScan(), 0, 9, torch.tensor([0, 9]), before=0)
+    shard = SequenceShard(local_exchange(), 0, 9, torch.tensor([0, 9]), before=0)
     y, carry_out = mix("short_conv", [x, weight, bias], shard, scale=1.0, carry_in=values["carry_in"], want_carry=True)
     check({"y": y}, {"y": convolution(x, weight, bias)}, "y")
     assert carry_out is not None
@@ -208,11 +208,11 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
 @pytest.mark.parametrize("documents", [None, (0, 4, 5)])
 def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
     """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
-    values, scan = tensors(1, 9, 4), LocalScan()
+    values, scan = tensors(1, 9, 4), local_exchange()
     pieces = None if documents is None else find_pieces(torch.tensor([*documents, 9]), 1, 9, torch.device("cpu"))
     operands = [values["x"].float(), values["weight"].bfloat16(), values["bias"].float()]
     leaves = [tensor.requires_grad_() for tensor in operands]
-    carry_in, place = values["carry_in"].float(), (handle_of(scan), pieces)
+    carry_in, place = values["carry_in"].float(), (scan.number, pieces)
     arguments = (leaves, "short_conv", 1.0, *place, None, carry_in.requires_grad_(), True)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)

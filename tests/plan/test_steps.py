@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -33,14 +34,16 @@ from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import loss
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard
+from zeco_train.ops.seam import ScanRequest, SequenceShard, StateScan
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import Halos, count_scans, parameter_traffic, plan_halos, scan_bytes, step_bytes
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.registry import BACKENDS, SPConfig, build_scan
+from zeco_train.sp.exchange import connect, local_exchange
+from zeco_train.sp.registry import BACKENDS, SPConfig
+from zeco_train.sp.tapped import TappedScan
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
@@ -69,16 +72,16 @@ def _overrides(
     return [*SMALL, *split, batch, f"train.dtype={dtype.value}", "world_size=4", "gpu=cpu"]
 
 
-class _CountingScan:
+class _CountingScan(TappedScan):
     """Counts launches, and those with a carry, by direction."""
 
-    def __init__(self, scan: Any) -> None:
-        self._scan, self.launched, self.carried = scan, Counter[str](), 0
+    def __init__(self, scan: StateScan) -> None:
+        super().__init__(scan)
+        self.counts, self.carries = Counter[str](), 0
 
-    def launch(self, request: ScanRequest) -> LaunchedScan:
-        self.launched["backward" if request.reverse else "forward"] += 1
-        self.carried += request.want_carry
-        return self._scan.launch(request)
+    def launched(self, request: ScanRequest) -> None:
+        self.counts["backward" if request.reverse else "forward"] += 1
+        self.carries += request.want_carry
 
 
 @contextlib.contextmanager
@@ -119,11 +122,12 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
         mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
         model = build_model(case.config.model, TrainConfig(dtype=dtype), strategy, mesh, 0, shard_size)
         optimizer = build_optimizer(parameter_rules(model), OptimConfig(), torch.float32)
-        scan = _CountingScan(build_scan(SPConfig(), mesh.scan_groups, mesh.timeout))
+        exchange = connect(SPConfig(), mesh.scan_groups, mesh.timeout)
+        scan = _CountingScan(exchange.states)
         step = TrainingStep(
             model,
             optimizer,
-            scan,
+            replace(exchange, states=scan),
             mesh,
             strategy=strategy,
             grad_clip=1.0,
@@ -152,8 +156,8 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
                 "gradients": sum(x.nbytes for x in grads),
                 "optimizer": sum(x.nbytes for x in states),
                 "sent": dict(sent),
-                "launched": dict(scan.launched),
-                "carried": scan.carried,
+                "launched": dict(scan.counts),
+                "carried": scan.carries,
             }
         )
         step.zero_grad()
@@ -207,26 +211,25 @@ def test_halos_are_one_message_per_layer_pass_and_direction() -> None:
     assert "halos" not in plan_step(make_case(*GLA_1B, "world_size=4", "sp.size=4", "data.seq_len=65536")).seconds
 
 
-class _SentHalos:
+class _SentHalos(TappedScan):
     """Counts the halos that a rank sends, and their bytes."""
 
-    def __init__(self, scan: Any) -> None:
-        self._scan, self.sizes = scan, list[int]()
+    def __init__(self, scan: StateScan) -> None:
+        super().__init__(scan)
+        self.sizes = list[int]()
 
-    def launch(self, request: ScanRequest) -> LaunchedScan:
+    def launched(self, request: ScanRequest) -> None:
         self.sizes.append(request.state.numel() * request.state.element_size())
-        return self._scan.launch(request)
 
 
 def test_planned_halos_are_those_of_a_real_step() -> None:
     """Of one rank of a sequence in one pass: the requests that the model makes of the scan of halos."""
     config = Mamba2Config(num_layers=2)
-    model, scan = spec_of(config).build(), LocalScan()
+    model, halo = spec_of(config).build(), _SentHalos(LocalScan())
     model.init_weights(0)
-    halo = _SentHalos(LocalScan())
-    vars(scan)["neighbour"] = halo
+    exchange = replace(local_exchange(), halo=halo)
     ids = torch.zeros(1, 65, dtype=torch.int64)
-    model(ids[:, :-1], SequenceShard(scan, 0, 64), ids[:, 1:]).backward()
+    model(ids[:, :-1], SequenceShard(exchange, 0, 64), ids[:, 1:]).backward()
     case = make_case(
         "model=mamba2_tiny",
         "model.num_layers=2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.support.distributed import run_distributed
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.seam import Boundary, Place, handle_of
+from zeco_train.ops.seam import Boundary, Place
 from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather
@@ -25,6 +25,7 @@ from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.attention.method import AttentionLoad, ShardedAttention
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.attention.ulysses import Ulysses
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -132,7 +133,8 @@ class Whole:
     def of_rank(self, method: Any, rank: int) -> dict[str, Tensor]:
         """By a method, through the op, checked against a replay, which gives the same bits."""
         start, stop = self.shards[rank]
-        place = Place("", None, "", None, handle_of(method), start, self.tokens, self.borders)
+        exchange = replace(local_exchange(), attention=method)
+        place = Place(exchange.number, offset=start, seq_len=self.tokens, borders=self.borders)
         boundaries = Boundary(), Boundary()
         found: list[dict[str, Tensor]] = []
         for _ in ("first", "replay"):
@@ -239,7 +241,8 @@ def frugal(rank: int, world_size: int) -> list[int]:
         method = METHODS["ring"].build(Wire(group, "softmax attention", False, TIMEOUT))
         recorded, whole = Recorded(method), Whole(case, world_size)
         start, stop = whole.shards[rank]
-        place = Place("", None, "", None, handle_of(method), start, whole.tokens, whole.borders)
+        exchange = replace(local_exchange(), attention=method)
+        place = Place(exchange.number, offset=start, seq_len=whole.tokens, borders=whole.borders)
         attend_at(
             *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, place, [Boundary()] * 2, case.window
         )

@@ -18,15 +18,15 @@ from tests.support.sp_reference import build_scans
 from zeco_train.collectives import PendingScan
 from zeco_train.collectives.wire import Wire
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, init_mesh
-from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice, build_attention
-from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.exposed import ExposedMeter
-from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.sp.exchange import connect
+from zeco_train.sp.exposed import ExposedMeter, active_meter
+from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.training.exchange import connect_model
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ REPEATS = 3
 NAMES = ("lasp1", "lasp2", "two_shot", "chain/3")
 
 
-def run_scan(scan: ScanBackend, before: float, between: float, *, reverse: bool = False, carry: bool = False) -> Tensor:
+def run_scan(scan: StateScan, before: float, between: float, *, reverse: bool = False, carry: bool = False) -> Tensor:
     """A scan after `before` seconds of compute, with `between` seconds of compute beside it."""
     time.sleep(before)
     pending = scan.launch(ScanRequest(STATE, torch.zeros(1, 2, 4), reverse, want_carry=carry))
@@ -49,15 +49,16 @@ def run_scan(scan: ScanBackend, before: float, between: float, *, reverse: bool 
     return incoming
 
 
-def measured(scan: ScanBackend, before: float, between: float = 0.0, **options: bool) -> float | None:
+def measured(scan: StateScan, before: float, between: float = 0.0, **options: bool) -> float | None:
     dist.barrier()
-    with scan.exposed.measuring():
+    meter = ExposedMeter()
+    with meter.measuring():
         run_scan(scan, before, between, **options)
-    return scan.exposed.take()
+    return meter.take()
 
 
 def waits(rank: int, world_size: int, name: str) -> dict[str, list[float | None]]:
-    scan = build_scans((0, 1))[name]._scan
+    scan = build_scans((0, 1))[name].states
     run_scan(scan, 0.0, 0.0)
     run_scan(scan, 0.0, 0.0, reverse=True)
     # The second rank waits for the first one's state; the first one for the second's; the state arrives before it is
@@ -69,8 +70,11 @@ def waits(rank: int, world_size: int, name: str) -> dict[str, list[float | None]
         "hidden": [measured(scan, first, 0.0 if rank == 0 else 2 * DELAY) for _ in range(REPEATS)],
         "carry": [measured(scan, second, carry=True) for _ in range(REPEATS)],
     }
+    meter = ExposedMeter()
+    with meter.measuring():
+        pass
     run_scan(scan, 0.0, 0.0)
-    results["outside"] = [scan.exposed.take()]
+    results["outside"] = [meter.take()]
     scan.drain()
     return results
 
@@ -94,27 +98,24 @@ def test_exposed_time_is_measured_on_waiting_rank() -> None:
 
 
 def attention_waits(rank: int, world_size: int) -> dict[str, dict[str, list[float | None]]]:
-    """Forward and backward passes of each method, which the scan's meter measures; the first rank is late."""
+    """Forward and backward passes of each method, which a meter measures; the first rank is late."""
     results: dict[str, dict[str, list[float | None]]] = {}
-    group = dist.group.WORLD
-    assert group is not None
     q, k, v, do = (torch.ones(1, 2, heads, 4) for heads in (2, 2, 2, 2))
     span = Span(2 * rank, 2 * rank + 2)
     for name, spec in METHODS.items():
-        scan = build_scan(SPConfig(Backend.lasp2), (group, group), timedelta(seconds=10))
+        meter = ExposedMeter()
         method = build_attention(spec, dist.new_group(range(world_size)), timedelta(seconds=10), CPU)
         attended = method.forward(q, k, v, span, 4, 1.0)
-        results[name] = {"outside": [scan.exposed.take()], "forward": [], "backward": []}
+        results[name] = {"outside": [meter.take()], "forward": [], "backward": []}
         for way in ("forward", "backward") * REPEATS:
             dist.barrier()
-            with scan.exposed.measuring():
+            with meter.measuring():
                 time.sleep(DELAY if rank == 0 else 0.0)
                 if way == "forward":
                     method.forward(q, k, v, span, 4, 1.0)
                 else:
                     method.backward(do, q, k, v, attended, span, 4, 1.0)
-            results[name][way].append(scan.exposed.take())
-        scan.drain()
+            results[name][way].append(meter.take())
     dist.barrier()
     return results
 
@@ -143,7 +144,7 @@ def first_messages(rank: int, world_size: int) -> dict[str, list[str]]:
             return post(self, call, what, *rest)
 
         with mock.patch.object(Wire, "_start", start):
-            scan = build_exchange(SPConfig(attention=AttentionChoice[name]), model, mesh)
+            scan = connect_model(SPConfig(attention=AttentionChoice[name]), model, mesh)
             messages.append("built")
             q = torch.ones(1, 2, 2, 4)
             assert scan.attention is not None
@@ -167,7 +168,7 @@ def alone(rank: int, world_size: int) -> dict[str, float | None]:
     assert group is not None
     scans = {
         "dp": LocalScan(),
-        "zeco": build_scan(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)),
+        "zeco": connect(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)).states,
     }
     return {name: measured(scan, 0.0, carry=True) for name, scan in scans.items()}
 
@@ -198,8 +199,7 @@ def test_exposed_time_sums_all_calls_and_is_taken_once() -> None:
     assert meter.take() is None
     with pytest.raises(RuntimeError, match="a peer"), meter.measuring():
         raise RuntimeError("a peer is gone")
-    unmetered = SlowScan()
-    assert meter.metered(unmetered, CPU, finish_waits=True) is unmetered
+    assert active_meter() is None
     with meter.measuring():
         scans = [meter.metered(SlowScan(), CPU, finish_waits=True) for _ in range(2)]
     # Scans launched inside `measuring` are measured even if the waits come later.

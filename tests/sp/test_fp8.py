@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -56,10 +57,14 @@ def split(rank: int, world_size: int, store: str, expected: bytes, models: list[
     method = build_attention(METHODS["all_gather"], dist.new_group(range(world_size)), TIMEOUT)
     for model in models:
         for scan, documents, segments, recompute, strategy in SPLITS:
-            scans[scan].attention = method
             case = case_of(model, documents, segments=segments, recompute=recompute, strategy=strategy)
             where = f"{model}, {scan}, {strategy.value}, {recompute.value}, {world_size} ranks"
-            check(run_steps(case, scans[scan], mesh, store), results[model, documents], TOLERANCE, where)
+            check(
+                run_steps(case, replace(scans[scan], attention=method), mesh, store),
+                results[model, documents],
+                TOLERANCE,
+                where,
+            )
     for used in scans.values():
         used.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything

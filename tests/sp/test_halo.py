@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -14,16 +15,18 @@ from torch import Tensor
 
 from tests.ops.test_short_conv import NAMES, check, expected, tensors
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import TIMEOUT, RecordingScan, build_scans
+from tests.support.sp_reference import TIMEOUT, RecordedExchange, build_scans, recorded
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.neighbour import NEIGHBOUR
 from zeco_train.distributed.mesh import Launch, halo_groups, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import ScanRequest, SequenceShard, handle_of
-from zeco_train.sp.halo import HaloScan
-from zeco_train.sp.registry import SPConfig, build_scan
+from zeco_train.ops.seam import Exchange, ScanRequest, SequenceShard
+from zeco_train.sp.backend import SpecScan
+from zeco_train.sp.exchange import connect
+from zeco_train.sp.exposed import ExposedMeter
+from zeco_train.sp.registry import SPConfig
 
 pytestmark = pytest.mark.numeric
 
@@ -41,7 +44,7 @@ SHORT_DOCUMENTS = {"one document": None, "in short shards": (0, 3, 6), "from an 
 
 
 def of_rank(
-    scan: RecordingScan,
+    scan: RecordedExchange,
     values: dict[str, Tensor],
     documents: Sequence[int] | None,
     borders: Sequence[int],
@@ -88,7 +91,7 @@ def of_rank(
 
 
 def compare(
-    scans: dict[str, RecordingScan], lengths: Sequence[int], layouts: dict[str, tuple[int, ...] | None], rank: int
+    scans: dict[str, RecordedExchange], lengths: Sequence[int], layouts: dict[str, tuple[int, ...] | None], rank: int
 ) -> None:
     """Every width, layout of documents and scan, with and without a carry."""
     borders = [*itertools.accumulate(lengths, initial=0)]
@@ -110,10 +113,10 @@ def compare(
             check(found, mine, where)
 
 
-def make_halo(world_size: int) -> HaloScan:
-    scan = build_scan(SPConfig(), new_groups(world_size), TIMEOUT, halo=new_groups(world_size))
-    assert isinstance(scan.neighbour, HaloScan)
-    return scan.neighbour
+def make_halo(world_size: int) -> Exchange:
+    """All states go by the scan between neighbours."""
+    exchange = connect(SPConfig(), new_groups(world_size), TIMEOUT, halo=new_groups(world_size))
+    return replace(exchange, states=exchange.halo)
 
 
 def new_groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -124,7 +127,7 @@ def new_groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 def suite(rank: int, world_size: int) -> None:
     scans = build_scans(tuple(range(world_size)), with_halo=False)
     compare(scans, SHORT_LENGTHS[:world_size], SHORT_DOCUMENTS, rank)
-    scans["halo"] = RecordingScan(make_halo(world_size))
+    scans["halo"] = recorded(make_halo(world_size))
     compare(scans, LENGTHS[:world_size], DOCUMENTS, rank)
     for scan in scans.values():
         scan.drain()
@@ -138,7 +141,7 @@ def test_convolution_over_ranks_equals_conv1d(world_size: int) -> None:
 
 def segments(rank: int, world_size: int) -> None:
     """A sequence in three segments, the last one first in the backward pass, each replayed."""
-    halo = RecordingScan(make_halo(world_size))
+    halo = recorded(make_halo(world_size))
     count, share = 3, 4
     values = tensors(2, count * share * world_size, 4)
     wanted = expected(values, None, carry=True)
@@ -207,24 +210,21 @@ def beside_a_backend(rank: int, world_size: int) -> None:
     """A halo of a mesh's groups: prepared, taken by the shard's place, measured and drained with its backend."""
     mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=60))
     halo = halo_groups(mesh)
-    scan = build_scan(SPConfig(), mesh.scan_groups, mesh.timeout, mesh.device, halo)
-    assert isinstance(scan.neighbour, HaloScan)
-    assert scan.neighbour.exposed is scan.exposed
-    shard = SequenceShard(scan, 4 * mesh.sp_rank, 8)
-    assert shard.place(4, mesh.device)[:3:2] == (handle_of(scan), handle_of(scan.neighbour))
+    exchange, meter = connect(SPConfig(), mesh.scan_groups, mesh.timeout, mesh.device, halo), ExposedMeter()
+    assert exchange.halo is not exchange.states
+    shard = SequenceShard(exchange, 4 * mesh.sp_rank, 8)
     values = tensors(1, 8, 4)
-    with scan.exposed.measuring():
+    with meter.measuring():
         tokens = values["x"][:, shard.offset : shard.offset + 4]
         y, _ = mix("short_conv", [tokens, values["weight"], values["bias"]], shard, scale=1.0)
-    assert scan.exposed.take() is not None
+    assert meter.take() is not None
     check({"y": y}, {"y": expected(values, None, False)["y"][:, shard.offset : shard.offset + 4]}, "by a mesh")
-    scan.drain()
+    exchange.drain()
     dist.barrier()
     alone = init_mesh(Launch(rank, world_size, rank), 1, torch.device("cpu"), timedelta(seconds=60))
     assert halo_groups(alone) is None
-    scan = build_scan(SPConfig(), alone.scan_groups, alone.timeout)
-    assert scan.neighbour is None
-    assert SequenceShard(scan, 0, 4).place(4, alone.device)[:3:2] == (handle_of(scan), handle_of(scan))
+    exchange = connect(SPConfig(), alone.scan_groups, alone.timeout)
+    assert exchange.halo is exchange.states
 
 
 def test_backend_takes_a_halo_beside_it() -> None:
@@ -234,7 +234,7 @@ def test_backend_takes_a_halo_beside_it() -> None:
 def messages(rank: int, world_size: int) -> tuple[int, int]:
     """Bytes sent point to point by a scan, and its message count."""
     group, sent = dist.new_group(), []
-    halo, send = HaloScan(tuple(Courier(group, TIMEOUT) for _ in range(1))), dist.isend
+    halo, send = SpecScan((Courier(group, TIMEOUT),), NEIGHBOUR), dist.isend
     state = torch.full((2, 1, 3, 5), float(rank))
     transition = torch.zeros(2, 1, 3, 3)
     with mock.patch.object(dist, "isend", lambda tensor, **to: (sent.append(tensor.nbytes), send(tensor, **to))[1]):

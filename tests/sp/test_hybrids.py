@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -43,8 +44,9 @@ PAIRS: list[Row] = [(*cell, Strategy.zero2) for cell in cover_pairs(*AXES)]
 
 def sent(rank: int, world_size: int, store: str) -> dict[str, int]:
     """Bytes that all-to-alls of softmax attention send in three steps, by recomputation."""
-    mesh, scan, spec = make_mesh(rank, world_size, world_size), build_scans((0, 1))["lasp2"], METHODS["all_gather"]
-    scan.attention = build_attention(spec, dist.new_group(range(world_size)), TIMEOUT)
+    mesh, states = make_mesh(rank, world_size, world_size), build_scans((0, 1))["lasp2"]
+    method = build_attention(METHODS["all_gather"], dist.new_group(range(world_size)), TIMEOUT)
+    scan = replace(states, attention=method)
     found, send = dict.fromkeys((each.value for each in Recompute), 0), Wire.all_to_all
     for recompute in Recompute:
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import RecordingScan, build_scans
+from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.documents import find_pieces
@@ -108,7 +108,7 @@ def expected(
 
 def of_rank(
     name: str,
-    scan: RecordingScan,
+    scan: RecordedExchange,
     documents: Sequence[int] | None,
     start: int,
     stop: int,

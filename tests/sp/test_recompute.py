@@ -15,12 +15,12 @@ from torch import Tensor
 from models.language_model import Block
 from models.mixers.gla import GatedLinearAttention
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import CONFIGS, RecordingScan, build_scans
+from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans, recorded
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Boundary, Place, handle_of
-from zeco_train.sp.dp import LocalScan
+from zeco_train.ops.seam import Boundary, Place
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -33,7 +33,7 @@ BACKENDS = [name for name in CONFIGS if name not in ("chain/1", "auto")]
 def _suite(rank: int, world_size: int, store: str) -> set[str]:
     """All backends, strategies and recompute settings of a world size; returns the backends."""
     # dp: whole sequences on each rank; gradients are summed over all ranks.
-    splits: dict[int, dict[str, RecordingScan]] = {1: {"dp": RecordingScan(LocalScan())}}
+    splits: dict[int, dict[str, RecordedExchange]] = {1: {"dp": recorded(local_exchange())}}
     if world_size > 1:
         scans = build_scans(tuple(range(world_size)))
         splits[world_size] = {name: scans[name] for name in BACKENDS}
@@ -63,7 +63,7 @@ def test_recompute_gives_same_training_for_every_backend(world_size: int, tmp_pa
 
 def kept(recompute: Recompute, tokens: int) -> int:
     """Number of elements that a block saves for its backward pass, without parameters."""
-    scan = LocalScan()
+    scan = local_exchange()
     block = Block(TINY, GatedLinearAttention, 0)
     block.recompute = recompute
     saved: dict[int, int] = {}
@@ -73,7 +73,7 @@ def kept(recompute: Recompute, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        y, *_ = block(torch.randn(1, tokens, TINY.hidden_size).requires_grad_(), Place(handle_of(scan)))
+        y, *_ = block(torch.randn(1, tokens, TINY.hidden_size).requires_grad_(), Place(scan.number))
     y.sum().backward()
     return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
 
@@ -91,7 +91,7 @@ def test_kept_activations_by_recompute_setting() -> None:
 def test_compiled_blocks_keep_the_residual_stream_in_their_middle(recompute: Recompute) -> None:
     """Else each kernel that reads it adds it up again, from the block's input and the mixer's output."""
     torch._dynamo.reset()
-    scan, block = LocalScan(), Block(TINY, GatedLinearAttention, 0).bfloat16()
+    scan, block = local_exchange(), Block(TINY, GatedLinearAttention, 0).bfloat16()
     block.recompute = recompute
     block.compile_compute(backend="aot_eager_decomp_partition")
     compiled, saved, middles = block._with_middle, set(), []
@@ -110,11 +110,11 @@ def test_compiled_blocks_keep_the_residual_stream_in_their_middle(recompute: Rec
         mock.patch.object(block, "_with_middle", noted),
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
-        block(x, Place(handle_of(scan)))
+        block(x, Place(scan.number))
     (middle,) = middles
     assert middle.shape == x.shape
     assert not middle.requires_grad
     assert middle.untyped_storage().data_ptr() in saved
     with torch.no_grad():
-        assert not compiled(x, Place(handle_of(scan)), (Boundary(),), None, True)[0].numel()
+        assert not compiled(x, Place(scan.number), (Boundary(),), None, True)[0].numel()
     torch._dynamo.reset()

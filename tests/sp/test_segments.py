@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import RecordingScan, build_scans
+from tests.support.sp_reference import build_scans, recorded
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from tests.support.training import largest_difference, train
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training import trainer
 from zeco_train.training.build import build_model
 
@@ -90,7 +90,7 @@ def _check_two_groups(mesh: ProcessMesh, store: str, expected: Result) -> None:
     """Data parallel: a sequence per rank; gradients are summed after the last segment."""
     for strategy in (Strategy.ddp, Strategy.hsdp):
         case = Case(strategy, recompute=Recompute.full, segments=4, documents=True, steps=2)
-        result = run_steps(case, RecordingScan(LocalScan()), mesh, store)
+        result = run_steps(case, recorded(local_exchange()), mesh, store)
         check(result, expected, TOLERANCE, f"{case}, two groups")
 
 

@@ -17,12 +17,13 @@ from tests.support.sp_reference import (
     CONFIGS,
     KEY_DIM,
     Case,
-    RecordingScan,
+    RecordedExchange,
     Reference,
     assert_same,
     build_scans,
     check_segments,
     ordinary_pass,
+    recorded,
     replayed_pass,
 )
 from zeco_train.collectives import Courier, serial
@@ -33,6 +34,7 @@ from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import ScanRequest, SequenceShard
 from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
@@ -47,7 +49,7 @@ LENGTHS = {
 }
 
 
-def parity(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
+def parity(rank: int, world_size: int, scans: dict[str, RecordedExchange]) -> None:
     for one in LENGTHS[world_size]:
         lengths = (one,)
         for case in (
@@ -71,7 +73,7 @@ def parity(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
                 assert_same(replayed, results, f"replay, {name}, {case.name}")
 
 
-def determinism(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
+def determinism(rank: int, world_size: int, scans: dict[str, RecordedExchange]) -> None:
     case = Case("two runs", LENGTHS[world_size][:1], carry=True)
     runs = [{name: ordinary_pass(case, scan, rank) for name, scan in scans.items()} for _ in range(2)]
     for name in scans:
@@ -83,14 +85,14 @@ def determinism(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> 
         assert error <= 1e-14 * tensor.norm(), f"{name} of a chain of one block and lasp1 differ by {error:.1e}"
 
 
-def precision(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
+def precision(rank: int, world_size: int, scans: dict[str, RecordedExchange]) -> None:
     """The rounding error of several ranks is at most about twice that of one rank in the same dtype."""
     lengths = LENGTHS[world_size][-1] if world_size > 1 else LENGTHS[1][0]
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(f"{dtype}", (lengths,), rates=(0.0, 1e-3, 1e-2, 0.1, 1.0, 5.0, 50.0), carry=True, dtype=dtype)
         reference = Reference(case)
         whole = replace(case, lengths=((sum(lengths),),))
-        alone = Reference(whole).errors(ordinary_pass(whole, RecordingScan(LocalScan()), 0), 0)
+        alone = Reference(whole).errors(ordinary_pass(whole, recorded(local_exchange()), 0), 0)
         # States are fp32 for both dtypes, so the error of bf16 outputs does not apply to them.
         alone["R"] = alone["D_in"] = largest([alone["carry_out"], alone["dcarry_in"]])
         assert alone["R"] < 2e-6, f"states of one rank are off by {alone['R']:.1e}"
@@ -112,7 +114,7 @@ def noted(events: list[str], owner: object, name: str) -> Callable[..., Any]:
     return call
 
 
-def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
+def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordedExchange]) -> None:
     """Scans run beside the intra-chunk work; LASP-1 receives before the outputs and sends after them."""
     case = Case("order of calls", LENGTHS[world_size][-1:], carry=True)
     for name, scan in scans.items():
@@ -229,7 +231,7 @@ def test_autocast_changes_nothing() -> None:
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            o, _ = mix("gla", (*tokens, g), SequenceShard(LocalScan(), 0, 100))
+            o, _ = mix("gla", (*tokens, g), SequenceShard(local_exchange(), 0, 100))
             results.append([o, *torch.autograd.grad(o, tokens, torch.ones_like(o))])
     assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
 
@@ -243,7 +245,7 @@ def test_single_chunk_or_head_equals_recurrence(num_tokens: int, heads: int) -> 
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
     g = (-torch.rand(shape, generator=generator, dtype=torch.float64)).requires_grad_()
     do = torch.randn(shape, generator=generator, dtype=torch.float64)
-    o, _ = mix("gla", (q, k, v, g), SequenceShard(LocalScan(), 0, num_tokens))
+    o, _ = mix("gla", (q, k, v, g), SequenceShard(local_exchange(), 0, num_tokens))
     expected, _ = naive_gla(q, k, v, g)
     torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)
     grads, wanted = (torch.autograd.grad(out, (q, k, v, g), do) for out in (o, expected))

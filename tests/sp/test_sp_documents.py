@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import Case, Reference, build_scans, check_segments, ordinary_pass
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -107,7 +107,7 @@ def test_documents_over_ranks_equal_documents_alone(world_size: int) -> None:
 
 def test_shard_caches_its_restarts() -> None:
     cpu = torch.device("cpu")
-    shard = SequenceShard(LocalScan(), 0, 6, torch.tensor([0, 2, 6]))
+    shard = SequenceShard(local_exchange(), 0, 6, torch.tensor([0, 2, 6]))
     first, again = shard.pieces(6, cpu), shard.pieces(6, cpu)
     assert first is not None
     assert first is again

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import RecordingScan, build_scans
+from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.unmasked import UNMASKED
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -48,7 +48,7 @@ def expected(num_tokens: int) -> dict[str, Tensor]:
     return {"o": o.detach(), **dict(zip(NAMES, grads, strict=True))}
 
 
-def of_rank(scan: RecordingScan, start: int, stop: int, num_tokens: int) -> dict[str, Tensor]:
+def of_rank(scan: RecordedExchange, start: int, stop: int, num_tokens: int) -> dict[str, Tensor]:
     """The same on the tokens [start, stop) of a rank, checked against a replay, which must not communicate forward."""
     values = tensors(num_tokens)
     results: list[dict[str, Tensor]] = []
@@ -95,7 +95,7 @@ def test_unmasked_attention_equals_attention_over_all_pairs(world_size: int) -> 
 
 def test_unmasked_outputs_of_early_tokens_depend_on_late_ones() -> None:
     values = tensors(12)
-    shard = SequenceShard(LocalScan(), 0, 12)
+    shard = SequenceShard(local_exchange(), 0, 12)
     operands = [values[name].clone().requires_grad_() for name in NAMES]
     o, _ = mix("unmasked", operands, shard)
     dk, dv = torch.autograd.grad(o[:, 0].sum(), operands[1:])
@@ -127,7 +127,7 @@ def test_naive_unmasked_attention_equals_state_form() -> None:
 
 
 def test_documents_segments_and_generation_are_refused_by_name() -> None:
-    values, scan = tensors(8), LocalScan()
+    values, scan = tensors(8), local_exchange()
     operands = [values[name][:1] for name in NAMES]
     state = torch.zeros(1, HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
     documents = SequenceShard(scan, 0, 8, torch.tensor([0, 3, 8]))
@@ -147,4 +147,4 @@ def test_operands_of_other_shapes_are_refused_by_name(position: int) -> None:
     operands = [tensors(8)[name] for name in NAMES]
     operands[position] = operands[position][:, :-1]
     with pytest.raises(ValueError, match=rf"^{NAMES[position]} must fit q"):
-        mix("unmasked", operands, SequenceShard(LocalScan(), 0, 8))
+        mix("unmasked", operands, SequenceShard(local_exchange(), 0, 8))

@@ -20,7 +20,7 @@ from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.command import main, make_plan
 from zeco_train.plan.config import parse
 from zeco_train.plan.report import Plan
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 # No width is divisible by 3, and not all of them by 4.
 SMALL = [
@@ -76,7 +76,7 @@ def saved_bytes(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    shard, shared, own = SequenceShard(LocalScan(), 0, tokens), block.attn.shared, block.attn.wide_parameters
+    shard, shared, own = SequenceShard(local_exchange(), 0, tokens), block.attn.shared, block.attn.wide_parameters
     part = None if own is None else own()
     if shared is not None:
         parameter = torch.zeros(shared.shape(config), dtype=accumulation_dtype(dtype), requires_grad=True)

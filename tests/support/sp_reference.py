@@ -16,9 +16,9 @@ from data.documents import shard_cu_seqlens
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard, StateScan
-from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import SHARING, Backend, SPConfig, build_scan
+from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, SequenceShard, StateScan
+from zeco_train.sp.exchange import connect
+from zeco_train.sp.registry import SHARING, Backend, SPConfig
 from zeco_train.sp.zeco import ZECO, AllScanAlgorithm, AllScanConfig
 
 TIMEOUT = timedelta(seconds=60)
@@ -98,13 +98,13 @@ class Case:
     def piece(self, segment: int, rank: int) -> int:
         return segment * len(self.lengths[0]) + rank
 
-    def shard(self, scan: StateScan, piece: int) -> SequenceShard:
+    def shard(self, exchange: Exchange, piece: int) -> SequenceShard:
         start, stop = self.borders[piece : piece + 2]
         cu_seqlens, before = None, 0
         if self.documents is not None:
             doc_offsets = np.array(self.doc_offsets or self.documents)
             cu_seqlens, before = shard_cu_seqlens(doc_offsets, self.stream_start, self.borders[-1], start, stop - start)
-        return SequenceShard(scan, start, self.borders[-1], cu_seqlens, before)
+        return SequenceShard(exchange, start, self.borders[-1], cu_seqlens, before)
 
     def tokens(self, piece: int) -> dict[str, Tensor]:
         """q, k, v, g as leaves, and do, of one piece."""
@@ -180,14 +180,10 @@ class Reference:
 
 
 class RecordingScan:
-    """Wrapper of a backend that records every call and the result of each `wait` (`R` forward, `D_in` in reverse)."""
+    """Wrapper of a scan that records every call and the result of each `wait` (`R` forward, `D_in` in reverse)."""
 
-    def __init__(self, scan: ScanBackend) -> None:
-        self._scan = scan
-        # Not recorded: halos are scans of their own, and softmax attention is none.
-        self.neighbour, self.attention, self.ends = scan.neighbour, scan.attention, scan.ends
-        self.events: list[str] = []
-        self.received: dict[str, Tensor] = {}
+    def __init__(self, scan: StateScan, events: list[str], received: dict[str, Tensor]) -> None:
+        self._scan, self.events, self.received = scan, events, received
 
     def launch(self, request: ScanRequest) -> RecordingPendingScan:
         self.events.append("launch reverse" if request.reverse else "launch forward")
@@ -216,9 +212,26 @@ class RecordingPendingScan:
         return self._pending.carry_out()
 
 
+@dataclass(frozen=True, eq=False)
+class RecordedExchange(Exchange):
+    """An exchange whose scan of states is recorded; not halos, where they are scans of their own."""
+
+    events: list[str]
+    received: dict[str, Tensor]
+
+
+def recorded(exchange: Exchange) -> RecordedExchange:
+    events: list[str] = []
+    received: dict[str, Tensor] = {}
+    states = RecordingScan(exchange.states, events, received)
+    halo = states if exchange.halo is exchange.states else exchange.halo
+    ends = exchange.is_first, exchange.is_last
+    return RecordedExchange(states, halo, exchange.attention, *ends, events, received)
+
+
 def shard_pass(
     case: Case,
-    scan: RecordingScan,
+    scan: RecordedExchange,
     piece: int,
     *,
     carry_in: Tensor | None = None,
@@ -260,7 +273,7 @@ def shard_pass(
     return results
 
 
-def ordinary_pass(case: Case, scan: RecordingScan, rank: int) -> dict[str, Tensor]:
+def ordinary_pass(case: Case, scan: RecordedExchange, rank: int) -> dict[str, Tensor]:
     """`shard_pass` of a sequence of one segment."""
     carry_in, dcarry_out = case.tensors["carry_in"], case.tensors["dcarry_out"]
     if case.poison and rank != 0:
@@ -270,7 +283,7 @@ def ordinary_pass(case: Case, scan: RecordingScan, rank: int) -> dict[str, Tenso
     return shard_pass(case, scan, rank, carry_in=carry_in, dcarry_out=dcarry_out)
 
 
-def replayed_pass(case: Case, scan: RecordingScan, rank: int, first: dict[str, Tensor]) -> dict[str, Tensor]:
+def replayed_pass(case: Case, scan: RecordedExchange, rank: int, first: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same with R replayed from the first pass; `carry_in`'s value is not known then."""
     unknown = torch.full_like(case.tensors["carry_in"], torch.nan)
     dcarry_out = case.tensors["dcarry_out"]
@@ -282,19 +295,19 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], where: s
         assert torch.equal(tensor, expected[name]), f"{name} differs in a bit: {where}"
 
 
-def build_scans(ranks: tuple[int, ...], with_halo: bool = True) -> dict[str, RecordingScan]:
+def build_scans(ranks: tuple[int, ...], with_halo: bool = True) -> dict[str, RecordedExchange]:
     """All backends on separate groups. Must be called on all ranks, including those not in `ranks`."""
     scans = {}
     for name, config in CONFIGS.items():
         groups = dist.new_group(ranks), dist.new_group(ranks)
         halo = (dist.new_group(ranks), dist.new_group(ranks)) if with_halo and len(ranks) > 1 else None
-        scans[name] = RecordingScan(build_scan(config, groups, TIMEOUT, halo=halo))
+        scans[name] = recorded(connect(config, groups, TIMEOUT, halo=halo))
     if len(ranks) == 1:
-        scans["dp"] = RecordingScan(build_scan(SPConfig(Backend["dp"]), groups, TIMEOUT))
+        scans["dp"] = recorded(connect(SPConfig(Backend["dp"]), groups, TIMEOUT))
     return scans
 
 
-def check_segments(case: Case, scan: RecordingScan, rank: int, reference: Reference, where: str) -> None:
+def check_segments(case: Case, scan: RecordedExchange, rank: int, reference: Reference, where: str) -> None:
     """A sequence also cut into segments: all segments forward, then from the last one back, each replayed."""
     scan.events.clear()
     carry: Tensor | None = case.tensors["carry_in"] if case.carry else None

@@ -23,7 +23,7 @@ from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from models.parameters import parameter_rules
 from tests.support.comparison import largest, relative
-from tests.support.sp_reference import RecordingScan
+from tests.support.sp_reference import RecordedExchange
 from tests.support.training import full
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
@@ -152,7 +152,7 @@ def make_loader(case: Case, mesh: ProcessMesh, store: str | Path) -> SequenceLoa
     return SequenceLoader([Source(Documents(TokenStore.open(Path(store))))], split, seed=3, global_batch=GLOBAL_BATCH)
 
 
-def run_steps(case: Case, scan: RecordingScan, mesh: ProcessMesh, store: str | Path) -> Result:
+def run_steps(case: Case, scan: RecordedExchange, mesh: ProcessMesh, store: str | Path) -> Result:
     """Train for the configured number of steps. Collective."""
     loader = make_loader(case, mesh, store)
     model, step = make_step(case, scan, mesh)

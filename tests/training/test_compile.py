@@ -18,10 +18,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.library import opcheck
 
+from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import RecordingScan, build_scans
+from tests.support.sp_reference import build_scans, recorded
 from tests.support.steps import TINY, Case, check, make_loader, make_mesh, make_step, run_steps, write_documents
 from zeco_train.config.execution import Compile
 from zeco_train.config.schema import TrainConfig
@@ -31,8 +32,8 @@ from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.linear.rows import quantise_rows
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import SequenceShard, handle_of
-from zeco_train.sp.dp import LocalScan
+from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.nonfinite import explain
 
@@ -79,7 +80,7 @@ def mesh() -> Iterator[ProcessMesh]:
     [pytest.param(name, marks=[] if name == "whole" else pytest.mark.slow) for name in CASES],
 )
 def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
-    scan = RecordingScan(LocalScan())
+    scan = recorded(local_exchange())
     graphs = []
     for num_layers, steps in ((2, 2), (3, 1)):
         case = dataclasses.replace(CASES[name], num_layers=num_layers, steps=steps)
@@ -99,7 +100,7 @@ def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh,
 
 def test_no_recompilation_after_second_length() -> None:
     """As in benchmarks: after two lengths the graphs are dynamic and serve all others."""
-    scan = LocalScan()
+    scan = local_exchange()
     eager, compiled = (ModelSpec(TINY).build().double() for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
     compiled.compile_parts(backend=counter)
@@ -115,6 +116,31 @@ def test_no_recompilation_after_second_length() -> None:
         torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=TOLERANCE * grads[0].norm().item())
         graphs.append(counter.frame_count)
     assert graphs[1:] == [graphs[1]] * 3
+
+
+def test_another_exchange_does_not_recompile() -> None:
+    """Nor do the passes of two of them in turns; each launches its own scans."""
+    model = ModelSpec(dataclasses.replace(TINY, attn=AttnConfig(every=2))).build().double()
+    model.init_weights(0)
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile_parts(backend=counter)
+    ids = torch.randint(TINY.vocab_size, (1, 41), generator=torch.Generator().manual_seed(0))
+
+    def loss(exchange: Exchange) -> Tensor:
+        found = model(ids[:, :-1], SequenceShard(exchange, 0, 40), ids[:, 1:])
+        assert isinstance(found, Tensor)
+        return found
+
+    first, *others = (recorded(local_exchange()) for _ in range(3))
+    loss(first).backward()
+    graphs = counter.frame_count
+    assert graphs
+    for each in [loss(exchange) for exchange in others]:
+        each.backward()
+    assert counter.frame_count == graphs
+    launches = [event for event in first.events if event.startswith("launch")]
+    assert {*launches} == {"launch forward", "launch reverse"}
+    assert first.events == others[0].events == others[1].events
 
 
 def _two_ranks(rank: int, world_size: int, store: str) -> None:
@@ -142,7 +168,7 @@ def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPUs")
 def test_inductor_equals_eager(mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    scan = RecordingScan(LocalScan())
+    scan = recorded(local_exchange())
     case = Case(recompute=Recompute.full, segments=2, documents=True, steps=1)
     expected = run_steps(case, scan, mesh, store)
     # Workers that compile in parallel would import torch first.
@@ -170,7 +196,7 @@ def test_non_finite_tensor_in_compiled_block_is_named(
     recompute: Recompute, compiled_before: bool, with_backward: bool, mesh: ProcessMesh, store: Path
 ) -> None:
     case = Case(recompute=recompute, compiler="aot_eager")
-    scan = LocalScan()
+    scan = local_exchange()
     model, step = make_step(case, scan, mesh)
     loader = make_loader(case, mesh, store)
     batches = [[loader.batch(0, micro_step)] for micro_step in range(loader.micro_steps)]
@@ -210,7 +236,7 @@ def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tens
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("documents", [False, True])
 def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: bool) -> None:
-    scan = LocalScan()
+    scan = local_exchange()
     inputs, do, state = _tokens(dtype, tokens)
     borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
     pieces = find_pieces(borders, 0, tokens, torch.device("cpu"))
@@ -219,7 +245,7 @@ def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: boo
             leaves = [tensor.clone().requires_grad_() for tensor in inputs]
             carry_in = state.clone().requires_grad_() if carry else None
             incoming_state = 2 * state if replay else None
-            arguments = (leaves, "gla", 0.5, handle_of(scan), pieces, incoming_state, carry_in, carry)
+            arguments = (leaves, "gla", 0.5, scan.number, pieces, incoming_state, carry_in, carry)
             tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
             if not (replay and carry):
                 # This check compares outputs, and the carry_out of a replay is NaN.
@@ -230,7 +256,7 @@ def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: boo
             received = received if incoming_state is None else incoming_state
             dcarry_out = -state if carry else None
             kept = inputs, do, saved, transition, received, dcarry_out
-            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle_of(scan), pieces, carry))
+            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, scan.number, pieces, carry))
 
 
 def test_projections_pass_opcheck() -> None:

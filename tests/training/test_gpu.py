@@ -18,7 +18,7 @@ from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from zeco_train.generate import command as generate
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.gpu
 
@@ -138,7 +138,7 @@ def test_slow_paths_are_warned_of_once_and_refused_on_request(tmp_path: Path) ->
 
 
 def _whole(seq_len: int) -> SequenceShard:
-    return SequenceShard(LocalScan(), 0, seq_len)
+    return SequenceShard(local_exchange(), 0, seq_len)
 
 
 def _relative(value: torch.Tensor, expected: torch.Tensor) -> float:

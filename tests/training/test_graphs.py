@@ -21,10 +21,10 @@ from models.parameters import parameter_rules
 from tests.support.distributed import run_distributed
 from tests.support.replays import REPLAYS_BEGIN
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.training.build import build_model
+from zeco_train.training.exchange import connect_model
 from zeco_train.training.graphs import WARM_UP, StepGraphs, _Captured, capture_problem
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
@@ -120,7 +120,7 @@ def train(
     fixed = ["name=graphs", "train.deterministic=true"]
     config = load_config(["model=gla_tiny", f"train.dtype={dtype}", backend, *fixed, *settings])
     compute = config.train.dtype.compute
-    scan = build_exchange(config.sp, config.model, mesh, TOKENS, compute, config.train.deterministic)
+    scan = connect_model(config.sp, config.model, mesh, TOKENS, compute, config.train.deterministic)
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
     optimizer = build_optimizer(parameter_rules(model), config.optim, compute)
     step = TrainingStep(

@@ -81,7 +81,7 @@ def _evaluated(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         evaluation, task = Evaluation(trained, config, mesh, lambda phase: None), HeldOut(sequences=3)
         task.prepare(evaluation)
         result = task.run(evaluation)
-        evaluation.scan.drain()
+        evaluation.exchange.drain()
         return dict(result.metrics)
 
 

@@ -22,7 +22,7 @@ from tests.support.training import largest_difference, train
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.distributed.whole import WholeMatrices, assign
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.optim.muon import Muon, orthogonalise
 from zeco_train.training.optim.registry import OptimConfig, OptimizerName
 from zeco_train.training.optim.spec import AdjustLR, OptimizerSettings, Precision
@@ -136,7 +136,7 @@ def _round_trip(rank: int, world_size: int) -> None:
     mesh = make_mesh(rank, world_size, world_size // 2 if world_size % 2 == 0 else world_size)
     shapes = [(7, 3), (1, 5), (world_size, 2), (12, 4), (2, 2), (9, 1)]
     for strategy in Strategy:
-        _, step = make_step(Case(strategy), LocalScan(), mesh)
+        _, step = make_step(Case(strategy), local_exchange(), mesh)
         like = next(step.model.parameters())
         wholes = [_random(*shape, seed=number) for number, shape in enumerate(shapes)]
         sharded = [distribute_tensor(x, like.device_mesh, like.placements) for x in wholes]

@@ -24,7 +24,7 @@ from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
@@ -153,7 +153,7 @@ def one() -> Tensor:
 @pytest.mark.parametrize("grad_clip", [0.0, 1e-3, 0.5, 1e9])
 def test_updates_equal_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> None:
     """Against clipping followed by AdamW, the clip factor in fp32, as in the fused optimizer, and in fp64."""
-    model, step = make_step(Case(), LocalScan(), mesh, grad_clip=grad_clip)
+    model, step = make_step(Case(), local_exchange(), mesh, grad_clip=grad_clip)
     plain, exact = ({name: full(p).clone().requires_grad_() for name, p in model.named_parameters()} for _ in range(2))
     decays = [group["weight_decay"] for group in step.optimizer.param_groups]
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "fused": False, "foreach": False}
@@ -217,8 +217,8 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
     for (strategy, what), name in itertools.product(cases, OptimizerName):
         where = f"{what} {value}, {strategy}, {name}"
         case = Case(strategy, optim=OptimConfig(name=name, lr=1e-2))
-        _, step = make_step(case, LocalScan(), mesh)
-        _, twin = make_step(case, LocalScan(), mesh)
+        _, step = make_step(case, local_exchange(), mesh)
+        _, twin = make_step(case, local_exchange(), mesh)
         for number in range(3):
             before = _everything(step)
             set_gradients(step.model, number)

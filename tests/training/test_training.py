@@ -19,7 +19,7 @@ from tests.support.distributed import run_distributed
 from tests.support.training import SMALL, largest_difference, train
 from zeco_train.config.schema import load_config
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -135,7 +135,7 @@ def test_first_loss_is_the_mean_over_each_document_alone(runs: Runs) -> None:
     model = ModelSpec(config.model).build().double()
     model.init_weights(config.seed)
     store = TokenStore.open(runs.store)
-    loss, count, scan = 0.0, 0, LocalScan()
+    loss, count, scan = 0.0, 0, local_exchange()
     result = runs(_documents, 1)[0]["documents"]
     for sequence in result["sequence_ids"][0]:
         first, beyond = sequence * 768, (sequence + 1) * 768

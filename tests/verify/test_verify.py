@@ -24,7 +24,7 @@ from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.selection import find_slow_paths
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.jsonable import jsonable
 from zeco_train.verify import cases, command, huge, reference
 from zeco_train.verify.config import LIMITS, VerifyConfig
@@ -142,7 +142,7 @@ class BrokenScan:
 
 def failures_of_broken_scans(rank: int, world_size: int) -> dict[str, list[str]]:
     failures = {}
-    build = cases.build_scan
+    build = cases.connect
     arguments = ["operator=gla", "tokens=[40]", "documents=false", "sp_sizes=[2]", "backends=[lasp2]"]
     for fault, dtype in (
         ("none", "fp32"),
@@ -154,9 +154,9 @@ def failures_of_broken_scans(rank: int, world_size: int) -> dict[str, list[str]]
         config = load_settings(VerifyConfig, [*SMALL, *arguments, f"dtypes=[{dtype}]"]).resolve(CPU, world_size)
 
         def broken(*args: Any, fault: str = fault) -> Any:
-            return BrokenScan(build(*args), rank, fault)
+            return build(*args).wrapped(lambda scan: BrokenScan(scan, rank, fault))
 
-        with mock.patch.object(cases, "build_scan", broken):
+        with mock.patch.object(cases, "connect", broken):
             verification = cases.Verification(config, Launch(rank, world_size, rank), CPU, lambda activity: None)
             rows = list(verification.rows())
             verification.drain()
@@ -183,8 +183,10 @@ def test_broken_scans_fail_with_tensor_and_rank() -> None:
 
 def test_wrong_result_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "operator=gla", "tokens=[40]", "dtypes=[fp64]", "backends=[dp]", "documents=false"]
-    build = cases.build_scan
-    with mock.patch.object(cases, "build_scan", lambda *args: BrokenScan(build(*args), 0, "no reverse scan")):
+    build = cases.connect
+    with mock.patch.object(
+        cases, "connect", lambda *args: build(*args).wrapped(lambda scan: BrokenScan(scan, 0, "no reverse scan"))
+    ):
         assert command.main(arguments) == 1
     out = capsys.readouterr().out.splitlines()
     assert "FAILED: " in out[-3]
@@ -297,11 +299,11 @@ def test_piecewise_float64_equals_recurrence(operator: str, documents: bool, car
 
 def test_documents_straddle_ranks_and_start_at_an_edge() -> None:
     sequence = small(tokens=64, num_ranks=4, documents=True)
-    shards = [sequence.shard(LocalScan(), 64 * rank, 64 * rank + 64) for rank in range(4)]
+    shards = [sequence.shard(local_exchange(), 64 * rank, 64 * rank + 64) for rank in range(4)]
     assert [shard.before for shard in shards] == [1, 32, 96, 0]
     borders = [shard.cu_seqlens.tolist() for shard in shards if shard.cu_seqlens is not None]
     assert borders == [[0, 3, 21, 32, 64], [0, 64], [0, 16, 64], [0, 32, 64]]
-    assert small(documents=True, carry=False).shard(LocalScan(), 0, 64).before == 0
+    assert small(documents=True, carry=False).shard(local_exchange(), 0, 64).before == 0
 
 
 def test_huge_detects_error_in_last_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.ops.seam import Boundary, Exchange, SequenceShard
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
@@ -46,7 +46,7 @@ from zeco_train.sp.attention.method import ShardedAttention
 from zeco_train.sp.attention.pipelined import NUM_PARTS
 from zeco_train.sp.attention.registry import METHODS, build_attention
 from zeco_train.sp.attention.ulysses import Ulysses
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import SHARING
 
 CONTIGUOUS, MEGATRON, TORCH, LINEAR = "all_gather:contiguous", "megatron_sp", "torch", "gla"
@@ -110,13 +110,13 @@ def build_variant(name: str, shape: Shape, window: int | None, session: Session)
         check_heads(name, shape, session.world_size)
         span = Span(0, seq_len, window=window)
         return Variant(lambda q, k, v: _MegatronSP.apply(q, k, v, span, scale), own)
-    # Its name is bound to it only as long as it lives.
-    scan = LocalScan()
-    scan.attention = method = LocalAttention() if is_alone(name) else _method(name, shape, session)
+    method = LocalAttention() if is_alone(name) else _method(name, shape, session)
     method.deterministic = name.endswith(_ONE_ORDER)
-    place = SequenceShard(scan, offset, seq_len).place(tokens, session.device)
+    exchange = replace(local_exchange(), attention=method)
+    place = SequenceShard(exchange, offset, seq_len).place(tokens, session.device)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, kept: LocalScan = scan) -> Tensor:
+    # The place has its number only.
+    def attention(q: Tensor, k: Tensor, v: Tensor, kept: Exchange = exchange) -> Tensor:
         return attend_at(q, k, v, scale, place, (Boundary(), Boundary()), window)[0]
 
     return Variant(attention, own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,16 +17,13 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.bench.variants import NO_OPTIMIZER, is_dp
 from zeco_train.config.schema import Config
-from zeco_train.distributed.exchange import build_softmax
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
-from zeco_train.ops.seam import AttentionMethod, LaunchedScan, ScanRequest, SequenceShard
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.dp import LocalScan
+from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.sp.exchange import build_softmax, local_exchange
+from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.training.build import build_graphs, build_model
+from zeco_train.training.exchange import softmax_load
 from zeco_train.training.graphs import StepGraphs
 from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.optim.registry import build_optimizer
@@ -36,66 +32,6 @@ from zeco_train.training.step import TrainingStep
 
 # Random tokens cannot be learned: small enough to leave the weights almost unchanged; the speed does not depend on it.
 LEARNING_RATE = 1e-6
-
-
-class SwitchedScan(ScanBackend):
-    """Delegates to the scan `current`. The model sees a single scan, so its blocks are compiled once.
-
-    Args:
-        method: of softmax layers, of scans that bring none along.
-    """
-
-    def __init__(self, method: AttentionMethod | None = None) -> None:
-        super().__init__()
-        self.current: ScanBackend = LocalScan()
-        self.neighbour = _CurrentNeighbour(self)
-        self.attention = _CurrentAttention(self, method or LocalAttention())
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """See `ScanBackend.ends`."""
-        return self.current.ends
-
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        """See `ScanBackend.start`."""
-        return self.current.launch(request)
-
-
-class _CurrentNeighbour(ScanBackend):
-    """Delegates to the neighbours' scan of a switched scan's current one."""
-
-    def __init__(self, switched: SwitchedScan) -> None:
-        super().__init__()
-        self._switched = switched
-
-    def start(self, request: ScanRequest) -> LaunchedScan:
-        current = self._switched.current
-        return (current.neighbour or current).launch(request)
-
-
-class _CurrentAttention:
-    """Delegates to the method of a switched scan's current one, else to `method`."""
-
-    def __init__(self, switched: SwitchedScan, method: AttentionMethod) -> None:
-        self._switched, self._method = switched, method
-
-    @property
-    def _current(self) -> AttentionMethod:
-        return self._switched.current.attention or self._method
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
-        """See `AttentionMethod`."""
-        return self._current.forward(q, k, v, span, seq_len, scale)
-
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionMethod`."""
-        return self._current.backward(do, q, k, v, attended, span, seq_len, scale)
-
-    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
-        """See `AttentionMethod`."""
-        return self._current.gather(tensors, segment)
 
 
 @dataclass(frozen=True)
@@ -166,9 +102,14 @@ class Backends:
         session: the ranks.
         tokens: per rank and micro-batch, at first.
 
+    Attributes:
+        purpose: of the exchanges, see `Session.exchange`.
+
     Raises:
         ConfigError: the configured method of softmax attention cannot spread the model's heads over the ranks.
     """
+
+    purpose = "eager"
 
     def __init__(self, run: Config, session: Session, tokens: int) -> None:
         self._run, self._session = run, session
@@ -177,32 +118,34 @@ class Backends:
         self._optimizer = build_optimizer(parameter_rules(self.model), run.optim, run.train.dtype.compute)
         set_learning_rate(self._optimizer, LEARNING_RATE)
         # `auto` chooses one method for all numbers of tokens, as for a long sequence.
-        softmax = build_softmax(run.sp, run.model, session.mesh, dtype=run.train.dtype.compute)
-        self._scan = SwitchedScan(softmax)
+        load = softmax_load(run.model, session.world_size, dtype=run.train.dtype.compute)
+        self._softmax = None if load is None else build_softmax(run.sp, session.mesh, load)
         self._alone = _alone(session.mesh)
 
-    def scan_of(self, name: str) -> ScanBackend:
-        """The scan of a variant.
+    def exchange_of(self, name: str) -> Exchange:
+        """The exchange of a variant.
 
         Raises:
             ConfigError: this machine does not support it.
         """
         if is_dp(name):
-            return LocalScan()
-        return self._session.scan(name, state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
+            return local_exchange()
+        with_halo = spec_of(self._run.model).needs_halo
+        found = self._session.exchange(name, state_elements(self._run), self.purpose, with_halo=with_halo)
+        return replace(found, attention=self._softmax)
 
     def contender(self, name: str, tokens: RandomTokens, *, replayed: bool = True) -> Contender:
         """A variant as a contender, with these tokens; `replayed`: as CUDA graphs, if the run's steps are."""
         alone, segments, updates = is_dp(name), self._run.train.segments, name != f"dp:{NO_OPTIMIZER}"
         graphs = build_graphs(self._run, self.model, self._session.device) if replayed else None
-        scan, step = self.scan_of(name), self._training_step(alone, tokens, graphs)
+        meter, step = ExposedMeter(), self._training_step(self.exchange_of(name), alone, tokens, graphs)
 
         launching: list[float] = []
 
         def train(number: int) -> float | Tensor:
-            self._scan.current, started = scan, time.perf_counter()
+            started = time.perf_counter()
             step.zero_grad()
-            with scan.exposed.measuring():
+            with meter.measuring():
                 total = torch.zeros((), dtype=torch.float64, device=self._session.device)
                 for index in tokens.numbers(number):
                     last = index == tokens.numbers(number)[-1]
@@ -219,23 +162,22 @@ class Backends:
             loss, _ = numbers.read()
             return loss
 
-        return Contender(name, train, None if alone else scan, launching=launching, graphs=graphs)
+        return Contender(name, train, None if alone else meter, launching=launching, graphs=graphs)
 
     def gradient(
-        self, scan: ScanBackend, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
+        self, exchange: Exchange, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
     ) -> tuple[float, list[Tensor]]:
         """Mean loss over the first micro-batch of all ranks, and this rank's shard of its gradient.
 
         Does not train. Collective.
 
         Args:
-            scan: joins the shards; with each rank `alone`, those of its own sequence.
+            exchange: joins the shards; with each rank `alone`, those of its own sequence.
             tokens: inputs and labels.
             alone: each rank has its own sequence.
             keep: return the gradient; an empty list otherwise.
         """
-        self._scan.current = scan
-        step = self._training_step(alone, replace(tokens, micro_batches=1))
+        step = self._training_step(exchange, alone, replace(tokens, micro_batches=1))
         step.zero_grad()
         loss = step.backward(tokens.batches(0, alone, self._run.train.segments), last=True)
         assert loss is not None
@@ -251,7 +193,7 @@ class Backends:
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
         """[1, T] → [1, T, vocab], for each rank alone. Collective."""
-        logits = self.model(ids, SequenceShard(LocalScan(), 0, ids.shape[1]))
+        logits = self.model(ids, SequenceShard(local_exchange(), 0, ids.shape[1]))
         # FSDP frees gathered parameters in the backward pass, of which there is none.
         reshard(self.model)
         return logits
@@ -265,12 +207,14 @@ class Backends:
             whole[name] = tensor.detach().to("cpu", dtype)
         return whole
 
-    def _training_step(self, alone: bool, tokens: RandomTokens, graphs: StepGraphs | None = None) -> TrainingStep:
+    def _training_step(
+        self, exchange: Exchange, alone: bool, tokens: RandomTokens, graphs: StepGraphs | None = None
+    ) -> TrainingStep:
         run = self._run
         return TrainingStep(
             self.model,
             self._optimizer,
-            self._scan,
+            exchange,
             self._alone if alone else self._session.mesh,
             strategy=run.parallel.strategy,
             grad_clip=run.optim.grad_clip,

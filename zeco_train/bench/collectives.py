@@ -68,14 +68,16 @@ def _measure_size(size: float, config: CollectivesConfig, session: Session, runn
     inputs = _Inputs(config, config.heads(size), session)
     subjects, checked, skipped = [], {}, []
     for name in config.variants:
-        line = len(session.log)
         try:
             subject, error = session.agree(partial(inputs.checked, name))
         except ConfigError as missing:
             skipped.append({"variant": name, "mode": "eager", "note": f"not here: {missing}"})
             continue
         subjects.append(subject)
-        checked[name] = {"relative_error": max(session.gather(error)), "choice": session.choice_since(line)}
+        checked[name] = {
+            "relative_error": max(session.gather(error)),
+            "choice": session.choice(name, inputs.state.numel()),
+        }
     if config.graph and session.on_cuda:
         eager = (each if each.name in ANCHORS else inputs.subject(each.name, "graph") for each in subjects)
         graphs, failed = capture_all(eager, config.graph_operations, session, TOLERANCE)
@@ -147,7 +149,7 @@ class _Inputs:
         return Subject("all_reduce", reduce, reset, repeatable=False), results
 
     def _scan(self, variant: str) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
-        scan = self._session.scan(variant, self.state.numel())
+        scan = self._session.exchange(variant, self.state.numel()).states
         # Run both directions before checking either: a rank that raises would leave the others waiting.
         results = {}
         for direction in ("forward", "reverse"):
@@ -157,7 +159,7 @@ class _Inputs:
 
     def subject(self, variant: str, purpose: str = "eager") -> Subject:
         """A scan as a subject of timing."""
-        scan = self._session.scan(variant, self.state.numel(), purpose)
+        scan = self._session.exchange(variant, self.state.numel(), purpose).states
         return Subject(variant, lambda: self._once(scan, False))
 
     def _once(self, scan: StateScan, reverse: bool) -> Tensor:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from models.parameters import cast
 from models.spec import ModelSpec, spec_of
-from zeco_train.bench.backends import state_elements
 from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
@@ -38,12 +37,12 @@ from zeco_train.bench.samples import Row, Summary, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.exchange import build_softmax
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.system.environment import process_memory
+from zeco_train.training.exchange import connect_model
 
 # Largest error of the chunked operator itself: an infinite one would allow any error of steps.
 LARGEST_CHUNKED = 1.0
@@ -120,9 +119,8 @@ class _Measurement:
         self._model.to_empty(device=session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
-        scan = session.scan("zeco", state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
-        scan.attention = build_softmax(self._run.sp, self._run.model, session.mesh)
-        self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
+        exchange = connect_model(self._run.sp, self._run.model, session.mesh)
+        self._prefill = Prefill(self._model, session.mesh, exchange, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 
     def measure(self) -> None:

@@ -49,9 +49,9 @@ from zeco_train.bench.products import product_flops, products_contender
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Subject
 from zeco_train.bench.samples import Row, marked
-from zeco_train.bench.session import Session
+from zeco_train.bench.session import Session, choice_of
 from zeco_train.bench.steps import Contender, time_in_turns
-from zeco_train.bench.variants import PRODUCTS, GatheredScan, is_dp
+from zeco_train.bench.variants import PRODUCTS, gathered_exchange, is_dp
 from zeco_train.config.schema import Config, Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
@@ -143,7 +143,7 @@ def _available(config: ModelConfig, session: Session, report: Report) -> dict[Mo
                 if is_peer(name):
                     session.agree(partial(check_peer, run, session))
                 elif not _is_alone(name):
-                    session.agree(partial(session.scan, name, state_elements(run)))
+                    session.agree(partial(session.exchange, name, state_elements(run)))
                 names[settings].append(name)
             except ConfigError as error:
                 problem = error
@@ -279,7 +279,7 @@ class _Measurement:
             return products_contender(run.model, tokens.count, dtype, device, run.seed, times=tokens.micro_batches)
         contender = ours.contender(name, tokens)
         started = time.perf_counter()
-        contender.loss, _ = ours.gradient(ours.scan_of(name), tokens, alone=is_dp(name), keep=False)
+        contender.loss, _ = ours.gradient(ours.exchange_of(name), tokens, alone=is_dp(name), keep=False)
         contender.first_seconds = time.perf_counter() - started
         return contender
 
@@ -353,14 +353,14 @@ class _Measurement:
             return checked
         # Not compiled: that would compile for another length, and takes long.
         with torch.compiler.set_stance("force_eager"):
-            _, expected = ours.gradient(GatheredScan(), tokens)
+            _, expected = ours.gradient(gathered_exchange(), tokens)
             allowed = max(TOLERANCE[dtype], 2 * self._rounding(ours, tokens, expected))
             for name in scans:
-                line = len(session.log)
-                _, found = ours.gradient(ours.scan_of(name), tokens)
+                exchange = ours.exchange_of(name)
+                _, found = ours.gradient(exchange, tokens)
                 results = {"gradient": gradient_norms(found, expected)}
                 errors = check_results(name, session.rank, results, allowed)
-                checked[name] = {"relative_error": errors["gradient"], "choice": session.choice_since(line)}
+                checked[name] = {"relative_error": errors["gradient"], "choice": choice_of(exchange)}
         return checked
 
     def _rounding(self, ours: Backends, tokens: RandomTokens, expected: list[Tensor]) -> float:
@@ -371,7 +371,7 @@ class _Measurement:
         model = self._run.model
         if not model.attn.chosen(model.num_layers):
             return 0.0
-        _, cut = ours.gradient(GatheredScan(num_calls=2), tokens)
+        _, cut = ours.gradient(gathered_exchange(num_calls=2), tokens)
         error = relative_error(*gradient_norms(cut, expected))
         self._report.note(f"{model.name}: softmax layers that round differently move the gradient by {error:.1e}")
         return error

@@ -27,13 +27,13 @@ from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.traffic import sent_mb
-from zeco_train.bench.variants import ALONE, FLA_CP, PEERS, LocalCopyScan
+from zeco_train.bench.variants import ALONE, FLA_CP, PEERS, LocalCopyScan, over_all_ranks
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.selection import find_slow_paths
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 # Rounding of the inputs' dtype, with fp32 accumulation; products of fp32 inputs may be in tf32 parts.
 TOLERANCE = {Dtype.bf16: 1e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-11}
@@ -103,14 +103,14 @@ def sharded_operator(variant: str, shape: Shape, session: Session, purpose: str 
     if variant == FLA_CP:
         return context_parallel(shape, session)
     if variant == "dp":
-        scan: StateScan = LocalScan()
+        exchange = local_exchange()
     elif variant == "copy":
-        scan = LocalCopyScan()
+        exchange = over_all_ranks(LocalCopyScan())
     else:
-        scan = session.scan(variant, shape.heads * shape.key_dim * shape.value_dim, purpose)
+        exchange = session.exchange(variant, shape.heads * shape.key_dim * shape.value_dim, purpose)
     alone = variant == "dp"
     offset = 0 if alone else session.rank * shape.tokens
-    shard = SequenceShard(scan, offset, shape.tokens if alone else session.world_size * shape.tokens)
+    shard = SequenceShard(exchange, offset, shape.tokens if alone else session.world_size * shape.tokens)
     return lambda *operands: mix(shape.operator, operands, shard)[0]
 
 
@@ -130,7 +130,7 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
     """
     own = Inputs.random(short, config.dtype, config.seed + 1 + session.rank, session.device)
     whole = own.gathered(session)
-    local = SequenceShard(LocalScan(), 0, whole.tokens)
+    local = SequenceShard(local_exchange(), 0, whole.tokens)
     # float64 selects the PyTorch implementation on any device, which shares no code with the kernels.
     expected = whole.double().results(lambda *operands: mix(short.operator, operands, local)[0])
     begin = session.rank * short.tokens
@@ -142,7 +142,6 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
         alone = name in ALONE
         taken = whole if alone else own
         length = replace(short, tokens=whole.tokens) if alone else short
-        line = len(session.log)
         try:
             attention = session.agree(partial(sharded_operator, name, length, session))
             if name in PEERS:
@@ -163,7 +162,10 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
             report.fail(f"{name} is not measured, it is wrong: {error.reason}")
             continue
         largest = max(max(of_rank.values()) for of_rank in session.gather(own_errors))
-        checked[name] = {"relative_error": largest, "choice": session.choice_since(line)}
+        checked[name] = {
+            "relative_error": largest,
+            "choice": session.choice(name, short.heads * short.key_dim * short.value_dim),
+        }
     return checked
 
 

@@ -124,7 +124,6 @@ class LogLines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
         text = record.getMessage()
-        self._session.log.append(text)
         if text not in self.texts:
             self.texts.append(text)
             self._session.say(text)

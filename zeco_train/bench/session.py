@@ -11,15 +11,23 @@ import torch
 
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather, halo_groups
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
+from zeco_train.ops.seam import Exchange
 from zeco_train.ops.selection import Calls, Kernels, SlowPath, check_kernels, warn_of
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import build_scan
+from zeco_train.sp.exchange import build_exchange
+from zeco_train.sp.registry import SHARING
 from zeco_train.sp.zeco import AllScanTransport
 
 T = TypeVar("T")
+
+
+def choice_of(exchange: Exchange) -> str | None:
+    """The algorithm of the last scan of states; None if there was none to choose."""
+    scan = exchange.states
+    return str(scan.choice) if isinstance(scan, ScanBackend) and scan.choice is not None else None
 
 
 class Session:
@@ -30,16 +38,14 @@ class Session:
         device: of this rank.
         enter: called with a description of the current phase of this rank.
         job: the benchmark's process lifecycle; None in tests.
-        log: all lines that the project logged while `LogLines` was active.
     """
 
     def __init__(self, mesh: ProcessMesh, budget_seconds: float, job: Job | None = None) -> None:
         self.job, self.mesh, self.device = job, mesh, mesh.device
         self.enter: Callable[[str], None] = job.enter if job is not None else lambda activity: None
-        self.log: list[str] = []
         self._deadline = time.monotonic() + budget_seconds
         self._longest = 0.0
-        self._scans: dict[tuple[str, str], ScanBackend] = {}
+        self._exchanges: dict[tuple[str, str], Exchange] = {}
 
     @classmethod
     def open(cls, config: CaseConfig, launch: Launch, job: Job | None = None) -> Session:
@@ -84,12 +90,12 @@ class Session:
         """Every rank's value, by rank; must pickle. Collective."""
         return gather(value, self.world_size)
 
-    def scan(
+    def exchange(
         self, variant: str, state_elements: int, purpose: str = "eager", *, with_halo: bool = False
-    ) -> ScanBackend:
-        """The scan of a variant over all ranks, cached; with another one for states that cross one border only.
+    ) -> Exchange:
+        """What connects all ranks by a variant, cached; with a scan for states that cross one border only.
 
-        Each purpose has its own, since a failed capture leaves a scan that cannot be used again.
+        Each purpose has its own, since a failed capture leaves scans that cannot be used again.
 
         Raises:
             ConfigError: this machine does not support it.
@@ -100,28 +106,23 @@ class Session:
             raise ConfigError("variants", variant, "symmetric memory needs CUDA")
         # Its text, since settings are mutable dataclasses, which cannot be keys.
         key = purpose, f"{config!r} {with_halo}"
-        if key not in self._scans:
-            halo = halo_groups(self.mesh) if with_halo else None
-            mesh = self.mesh
-            self._scans[key] = build_scan(config, mesh.scan_groups, mesh.timeout, self.device, halo, mesh.topology)
-        return self._scans[key]
+        if key not in self._exchanges:
+            self._exchanges[key] = build_exchange(config, self.mesh, needs_halo=with_halo)
+        return self._exchanges[key]
+
+    def choice(self, variant: str, state_elements: int) -> str | None:
+        """See `choice_of`, of the cached exchange of a variant; None for variants without one."""
+        shares = variant.partition(":")[0] in SHARING
+        return choice_of(self.exchange(variant, state_elements)) if shares else None
 
     def drain(self) -> None:
         """Wait until all scans are received and sent."""
-        for scan in self._scans.values():
-            scan.drain()
+        for exchange in self._exchanges.values():
+            exchange.drain()
 
     def forget(self, purpose: str) -> None:
-        """Drop the cached scans of a purpose."""
-        self._scans = {key: scan for key, scan in self._scans.items() if key[0] != purpose}
-
-    def choice_since(self, line: int) -> str | None:
-        """The algorithm chosen by an All-Scan first launched since that line of the log.
-
-        None if nothing was logged, as on all ranks but the first.
-        """
-        found = [text.partition(": ")[2] for text in self.log[line:] if text.startswith("all-scan of ")]
-        return found[-1] if found else None
+        """Drop what is cached for a purpose."""
+        self._exchanges = {key: each for key, each in self._exchanges.items() if key[0] != purpose}
 
     def settle(self) -> None:
         """Synchronise with the device, and wait until all scans are received and sent."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from zeco_train.bench.check import check_results
 from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.training.graphs import StepGraphs
 
 Mark = torch.cuda.Event | float
@@ -38,7 +38,7 @@ class Contender:
         name: of the variant.
         step: runs the whole optimizer step of a given number; returns the mean loss, of all ranks' tokens or of its
             own.
-        scan: its exposed communication is measured.
+        meter: of its exposed communication.
         samples: ms of each timed step on this rank.
         launching: seconds after which the host has launched each step, of all steps on this rank; empty: not measured.
         seconds: per step, the mean of each block on this rank, by the host's clock.
@@ -52,7 +52,7 @@ class Contender:
 
     name: str
     step: Callable[[int], float | Tensor]
-    scan: ScanBackend | None = None
+    meter: ExposedMeter | None = None
     samples: list[float] = field(default_factory=list)
     launching: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -145,9 +145,9 @@ def in_rounds(steps: int) -> Iterator[int]:
 def _block(contender: Contender, count: int, numbers: Iterator[int], session: Session) -> None:
     """Time this many steps."""
     session.settle()
-    if contender.scan is not None:
+    if contender.meter is not None:
         # Drop what warm-up steps have measured.
-        contender.scan.exposed.take()
+        contender.meter.take()
     dist.barrier()
     if session.on_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -158,7 +158,7 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
     session.settle()
     contender.seconds.append((time.perf_counter() - started) / count)
     contender.samples += [milliseconds(*pair) for pair in itertools.pairwise(marks)]
-    if contender.scan is not None and (exposed := contender.scan.exposed.take()) is not None:
+    if contender.meter is not None and (exposed := contender.meter.take()) is not None:
         contender.exposed = (contender.exposed or 0.0) + exposed
     if session.on_cuda:
         peak = torch.cuda.max_memory_allocated()

@@ -25,7 +25,7 @@ from zeco_train.collectives.one_kernel import PAPER_BLOCK
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.seam import AttentionMethod, Exchange, ScanRequest
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
@@ -111,9 +111,10 @@ def _all_scan(name: str, state_elements: int) -> AllScanConfig:
     return config
 
 
-def _own_ends() -> tuple[bool, bool]:
-    """Whether this rank is the first, and the last, of one sequence over all ranks."""
-    return dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+def over_all_ranks(scan: ScanBackend, attention: AttentionMethod | None = None) -> Exchange:
+    """One sequence over all ranks, by a stand-in for their scans."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Exchange(scan, scan, attention, is_first=rank == 0, is_last=rank == size - 1)
 
 
 class LocalCopyScan(ScanBackend):
@@ -122,11 +123,6 @@ class LocalCopyScan(ScanBackend):
     A step with it does everything but the communication, so the difference to a step with a scan is the exposed
     communication. Its results are wrong.
     """
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """See `ScanBackend.ends`: those of the scans that it is compared with, which do the same work."""
-        return _own_ends()
 
     def start(self, request: ScanRequest) -> PendingScan:
         """See `ScanBackend.start`."""
@@ -191,19 +187,7 @@ class GatheredScan(ScanBackend):
     """A `StateScan` that all-gathers the states and folds them in float64, while its caller waits.
 
     It shares no code with the backends, which are checked against it.
-
-    Args:
-        num_calls: see `GatheredAttention`, its method of softmax attention.
     """
-
-    def __init__(self, num_calls: int = 1) -> None:
-        super().__init__()
-        self.attention = GatheredAttention(num_calls)
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """See `ScanBackend.ends`."""
-        return _own_ends()
 
     def start(self, request: ScanRequest) -> PendingScan:
         """See `ScanBackend.start`."""
@@ -224,3 +208,8 @@ class GatheredScan(ScanBackend):
         if scan.carry is not None:
             scan.carry.deliver(running.to(dtype))
         return scan
+
+
+def gathered_exchange(num_calls: int = 1) -> Exchange:
+    """The exchange that backends and methods are checked against; `num_calls` as of `GatheredAttention`."""
+    return over_all_ranks(GatheredScan(), GatheredAttention(num_calls))

@@ -131,12 +131,6 @@ class Courier:
         return dist.get_world_size(self.group)
 
     @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether this rank is the first, and the last, of the group."""
-        rank = dist.get_rank(self.group)
-        return rank == 0, rank == self.size - 1
-
-    @property
     def topology(self) -> Topology:
         """Nodes of the group's ranks."""
         if self._topology is None:

@@ -75,6 +75,9 @@ class Choice:
     blocks: int | None
     seconds: float
 
+    def __str__(self) -> str:
+        return f"{self.scan.name}{'' if self.blocks is None else f' of {self.blocks} blocks'} by {self.link.value}"
+
 
 def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> Choice:
     """The fastest scan by the cost model; the first of equals.

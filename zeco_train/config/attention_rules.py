@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
-from zeco_train.distributed.exchange import check_softmax
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import SPConfig
+from zeco_train.training.exchange import check_softmax
 
 # Of section `model.attn`: they choose the layers; the others shape them.
 _CHOOSING = ("every", "offset", "layers")

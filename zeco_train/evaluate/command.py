@@ -76,7 +76,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
         evaluation.note(line)
     _run(evaluation, tasks, folder)
     # Raises the error of a failed scan, and waits for its sends, before the groups are destroyed.
-    evaluation.scan.drain()
+    evaluation.exchange.drain()
     if folder is not None and folder.path is not None:
         print(visible(f"results: {folder.path / RESULTS_FILE}"), flush=True)
     return 0

@@ -9,12 +9,12 @@ from functools import cached_property
 from zeco_train.config.overrides import as_override, check_overrides
 from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.agreement import flat
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.ops.seam import Exchange
 from zeco_train.system.terminal import visible
+from zeco_train.training.exchange import connect_model
 from zeco_train.training.forward import SequenceForward
 
 # Parts of a run's configuration that an evaluation reads; overrides of others are rejected.
@@ -43,11 +43,11 @@ class Evaluation:
     standard: Sequence[str] = ()
 
     @cached_property
-    def scan(self) -> ScanBackend:
-        """The sequence-parallel scan. The first use is collective."""
+    def exchange(self) -> Exchange:
+        """What connects the ranks of a sequence. The first use is collective."""
         config = self.config
         sequences = config.data.seq_len, config.train.dtype.compute
-        return build_exchange(config.sp, config.model, self.mesh, *sequences)
+        return connect_model(config.sp, config.model, self.mesh, *sequences)
 
     @cached_property
     def forward(self) -> SequenceForward:
@@ -61,7 +61,7 @@ class Evaluation:
         model = load_trained(
             self.trained, self.mesh, dtype=dtype, strategy=parallel.strategy, shard_size=parallel.shard_size
         )
-        return SequenceForward(model, self.scan, self.mesh)
+        return SequenceForward(model, self.exchange, self.mesh)
 
     @property
     def title(self) -> str:

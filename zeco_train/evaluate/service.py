@@ -121,4 +121,4 @@ class Service:
             warn_of(slow)
         model = load_trained(evaluation.trained, evaluation.mesh, dtype=train.dtype, strategy=None)
         tokenizer = evaluation.trained.tokenizer
-        return Generator(model, tokenizer, evaluation.mesh, evaluation.scan, prefill_tokens=self._batch_tokens)
+        return Generator(model, tokenizer, evaluation.mesh, evaluation.exchange, prefill_tokens=self._batch_tokens)

@@ -16,7 +16,6 @@ from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import find_device
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
@@ -27,6 +26,7 @@ from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.ops.selection import check_kernels, warn_of
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest
+from zeco_train.training.exchange import connect_model
 
 _ADVICE = Advice(
     lost_peer="generate again",
@@ -59,14 +59,14 @@ def _generate(arguments: list[str], job: Job) -> int:
     job.enter("loading the model")
     model = load_trained(trained, mesh, dtype=config.train.dtype, strategy=None)
     tokenizer = agree(mesh, lambda: trained.tokenizer)
-    scan = build_exchange(config.sp, config.model, mesh)
+    exchange = connect_model(config.sp, config.model, mesh)
     stop = StopRequest()
     printer = Printer(len(options.prompts) * options.samples, options.samples, sys.stdout, options.stream)
     generator = Generator(
         model,
         tokenizer,
         mesh,
-        scan,
+        exchange,
         prefill_tokens=options.prefill_tokens,
         batch=options.batch,
         cuda_graph=options.cuda_graph,
@@ -90,7 +90,7 @@ def _generate(arguments: list[str], job: Job) -> int:
             # The texts of other ranks are printed at the end, by `finish`.
             on_text=printer.tell if mesh.is_main else None,
         )
-    scan.drain()
+    exchange.drain()
     if mesh.is_main:
         printer.finish(completions)
         if options.json is not None:

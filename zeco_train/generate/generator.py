@@ -28,7 +28,7 @@ from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.generate.text import StopTexts, TextStream
-from zeco_train.ops.seam import StateScan
+from zeco_train.ops.seam import Exchange
 
 _STEPS_BETWEEN_MEETINGS = 16
 
@@ -155,7 +155,7 @@ class Generator:
         model: replicated on every rank, in the compute dtype.
         tokenizer: of the model.
         mesh: the ranks; an SP group shares a prompt, different groups process different prompts.
-        scan: sequence-parallel scan for prefill.
+        exchange: connects the ranks in prefill.
         prefill_tokens: maximum prompt tokens per rank and prefill piece; bounds memory.
         batch: texts decoded at once per rank.
         cuda_graph: see `Decoder`.
@@ -170,7 +170,7 @@ class Generator:
         model: LanguageModel,
         tokenizer: Tokenizer,
         mesh: ProcessMesh,
-        scan: StateScan,
+        exchange: Exchange,
         *,
         prefill_tokens: int = 16_384,
         batch: int = 32,
@@ -181,7 +181,7 @@ class Generator:
             if value < 1:
                 raise ConfigError(name, value, "must be ≥ 1")
         self._model, self._tokenizer, self._mesh = model, tokenizer, mesh
-        self._prefill = Prefill(model, mesh, scan, prefill_tokens)
+        self._prefill = Prefill(model, mesh, exchange, prefill_tokens)
         self._batch, self._cuda_graph = batch, cuda_graph
         self._meetings = _Meetings(mesh, stop)
         self.speed = Speed()

@@ -24,9 +24,9 @@ from torch import Tensor
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import CHUNK
-from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.seam import Exchange, SequenceShard
 from zeco_train.ops.segments import LayerStates
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 # Prompts up to this many tokens go through the recurrent step.
 _STEPS = 16
@@ -38,13 +38,13 @@ class Prefill:
     Args:
         model: replicated on every rank.
         mesh: the ranks.
-        scan: sequence-parallel scan.
+        exchange: connects the ranks.
         tokens: maximum tokens of a piece per rank, summed over its prompts.
     """
 
-    def __init__(self, model: LanguageModel, mesh: ProcessMesh, scan: StateScan, tokens: int) -> None:
-        self._model, self._mesh, self._scan, self._tokens = model, mesh, scan, tokens
-        self._alone = LocalScan()
+    def __init__(self, model: LanguageModel, mesh: ProcessMesh, exchange: Exchange, tokens: int) -> None:
+        self._model, self._mesh, self._exchange, self._tokens = model, mesh, exchange, tokens
+        self._alone = local_exchange()
 
     @torch.no_grad()
     def run(
@@ -123,8 +123,8 @@ class Prefill:
         is_shared = ranks > 1 and total >= ranks * CHUNK
         if is_shared:
             first, after = (total * rank // ranks for rank in (self._mesh.sp_rank, self._mesh.sp_rank + 1))
-        scan, segment = self._scan if is_shared else self._alone, (start, start + total)
-        shard = SequenceShard(scan, start + first, start + total, segment=segment)
+        exchange, segment = self._exchange if is_shared else self._alone, (start, start + total)
+        shard = SequenceShard(exchange, start + first, start + total, segment=segment)
         states = LayerStates(carry_in=carries, want_carry=True)
         own = tokens[:, first:after].to(self._mesh.device)
         hidden = self._model(own, shard, states=states, states_only=True)[:, -1].contiguous()
@@ -137,7 +137,4 @@ class Prefill:
 @torch.no_grad()
 def whole_logits(model: LanguageModel, input_ids: Tensor) -> Tensor:
     """All logits in one pass of the chunked operator, on this rank alone: input_ids [B, T] → [B, T, vocab]."""
-    scan = LocalScan()
-    logits = model(input_ids, SequenceShard(scan=scan, offset=0, seq_len=input_ids.shape[1]))
-    scan.drain()
-    return logits
+    return model(input_ids, SequenceShard(local_exchange(), 0, input_ids.shape[1]))

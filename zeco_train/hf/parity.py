@@ -34,7 +34,7 @@ from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.folder import checked_fla_model
 from zeco_train.hf.trained import Trained, find_trained, load_trained
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.numbers import relative_error
 from zeco_train.system.ranges import check_least
@@ -136,13 +136,12 @@ def compare(
         with torch.no_grad():
             expected = theirs(sequence, use_cache=False).logits[0].double()
         logits = whole_logits(ours, sequence)[0].double()
-        generator = Generator(ours, trained.tokenizer, mesh, scan := LocalScan())
+        generator = Generator(ours, trained.tokenizer, mesh, local_exchange())
         prompt = ids[: settings.prompt_tokens]
         same = {
             name: _same(generator, theirs, prompt, Sampling(temperature=temperature, seed=settings.seed), settings)
             for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
         }
-        scan.drain()
         yield Parity(
             dtype,
             error=relative_error(logits, expected),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.seam import Boundary, Crossing, Place, attention_of
+from zeco_train.ops.seam import AttentionMethod, Boundary, Crossing, Place, exchange_of
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend
 from zeco_train.ops.softmax.cache import extend
@@ -40,7 +40,7 @@ def attend_at(
         k: [B, T, G, D]; G divides H, each head serves H / G heads of q in a row.
         v: [B, T, G, V].
         scale: factor of the scores.
-        place: of the tokens; the caller keeps its scan alive until after the backward pass.
+        place: of the tokens; the caller keeps its `Exchange` alive until after the backward pass.
         boundaries: two, with the output and the log-sum-exp of a first forward pass, or without. They are replayed: the
             forward pass then computes and communicates nothing, as recomputation requires. Or with the caches of keys
             and of values as `carry_in`, [B, G, capacity, D], see `zeco_train.ops.softmax.cache`.
@@ -61,7 +61,7 @@ def attend_at(
     if any(boundary.want_carry for boundary in boundaries):
         raise ValueError("softmax attention carries caches out only if they are carried in")
     replayed = [boundary.incoming_state for boundary in boundaries]
-    where = place.attention, place.offset, place.seq_len, place.borders
+    where = place.exchange, place.offset, place.seq_len, place.borders
     o, lse = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(Crossing(tensor, lse.new_empty(0)) for tensor in kept)
@@ -79,12 +79,18 @@ def _attend_after(
         problem = "softmax layers have no gradient through keys of earlier segments: train.segments must be 1"
         raise NotImplementedError(problem)
     segment = place.segment or (0, place.seq_len)
-    k, v = attention_of(place.attention).gather([k, v], segment)
+    k, v = _method(place.exchange).gather([k, v], segment)
     (keys, first), (values, _) = (
         extend(cache, new, segment[0], window) for cache, new in zip(caches, (k, v), strict=True)
     )
     span = Span(place.offset, place.offset + q.shape[1], place.borders, window)
     return attend(q, keys, values, span, first, scale).o
+
+
+def _method(number: Tensor) -> AttentionMethod:
+    method = exchange_of(number).attention
+    assert method is not None, "an exchange for softmax layers has a method"
+    return method
 
 
 @custom_op("zeco::attend", mutates_args=())
@@ -95,7 +101,7 @@ def _attend(
     known_o: Tensor | None,
     known_lse: Tensor | None,
     scale: float,
-    method: str,
+    number: Tensor,
     offset: int,
     seq_len: int,
     borders: Tensor | None,
@@ -106,7 +112,7 @@ def _attend(
         # The outputs of a custom op must not alias its inputs.
         return known_o.clone(), known_lse.clone()
     span = Span(offset, offset + q.shape[1], borders, window)
-    o, lse = attention_of(method).forward(q, k, v, span, seq_len, scale)
+    o, lse = _method(number).forward(q, k, v, span, seq_len, scale)
     return o.contiguous(), lse.contiguous()
 
 
@@ -125,14 +131,14 @@ def _attend_backward(
     o: Tensor,
     lse: Tensor,
     scale: float,
-    method: str,
+    number: Tensor,
     offset: int,
     seq_len: int,
     borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     span = Span(offset, offset + q.shape[1], borders, window)
-    grads = attention_of(method).backward(do, q, k, v, Attended(o, lse), span, seq_len, scale)
+    grads = _method(number).backward(do, q, k, v, Attended(o, lse), span, seq_len, scale)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
@@ -143,16 +149,15 @@ def _attend_backward_shapes(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, _, _, *settings = inputs
-    *where, borders, window = settings
-    ctx.save_for_backward(q, k, v, *output, borders)
+    q, k, v, _, _, scale, number, offset, seq_len, borders, window = inputs
+    ctx.save_for_backward(q, k, v, *output, number, borders)
     ctx.mark_non_differentiable(output[1])
-    ctx.where, ctx.window = where, window
+    ctx.scale, ctx.offset, ctx.seq_len, ctx.window = scale, offset, seq_len, window
 
 
 def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, borders = ctx.saved_tensors
-    grads = _attend_backward(do.contiguous(), *tensors, *ctx.where, borders, ctx.window)
+    *tensors, number, borders = ctx.saved_tensors
+    grads = _attend_backward(do.contiguous(), *tensors, ctx.scale, number, ctx.offset, ctx.seq_len, borders, ctx.window)
     return *grads, *(None,) * 8
 
 

@@ -24,7 +24,16 @@ from torch.library import Library, custom_op, infer_schema, register_fake
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import operator_of
-from zeco_train.ops.seam import Boundary, Crossing, LaunchedScan, Place, ScanRequest, SequenceShard, scan_of
+from zeco_train.ops.seam import (
+    Boundary,
+    Crossing,
+    Exchange,
+    LaunchedScan,
+    Place,
+    ScanRequest,
+    SequenceShard,
+    exchange_of,
+)
 from zeco_train.ops.transition import adjoint
 
 
@@ -47,7 +56,7 @@ def mix(
         operands: of this rank's tokens, in the operator's order: q, k [B, T, H, K] in bf16, fp32 or fp64, v
             [B, T, H, V] in the same dtype, and the operands of A_t. Values are not checked, since that would
             synchronise with the device: positive log-decays give wrong results on GPUs.
-        shard: position of these tokens, and the scan that connects them to the rest of the sequence.
+        shard: position of these tokens, and what connects them to the rest of the sequence.
         scale: factor of the outputs, K^-1/2 if None.
         incoming_state: [B, H, K, V], the state R that a first forward pass received. It is replayed as a constant:
             the forward pass then communicates nothing, as recomputation requires. The backward pass still does.
@@ -67,9 +76,9 @@ def mix(
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
     o, crossing = mix_at(operator, operands, scale, place, boundary)
     if o.grad_fn is not None:
-        # The op refers to the scan by name only, and a caller may drop the shard before the backward pass.
+        # The op refers to the exchange by its number only, and a caller may drop the shard before the backward pass.
         metadata: Any = o.grad_fn.metadata
-        metadata["scan"] = shard.scan
+        metadata["exchange"] = shard.exchange
     return o, crossing.carry_out if want_carry else None
 
 
@@ -78,13 +87,11 @@ def mix_at(
 ) -> tuple[Tensor, Crossing]:
     """`mix` with arguments that a compiler can trace.
 
-    The caller keeps the scan of `place` alive until after the backward pass.
-
     Returns:
         o, shaped like the operand `Operator.output`; and the states that crossed ranks.
     """
-    scan = place.halo if operator_of(operator, operands).neighbours else place.scan
-    o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, scan, place.pieces, *boundary)
+    where = place.exchange, place.pieces
+    o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *where, *boundary)
     return o, Crossing(received, carry_out)
 
 
@@ -92,7 +99,7 @@ def _mix(
     operands: list[Tensor],
     operator: str,
     scale: float,
-    scan: str,
+    number: Tensor,
     pieces: Tensor | None,
     incoming_state: Tensor | None,
     carry_in: Tensor | None,
@@ -102,18 +109,18 @@ def _mix(
 
     Absent tensors are [0].
     """
-    chosen = operator_of(operator, operands)
+    chosen, exchange = operator_of(operator, operands), exchange_of(number)
     chosen.check_carries(carry_in, want_carry)
     with _alone(operands[0]):
         local = chosen.select(operands).forward(operands, scale, pieces)
-        passed = chosen.kind is Kind.diagonal or _passes_through(scan, carry_in, want_carry)
+        passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
         shape = chosen.transition_shape(operands)
         transition = local.transition if passed else local.state.new_zeros(shape)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
         if incoming_state is None:
             cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
             request = ScanRequest(local.state, transition, False, carry_in, wanted, cuts)
-            pending = scan_of(scan).launch(request)
+            pending = (exchange.halo if chosen.neighbours else exchange.states).launch(request)
             local.overlap()
             received = _whole(pending) if chosen.reads_whole else pending.wait()
             o = local.outputs(received)
@@ -130,14 +137,13 @@ def _mix(
         return o.contiguous(), received, carry_out, transition, list(local.saved)
 
 
-def _passes_through(scan: str, carry_in: Tensor | None, want_carry: bool) -> bool:
+def _passes_through(exchange: Exchange, carry_in: Tensor | None, want_carry: bool) -> bool:
     """Whether a state passes through this rank's tokens, so that their transition must be known.
 
     Before the first rank the state is 0 without a carry, and nobody reads the one after the last rank unless it is
     wanted. In reverse the same gradients are 0 or unread, so the transition multiplies zeros in all of its uses.
     """
-    is_first, is_last = getattr(scan_of(scan), "ends", (False, False))
-    return (carry_in is not None or not is_first) and (want_carry or not is_last)
+    return (carry_in is not None or not exchange.is_first) and (want_carry or not exchange.is_last)
 
 
 def _whole(pending: LaunchedScan) -> Tensor:
@@ -170,17 +176,17 @@ def _mix_backward(
     dcarry_out: Tensor | None,
     operator: str,
     scale: float,
-    scan: str,
+    number: Tensor,
     pieces: Tensor | None,
     want_dcarry: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
-    chosen = operator_of(operator, operands)
+    chosen, exchange = operator_of(operator, operands), exchange_of(number)
     with _alone(do):
         local = chosen.select(operands).backward(operands, do, saved, incoming_state, scale, pieces)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
         request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, wanted, cuts)
-        pending = scan_of(scan).launch(request)
+        pending = (exchange.halo if chosen.neighbours else exchange.states).launch(request)
         local.overlap()
         incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
         grads = [grad.contiguous() for grad in local.operand_grads(incoming_grad)]
@@ -209,7 +215,7 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any,
         operator: str,
         scale: float,
-        scan: str,
+        number: Tensor,
         pieces: Tensor | None,
         incoming_state: Tensor | None,
         carry_in: Tensor | None,
@@ -219,21 +225,22 @@ class _Differentiable(torch.autograd.Function):
         # Otherwise the call would be dispatched to the autograd kernel, that is, here again.
         with torch._C._AutoDispatchBelowAutograd():
             o, received, carry_out, transition, saved = torch.ops.zeco.mix.default(
-                list(operands), operator, scale, scan, pieces, incoming_state, carry_in, want_carry
+                list(operands), operator, scale, number, pieces, incoming_state, carry_in, want_carry
             )
         ctx.mark_non_differentiable(received, transition, *saved)
         ctx.set_materialize_grads(False)
         passes = operator_of(operator, operands).select(operands)
         incoming_state = received if incoming_state is None else incoming_state
         kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
-        ctx.save_for_backward(*kept, *saved, transition, incoming_state if passes.needs_incoming else None, pieces)
-        ctx.operator, ctx.scale, ctx.scan, ctx.want_carry = operator, scale, scan, want_carry
+        incoming_state = incoming_state if passes.needs_incoming else None
+        ctx.save_for_backward(*kept, *saved, transition, incoming_state, number, pieces)
+        ctx.operator, ctx.scale, ctx.want_carry = operator, scale, want_carry
         ctx.num_operands, ctx.replaced = len(operands), passes.replaced
         return o, received, carry_out, transition, *saved
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
-        *kept, transition, incoming_state, pieces = ctx.saved_tensors
+        *kept, transition, incoming_state, number, pieces = ctx.saved_tensors
         num_kept = ctx.num_operands - len(ctx.replaced)
         operands, saved = kept[:num_kept], kept[num_kept:]
         # The first saved tensors take the place of the operands that were not kept (`Passes.replaced`).
@@ -244,9 +251,9 @@ class _Differentiable(torch.autograd.Function):
         do = torch.zeros_like(operands[operator_of(ctx.operator, operands).output]) if do is None else do
         # A compiler passes zeros for undefined gradients.
         dcarry_out = dcarry_out if ctx.want_carry else None
-        place = ctx.scan, pieces
+        where = ctx.operator, ctx.scale, number, pieces
         grads, dcarry_in = _mix_backward(
-            operands, do, saved, transition, incoming_state, dcarry_out, ctx.operator, ctx.scale, *place, want_dcarry
+            operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry
         )
         return None, None, None, None, None, dcarry_in if want_dcarry else None, None, *grads
 

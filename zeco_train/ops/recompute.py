@@ -55,7 +55,7 @@ def recomputed(
     Args:
         block: deterministic; only x, `shared`, the boundaries' `carry_in` and parameters need gradients.
         x: [B, T, D], requires grad.
-        place: of the tokens; the caller keeps its scan alive.
+        place: of the tokens; the caller keeps its `Exchange` alive.
         boundaries: the layer's states at the boundaries of its tokens, with one value of `want_carry`.
         shared: the layer's part of a parameter of the whole model, or None.
 

@@ -9,19 +9,18 @@ In reverse the scan runs from the last rank to the first, over gradients with re
 are separate, so that communication overlaps the compute between them. Backends hold no autograd state. They are in
 `zeco_train.sp`; models depend only on the types of this file.
 
-A custom op takes tensors and plain values but no objects, so scans are passed by name. A name is bound to one scan for
-as long as the scan lives. It is a constant of a compiled graph: another scan triggers a recompilation, and graphs keep
-no scan alive.
+A custom op takes tensors and plain values but no objects, so an `Exchange` is passed as the tensor of its number. A
+compiled graph does not depend on a tensor's value: it runs with any `Exchange`, and keeps none alive.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -99,15 +98,18 @@ class LaunchedScan(Protocol):
 
 
 class StateScan(Protocol):
-    """An exclusive scan of `(state, transition)` over the ranks of one sequence-parallel group.
-
-    A scan may have an attribute `neighbour`: a cheaper one for transitions that cut, which need the rank before only.
-    And `ends`: whether this rank is the first, and the last, of the sequence; without it every rank is taken to have
-    others on both sides.
-    """
+    """An exclusive scan of `(state, transition)` over the ranks of one sequence-parallel group."""
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """Start the scan."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until everything launched is received *and* sent; call before destroying the groups.
+
+        Raises:
+            CommunicationError: a scan failed.
+        """
         ...
 
 
@@ -143,42 +145,56 @@ class AttentionMethod(Protocol):
         ...
 
 
-# Weak in both directions: neither names nor the graphs that contain them keep a scan, and its group, alive.
-_NAMED: WeakValueDictionary[str, StateScan | AttentionMethod] = WeakValueDictionary()
-_HANDLES: WeakKeyDictionary[StateScan | AttentionMethod, str] = WeakKeyDictionary()
 _numbers = itertools.count()
+# Weak: graphs, which contain numbers, keep no groups alive.
+_BY_NUMBER: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 
 
-def handle_of(scan: StateScan | AttentionMethod) -> str:
-    """The unique name of a scan, or of a method of softmax attention."""
-    if scan not in _HANDLES:
-        _HANDLES[scan] = handle = f"scan-{next(_numbers)}"
-        _NAMED[handle] = scan
-    return _HANDLES[scan]
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """What connects the ranks of a sequence. The caller keeps it alive until after the backward pass.
+
+    Attributes:
+        states: scan of the layers' states.
+        halo: scan of states that cross one border only, as those of a convolution; `states` itself, or a cheaper one.
+        attention: method of softmax layers; None: the model has none.
+        is_first, is_last: whether this rank has the first, and the last, tokens of the sequence.
+        number: [] int64 on the CPU, for `exchange_of`.
+    """
+
+    states: StateScan
+    halo: StateScan
+    attention: AttentionMethod | None
+    is_first: bool
+    is_last: bool
+    number: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        object.__setattr__(self, "number", torch.tensor(number, device="cpu"))
+        _BY_NUMBER[number] = self
+
+    def wrapped(self, wrap: Callable[[StateScan], StateScan]) -> Exchange:
+        """The same with other scans in the place of its own."""
+        states = wrap(self.states)
+        return replace(self, states=states, halo=states if self.halo is self.states else wrap(self.halo))
+
+    def drain(self) -> None:
+        """See `StateScan.drain`."""
+        self.states.drain()
+        if self.halo is not self.states:
+            self.halo.drain()
 
 
-def scan_of(handle: str) -> StateScan:
-    """Look up a scan by name.
+def exchange_of(number: Tensor) -> Exchange:
+    """Look up an `Exchange`.
 
     Raises:
-        RuntimeError: it was freed; the caller of a backward pass must keep the scan of the forward pass alive.
+        RuntimeError: it was freed.
     """
-    return cast(StateScan, _named(handle))
-
-
-def attention_of(handle: str) -> AttentionMethod:
-    """Look up a method of softmax attention by name.
-
-    Raises:
-        RuntimeError: it was freed, see `scan_of`.
-    """
-    return cast(AttentionMethod, _named(handle))
-
-
-def _named(handle: str) -> StateScan | AttentionMethod:
-    found = _NAMED.get(handle)
+    found = _BY_NUMBER.get(int(number))
     if found is None:
-        raise RuntimeError(f"the scan {handle!r} is gone: keep it until the backward pass is over")
+        raise RuntimeError(f"exchange {int(number)} is gone: keep it until the backward pass is over")
     return found
 
 
@@ -186,19 +202,15 @@ class Place(NamedTuple):
     """A `SequenceShard` as the operator sees it.
 
     Attributes:
-        scan: name of the scan.
+        exchange: its number, see `Exchange`.
         pieces: [T], see `zeco_train.ops.documents`, on the device of the tokens; None without documents.
-        halo: name of the scan for states that cross one border only, as those of a convolution.
         positions: [T] int64, of the tokens in the whole sequence; None for a model that does not read them.
-        attention: name of the method of softmax attention.
         offset, seq_len, borders, segment: see `SequenceShard`.
     """
 
-    scan: str
+    exchange: Tensor
     pieces: Tensor | None = None
-    halo: str = ""
     positions: Tensor | None = None
-    attention: str = ""
     offset: int = 0
     seq_len: int = 0
     borders: Tensor | None = None
@@ -230,7 +242,7 @@ class SequenceShard:
     """Position of a shard in its sequence: all that a layer needs to know about parallelism.
 
     Attributes:
-        scan: exchanges states with the other shards of the sequence.
+        exchange: connects it with the other shards of the sequence.
         offset: position of this shard's first token in the whole sequence.
         seq_len: length of the whole sequence in tokens.
         cu_seqlens: [documents + 1] int64, the borders of the documents' pieces on this shard, from 0 to its number of
@@ -246,7 +258,7 @@ class SequenceShard:
         known_positions: [T] int64, see `positions`, likewise.
     """
 
-    scan: StateScan
+    exchange: Exchange
     offset: int
     seq_len: int
     cu_seqlens: Tensor | None = None
@@ -262,14 +274,10 @@ class SequenceShard:
 
     def place(self, num_tokens: int, device: torch.device, *, with_positions: bool = False) -> Place:
         """The shard as traceable values for the operator; arguments and errors of `pieces`."""
-        halo = getattr(self.scan, "neighbour", None) or self.scan
-        attention = getattr(self.scan, "attention", None)
         return Place(
-            scan=handle_of(self.scan),
+            exchange=self.exchange.number,
             pieces=self.pieces(num_tokens, device),
-            halo=handle_of(halo),
             positions=self.positions(num_tokens, device) if with_positions else None,
-            attention="" if attention is None else handle_of(attention),
             offset=self.offset,
             seq_len=self.seq_len,
             borders=self.borders,

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from models.spec import AttentionSpec, BlockSpec
-from zeco_train.distributed.exchange import attention_method
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
-from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.registry import METHODS, choose
 from zeco_train.sp.backend import BackendSpec
+from zeco_train.training.exchange import softmax_load
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,9 @@ def method_of(case: Case) -> MethodSpec:
         ConfigError: it cannot spread their heads over these ranks.
     """
     config = case.config
-    sequences = config.data.seq_len, config.train.dtype.compute
-    found = attention_method(config.sp, config.model, case.sp_size, *sequences)
-    assert found is not None
-    return found
+    load = softmax_load(config.model, case.sp_size, config.data.seq_len, config.train.dtype.compute)
+    assert load is not None
+    return choose(config.sp.attention, load)
 
 
 def problem_of(case: Case, method: str) -> str | None:

@@ -15,7 +15,6 @@ from zeco_train.collectives.topology import Topology
 from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config
 from zeco_train.distributed.device import Device
-from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import count_shards
 from zeco_train.errors import ConfigError
@@ -25,6 +24,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.selection import SlowPath, check_kernels, find_slow_paths
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
+from zeco_train.training.exchange import check_softmax
 from zeco_train.training.graphs import capture_problem
 from zeco_train.training.machine import kernel_calls
 

@@ -25,17 +25,17 @@ from data.reader import Batch
 from models.parameters import parameter_rules
 from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.device import find_device
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.whole import local
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import LaunchedScan, ScanRequest
+from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.plan.advice import Option
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.tapped import TappedScan
 from zeco_train.sp.zeco import AllScanTransport
 from zeco_train.training.build import build_model, build_step
+from zeco_train.training.exchange import connect_model
 from zeco_train.training.optim.registry import build_optimizer
 
 # Tokens of a segment on a rank of a CPU.
@@ -153,13 +153,13 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     parallel = config.parallel
     model = build_model(config.model, config.train, parallel.strategy, mesh, config.seed, parallel.shard_size)
     optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
-    scan = build_exchange(config.sp, config.model, mesh, config.data.seq_len, config.train.dtype.compute)
-    counted = _Counting(scan)
-    step = build_step(config, model, optimizer, counted, mesh)
+    exchange = connect_model(config.sp, config.model, mesh, config.data.seq_len, config.train.dtype.compute)
+    counted = _Counting(exchange.states)
+    step = build_step(config, model, optimizer, dataclasses.replace(exchange, states=counted), mesh)
     share = step.backward(_batches(case, mesh), last=True)
     assert share is not None
     step.update(share)
-    scan.drain()
+    exchange.drain()
     peak = None
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
@@ -176,7 +176,7 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
         sp_size=mesh.sp_size,
         topology=str(mesh.topology),
         tokens=case.tokens,
-        scans=(counted.launched[False], counted.launched[True]),
+        scans=(counted.counts[False], counted.counts[True]),
         parameters=_bytes(parameters),
         gradients=_bytes(gradients),
         optimizer=_bytes(states),
@@ -208,14 +208,12 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-class _Counting:
-    """Counts the scans of a backend by direction."""
+class _Counting(TappedScan):
+    """Counts launches by direction."""
 
-    def __init__(self, scan: ScanBackend) -> None:
-        self._scan, self.launched = scan, Counter[bool]()
-        self.neighbour, self.attention = scan.neighbour, scan.attention
+    def __init__(self, scan: StateScan) -> None:
+        super().__init__(scan)
+        self.counts = Counter[bool]()
 
-    def launch(self, request: ScanRequest) -> LaunchedScan:
-        """Start the scan."""
-        self.launched[request.reverse] += 1
-        return self._scan.launch(request)
+    def launched(self, request: ScanRequest) -> None:
+        self.counts[request.reverse] += 1

@@ -14,10 +14,11 @@ import torch
 
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Load
-from zeco_train.collectives.spec import ScanSpec
-from zeco_train.ops.seam import AttentionMethod, LaunchedScan, ScanRequest
+from zeco_train.collectives.spec import Choice, ScanSpec
+from zeco_train.collectives.topology import Topology
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.ops.transition import is_matrix
-from zeco_train.sp.exposed import ExposedMeter
+from zeco_train.sp.exposed import active_meter
 
 
 class ScanBackend(ABC):
@@ -28,30 +29,16 @@ class ScanBackend(ABC):
             since one group serialises its messages. None if nothing is communicated.
 
     Attributes:
+        choice: what the last scan was started by; None where there is nothing to choose, or to communicate.
         finish_waits: `finish` of its scans communicates in the caller instead of in a courier.
-        exposed: measures communication that no compute hides, that of softmax attention included. Not used if nothing
-            is communicated.
-        neighbour: scan for states that cross one border only, see `add_neighbour`; None: such states take this one.
-        attention: method of the model's softmax layers, if it has some.
     """
 
     finish_waits = False
-    neighbour: ScanBackend | None = None
-    attention: AttentionMethod | None = None
+    choice: Choice | None = None
 
     def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
         self._couriers = couriers
         self._crosses_ranks = any(courier.size > 1 for courier in couriers)
-        self.exposed = ExposedMeter()
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether this rank is the first, and the last, of the sequence."""
-        return self._couriers[0].ends if self._couriers else (True, True)
-
-    def add_neighbour(self, scan: ScanBackend) -> None:
-        """Take a scan between neighbours beside this one, which prepares, measures and drains it too."""
-        self.neighbour, scan.exposed = scan, self.exposed
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """See `StateScan.launch`.
@@ -59,8 +46,10 @@ class ScanBackend(ABC):
         Raises:
             CommunicationError: a peer is gone, or an earlier scan failed.
         """
-        scan = self.start(request)
-        return self.exposed.metered(scan, request.state.device, self.finish_waits) if self._crosses_ranks else scan
+        scan, meter = self.start(request), active_meter()
+        if meter is None or not self._crosses_ranks:
+            return scan
+        return meter.metered(scan, request.state.device, self.finish_waits)
 
     @abstractmethod
     def start(self, request: ScanRequest) -> LaunchedScan:
@@ -97,16 +86,15 @@ class ScanBackend(ABC):
             ConfigError: the ranks do not support the configuration.
             CommunicationError: a peer is gone.
         """
-        state = torch.zeros(1, 1, 8, 8, device=device)
+        # Of a transition that cuts, which a scan between neighbours needs.
+        state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
         for start in self.kinds(device):
             for reverse in (False, True)[: len(self._couriers)]:
-                scan = start(ScanRequest(state, state[..., 0].contiguous(), reverse, want_carry=True))
+                scan = start(ScanRequest(state, transition, reverse, want_carry=True, cuts=True))
                 scan.wait()
                 scan.finish()
                 scan.carry_out()
         self.drain()
-        if self.neighbour is not None:
-            self.neighbour.prepare(device)
 
     def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
         """`start` for each collective that it may choose for states on a device. Collective."""
@@ -114,15 +102,9 @@ class ScanBackend(ABC):
         return [self.start]
 
     def drain(self) -> None:
-        """Wait until everything launched is received *and* sent; call before destroying the groups.
-
-        Raises:
-            CommunicationError: a scan failed.
-        """
+        """See `StateScan.drain`."""
         for courier in self._couriers:
             courier.drain()
-        if self.neighbour is not None:
-            self.neighbour.drain()
 
 
 class SpecScan(ScanBackend):
@@ -154,6 +136,10 @@ class BackendSpec:
         scans: the algorithms that it may run, in table order; none for a backend without communication, which then
             rejects ranks that share a sequence.
         section: name of that section; None if there is none.
+        scans_over: (settings, topology) → the algorithms that they allow over these nodes; raises ConfigError if the
+            configured one cannot run over them. None: `scans`.
+        topology: (settings, nodes as found) → the nodes of the ranks that share a sequence; raises ConfigError if the
+            ranks do not fill the configured ones. None: as found.
     """
 
     name: str
@@ -163,6 +149,8 @@ class BackendSpec:
     build: Callable[[tuple[Courier, ...], Any], ScanBackend]
     scans: tuple[ScanSpec, ...] = ()
     section: str | None = None
+    scans_over: Callable[[Any, Topology], tuple[ScanSpec, ...]] | None = None
+    topology: Callable[[Any, Topology], Topology] | None = None
 
     def size_problem(self, size: int) -> str | None:
         """Why this many ranks cannot share a sequence; None if they can."""

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from zeco_train.collectives import PendingScan, scan_alone
 from zeco_train.ops.seam import ScanRequest
-from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.backend import BackendSpec, ScanBackend
 
 
 class LocalScan(ScanBackend):
     """The exclusive scan over a single rank: `wait` returns `carry_in`, or zeros. Needs no couriers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = LocalAttention()
 
     def start(self, request: ScanRequest) -> PendingScan:
         """The scan over this rank; complete at once."""

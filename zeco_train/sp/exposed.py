@@ -32,7 +32,6 @@ class ExposedMeter:
     """Accumulates the time that compute waits. What is launched outside of `measuring` is not measured."""
 
     def __init__(self) -> None:
-        self._measuring = False
         self._seconds: float | None = None
         self._recorded: deque[Events] = deque()
         # Reused: creating an event costs more than recording one.
@@ -44,12 +43,10 @@ class ExposedMeter:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure scans that are launched inside, and messages of softmax attention that are waited for inside."""
-        self._measuring = True
         _MEASURING.append(self)
         try:
             yield
         finally:
-            self._measuring = False
             _MEASURING.remove(self)
 
     def take(self) -> float | None:
@@ -74,7 +71,7 @@ class ExposedMeter:
 
         `finish` is timed only if it waits for communication.
         """
-        return _MeteredScan(scan, device, self, finish_waits) if self._measuring else scan
+        return _MeteredScan(scan, device, self, finish_waits)
 
     def timed(self, call: Callable[[], T], device: torch.device) -> T:
         """Run and time a call that waits for communication."""

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-
-from zeco_train.collectives import Courier
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.registry import AttentionChoice
-from zeco_train.sp.backend import BackendSpec, ScanBackend
+from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.dp import DP
-from zeco_train.sp.halo import HaloScan
 from zeco_train.sp.lasp1 import LASP1
 from zeco_train.sp.lasp2 import LASP2
 from zeco_train.sp.zeco import IN_BLOCKS, ZECO, AllScanConfig
@@ -85,8 +78,8 @@ class SPConfig:
 
     @property
     def scans(self) -> tuple[ScanSpec, ...]:
-        """The algorithms that the settings allow."""
-        return getattr(self.settings, "scans", self.spec.scans)
+        """The algorithms that the settings allow on one node."""
+        return self.scans_over(Topology((1,)))
 
     def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
         """The algorithms that the settings allow over these nodes.
@@ -94,8 +87,8 @@ class SPConfig:
         Raises:
             ConfigError: the configured one cannot run over them.
         """
-        choose = getattr(self.settings, "scans_over", None)
-        return self.scans if choose is None else choose(topology)
+        spec = self.spec
+        return spec.scans if spec.scans_over is None else spec.scans_over(self.settings, topology)
 
     def topology(self, found: Topology) -> Topology:
         """The nodes of the ranks that share a sequence: as the backend's section gives them, else as found.
@@ -103,8 +96,7 @@ class SPConfig:
         Raises:
             ConfigError: the ranks do not fill the given nodes.
         """
-        given = getattr(self.settings, "topology", None)
-        return found if given is None else given(found)
+        return found if self.spec.topology is None else self.spec.topology(self.settings, found)
 
     @property
     def settings(self) -> Any:
@@ -124,30 +116,3 @@ def describe_backends() -> str:
                 *algorithms,
             ]
     return "\n".join(lines)
-
-
-def build_scan(
-    config: SPConfig,
-    groups: tuple[ProcessGroup, ProcessGroup],
-    timeout: timedelta,
-    device: torch.device | None = None,
-    halo: tuple[ProcessGroup, ProcessGroup] | None = None,
-    topology: Topology | None = None,
-) -> ScanBackend:
-    """The scan of `config.backend` over an SP group, given as one group per direction (forward, reverse).
-
-    Each wait for a peer is bounded by `timeout`. With a `device` the groups are warmed up for its tensors, which is
-    collective; otherwise the first scans initialise them. `halo`: two more such groups, for a model with states that
-    cross one border only; None: such states take the backend's own scan, as over one rank. `topology`: the nodes of the
-    ranks, unless the settings give them; None: all are on this machine.
-
-    Raises:
-        ConfigError: the ranks do not support the configuration.
-    """
-    topology = config.topology(topology or Topology.one_node(dist.get_world_size(groups[0])))
-    scan = config.spec.build(tuple(Courier(group, timeout, topology) for group in groups), config.settings)
-    if halo is not None:
-        scan.add_neighbour(HaloScan(tuple(Courier(group, timeout) for group in halo)))
-    if device is not None:
-        scan.prepare(device)
-    return scan

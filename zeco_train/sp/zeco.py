@@ -191,7 +191,7 @@ class AllScan(ScanBackend):
         key = self._key(request, scans)
         if key not in self._choices:
             self._choices[key] = self._choose(courier, request, scans)
-        choice = self._choices[key]
+        self.choice = choice = self._choices[key]
         if choice.link is Link.symmetric:
             return self._symmetric[courier].launch(request, choice.scan, choice.blocks)
         return choice.scan.start(request, courier, choice.blocks)
@@ -217,14 +217,7 @@ class AllScan(ScanBackend):
         load = self.load(request)
         choice = choose(scans, MEASURED[link], load, self._blocks)
         if _is_main():
-            logger.info(
-                "all-scan of %.3g MB over %d ranks: %s%s by %s",
-                load.state_bytes / 1e6,
-                self._ranks,
-                choice.scan.name,
-                "" if choice.blocks is None else f" of {choice.blocks} blocks",
-                link.value,
-            )
+            logger.info("all-scan of %.3g MB over %d ranks: %s", load.state_bytes / 1e6, self._ranks, choice)
         return choice
 
     def _find_link(self, device: torch.device) -> Link:
@@ -272,4 +265,6 @@ ZECO = BackendSpec(
     build=AllScan,
     scans=ALL_SCANS,
     section="all_scan",
+    scans_over=AllScanConfig.scans_over,
+    topology=AllScanConfig.topology,
 )

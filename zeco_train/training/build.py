@@ -28,7 +28,6 @@ from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.exchange import build_exchange, check_softmax
 from zeco_train.distributed.mesh import (
     Launch,
     ProcessMesh,
@@ -42,14 +41,15 @@ from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
-from zeco_train.ops.seam import StateScan
+from zeco_train.ops.seam import Exchange
 from zeco_train.ops.selection import warn_of
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
+from zeco_train.training.exchange import check_softmax, connect_model
 from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
@@ -69,7 +69,8 @@ class Parts:
 
     mesh: ProcessMesh
     watchdog: Watchdog
-    scan: ScanBackend
+    exchange: Exchange
+    meter: ExposedMeter
     step: TrainingStep
     model: LanguageModel
     optimizer: torch.optim.Optimizer
@@ -286,14 +287,15 @@ def build(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
     # With all labels: shards meet where the label of the last token is the first token of the next shard.
     plain = _build_loader(config, run.data.train, replace(split, labels_across_documents=True))
     check_shards_fit(plain, progress.sequences, mesh)
-    scan = build_exchange(
+    exchange = connect_model(
         config.sp, config.model, mesh, data.seq_len, train.dtype.compute, deterministic=train.deterministic
     )
-    step = build_step(config, model, optimizer, scan, mesh)
+    step = build_step(config, model, optimizer, exchange, mesh)
     return Parts(
         mesh=mesh,
         watchdog=watchdog,
-        scan=scan,
+        exchange=exchange,
+        meter=ExposedMeter(),
         step=step,
         model=model,
         optimizer=optimizer,
@@ -333,13 +335,13 @@ def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
 
 
 def build_step(
-    config: Config, model: LanguageModel, optimizer: torch.optim.Optimizer, scan: StateScan, mesh: ProcessMesh
+    config: Config, model: LanguageModel, optimizer: torch.optim.Optimizer, exchange: Exchange, mesh: ProcessMesh
 ) -> TrainingStep:
     """The optimizer step of the configuration."""
     return TrainingStep(
         model,
         optimizer,
-        scan,
+        exchange,
         mesh,
         strategy=config.parallel.strategy,
         grad_clip=config.optim.grad_clip,

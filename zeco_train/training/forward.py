@@ -11,7 +11,7 @@ from data.reader import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.loss import TokenScores
-from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.seam import Exchange, SequenceShard
 from zeco_train.ops.segments import LayerStates
 
 
@@ -20,12 +20,12 @@ class SequenceForward:
 
     Args:
         model: parallelised (`zeco_train.distributed.parallelize`).
-        scan: passes states between the shards of a sequence.
+        exchange: connects the shards of a sequence.
         mesh: the ranks.
     """
 
-    def __init__(self, model: LanguageModel, scan: StateScan, mesh: ProcessMesh) -> None:
-        self.model, self.scan, self.mesh = model, scan, mesh
+    def __init__(self, model: LanguageModel, exchange: Exchange, mesh: ProcessMesh) -> None:
+        self.model, self.exchange, self.mesh = model, exchange, mesh
 
     def loss(self, batch: Batch, seq_len: int, states: LayerStates) -> Tensor:
         """The sum of the token losses of a segment of sequences of `seq_len` tokens; see `LanguageModel.forward`."""
@@ -83,7 +83,7 @@ class SequenceForward:
         start = batch.offset - self.mesh.sp_rank * tokens
         segment = None if tokens * self.mesh.sp_size == seq_len else (start, start + tokens * self.mesh.sp_size)
         return SequenceShard(
-            self.scan,
+            self.exchange,
             batch.offset,
             seq_len,
             batch.cu_seqlens,

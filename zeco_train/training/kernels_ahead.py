@@ -20,7 +20,7 @@ from models.projections import set_matmul
 from models.spec import spec_of
 from zeco_train.config.schema import TrainConfig
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,6 @@ def run_blocks(
     batch, tokens = _fewer(shape)
     borders = torch.tensor([0, tokens]) if documents else None
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
-    shard = SequenceShard(LocalScan(), 0, tokens, cu_seqlens=borders, borders=borders)
+    shard = SequenceShard(local_exchange(), 0, tokens, cu_seqlens=borders, borders=borders)
     x = blocks(ids, shard)
     x.backward(torch.zeros_like(x))

@@ -34,7 +34,8 @@ from zeco_train.distributed.whole import local
 from zeco_train.ops.loss import TokenScores
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan
+from zeco_train.ops.seam import ScanRequest, StateScan
+from zeco_train.sp.tapped import TappedScan
 from zeco_train.training.step import TrainingStep
 
 logger = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ class _Watch:
     @contextmanager
     def watching(self, step: TrainingStep) -> Iterator[None]:
         """Check what the step's passes compute."""
-        scan = step.forward.scan
+        exchange = step.forward.exchange
         with self._hooks, _Operators(self), torch.compiler.set_stance("force_eager"):
             # Compiled code runs no hooks of inner modules.
             for module in self._names:
@@ -214,11 +215,11 @@ class _Watch:
                 after = module.register_forward_hook(self._after, prepend=True)
                 self._hooks.callback(before.remove)
                 self._hooks.callback(after.remove)
-            step.forward.scan = _WatchedScan(scan, self)
+            step.forward.exchange = exchange.wrapped(lambda scan: _WatchedScan(scan, self))
             try:
                 yield
             finally:
-                step.forward.scan = scan
+                step.forward.exchange = exchange
 
     def check(self, what: str, place: str | None, tensor: Tensor, *, terms: Callable[[], Tensor] | None = None) -> None:
         """Look at a tensor, unless one has been found.
@@ -334,37 +335,20 @@ class _Operators(TorchDispatchMode):
         return run()
 
 
-class _WatchedScan:
+class _WatchedScan(TappedScan):
     """A scan with checks of the states that it is given, and that it returns."""
 
     def __init__(self, scan: StateScan, watch: _Watch) -> None:
-        self._scan, self._watch = scan, watch
-        neighbour = getattr(scan, "neighbour", None)
-        self.neighbour = None if neighbour is None else _WatchedScan(neighbour, watch)
-        self.ends, self.attention = getattr(scan, "ends", (False, False)), getattr(scan, "attention", None)
+        super().__init__(scan)
+        self._watch = watch
 
-    def launch(self, request: ScanRequest) -> LaunchedScan:
+    def launched(self, request: ScanRequest) -> None:
         self._watch.check("gradient of the state of" if request.reverse else "state of", None, request.state)
-        return _WatchedLaunch(self._scan.launch(request), self._watch, request.reverse)
 
-
-class _WatchedLaunch:
-    """A launched scan (`zeco_train.ops.seam.LaunchedScan`) with a check of what it returns."""
-
-    def __init__(self, scan: LaunchedScan, watch: _Watch, reverse: bool) -> None:
-        self._scan, self._watch = scan, watch
-        self._what = "gradient of the state from later ranks in" if reverse else "state from earlier ranks in"
-
-    def wait(self) -> Tensor:
-        state = self._scan.wait()
-        self._watch.check(self._what, None, state)
+    def received(self, request: ScanRequest, state: Tensor) -> Tensor:
+        what = "gradient of the state from later ranks in" if request.reverse else "state from earlier ranks in"
+        self._watch.check(what, None, state)
         return state
-
-    def finish(self) -> None:
-        self._scan.finish()
-
-    def carry_out(self) -> Tensor:
-        return self._scan.carry_out()
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, num_shards
 from zeco_train.errors import CommunicationError
-from zeco_train.ops.seam import StateScan
+from zeco_train.ops.seam import Exchange
 from zeco_train.ops.segments import LayerStates
 from zeco_train.training.forward import SequenceForward
 from zeco_train.training.graphs import StepGraphs, StepLauncher
@@ -88,7 +88,7 @@ class TrainingStep:
     Args:
         model: parallelised (`zeco_train.distributed.parallelize`).
         optimizer: reads `found_inf` and `grad_scale`, see docs/extending.md.
-        scan: passes states between the shards of a sequence.
+        exchange: connects the shards of a sequence.
         mesh: the ranks.
         strategy: how the model is parallelised.
         grad_clip: largest global gradient norm; 0 clips nothing.
@@ -104,7 +104,7 @@ class TrainingStep:
         self,
         model: LanguageModel,
         optimizer: torch.optim.Optimizer,
-        scan: StateScan,
+        exchange: Exchange,
         mesh: ProcessMesh,
         *,
         strategy: Strategy,
@@ -113,8 +113,8 @@ class TrainingStep:
         seq_len: int,
         graphs: StepGraphs | None = None,
     ) -> None:
-        self.model, self.optimizer, self.scan, self.mesh = model, optimizer, scan, mesh
-        self.forward = SequenceForward(model, scan, mesh)
+        self.model, self.optimizer, self.mesh = model, optimizer, mesh
+        self.forward = SequenceForward(model, exchange, mesh)
         self._strategy, self._shards, self._grad_clip = strategy, num_shards(model), grad_clip
         self._tokens_per_step, self._seq_len = tokens_per_step, seq_len
         self._launcher = graphs or StepLauncher()

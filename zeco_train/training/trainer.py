@@ -99,7 +99,7 @@ class Trainer:
             data_seconds += time.perf_counter() - waited
             parts.watchdog.enter(place)
             last = micro_step == self.micro_steps - 1
-            with parts.scan.exposed.measuring():
+            with parts.meter.measuring():
                 share = parts.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)
             if share is None:
                 # Gradients of some passes only, and parameters gathered for a backward pass that did not come.
@@ -118,7 +118,7 @@ class Trainer:
         nonfinite = self._judge(step, dict(zip(("loss", "gradient norm"), values, strict=True)))
         self.progress.advance(config.data.global_batch, self.tokens_per_step, skipped=nonfinite is not None)
         seconds = time.perf_counter() - started
-        return StepResult(*values, lr, seconds, data_seconds, sequence_ids, parts.scan.exposed.take(), nonfinite)
+        return StepResult(*values, lr, seconds, data_seconds, sequence_ids, parts.meter.take(), nonfinite)
 
     def _agreed_signal(self, stop: StopRequest) -> Signals | None:
         """The stop signal that any rank has received; checked before each segment, as launchers wait only briefly.
@@ -142,7 +142,7 @@ class Trainer:
         if symptom is None:
             return None
         # A scan whose peer timed out gives NaN; `drain` raises that error first.
-        self.parts.scan.drain()
+        self.parts.exchange.drain()
         self.parts.watchdog.enter(f"step {step}, looking for what is not finite")
         loss_is_finite = math.isfinite(values["loss"])
         found = explain(self.parts.step, symptom, self._read_again, self.micro_steps, with_backward=loss_is_finite)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -29,6 +29,7 @@ from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.all_gather import ALL_GATHER
 from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.attention.registry import build_attention
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.comparisons import Comparisons, Results, Run
 from zeco_train.verify.config import DTYPES, LIMITS, METHODS, SOFTMAX, VerifyConfig
 from zeco_train.verify.reference import Place, processors
@@ -125,9 +126,9 @@ def run_method(
 ) -> Results:
     """Forward and backward by a method, of the tokens from position `start` on. Collective over the method's ranks."""
     q, k, v = (tokens[name].detach().requires_grad_() for name in ("q", "k", "v"))
+    exchange = replace(local_exchange(), attention=method)
     place = seam.Place(
-        "",
-        attention=seam.handle_of(method),
+        exchange.number,
         offset=start,
         seq_len=sequence.seq_len,
         borders=sequence.span(0, sequence.seq_len).borders,

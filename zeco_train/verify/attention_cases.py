@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.ops.seam import Boundary, Exchange, SequenceShard
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import build_attention
 from zeco_train.sp.attention.ulysses import ULYSSES, Ulysses
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.config import LIMITS, METHODS
 from zeco_train.verify.covering import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
@@ -71,9 +71,8 @@ class AttentionCase:
             "other": replace(first, name=f"{whole.name} other", tokens=whole.tokens + 3, strided=True),
             "segments": whole,
         }
-        scan = LocalScan()
-        scan.attention = build_attention(METHODS_IN_PARTS[self.method], team.attention, timeout)
-        calls = _calls(self, wholes, scan, team.rank)
+        method = build_attention(METHODS_IN_PARTS[self.method], team.attention, timeout)
+        calls = _calls(self, wholes, replace(local_exchange(), attention=method), team.rank)
         # A query that reads one key has no gradient.
         beside = {"dq": "dv", "dk": "dv"}
         deviations = compare_calls(team, wholes, partial(exact_attention, window=self.window), calls, beside)
@@ -157,30 +156,30 @@ def exact_attention(whole: Whole, window: int | None) -> list[Results]:
     return [{name: parts[piece] for name, parts in split.items()} for piece in range(whole.num_pieces)]
 
 
-def _calls(case: AttentionCase, wholes: dict[str, Whole], scan: LocalScan, rank: int) -> Iterator[Call]:
-    first, second = (_Pass(wholes[name], scan, rank, case.window) for name in ("first", "second"))
+def _calls(case: AttentionCase, wholes: dict[str, Whole], exchange: Exchange, rank: int) -> Iterator[Call]:
+    first, second = (_Pass(wholes[name], exchange, rank, case.window) for name in ("first", "second"))
     second.backward()
     yield "the second call", "second", rank, second.results
     first.backward()
     yield "the first call", "first", rank, first.results
-    replay = _Pass(wholes["first"], scan, rank, case.window, first.kept)
-    other = _Pass(wholes["other"], scan, rank, case.window)
+    replay = _Pass(wholes["first"], exchange, rank, case.window, first.kept)
+    other = _Pass(wholes["other"], exchange, rank, case.window)
     replay.backward()
     yield "a replay", "first", rank, replay.results
     other.backward()
     yield "a call of another shape", "other", rank, other.results
     if case.whole.segments > 1:
-        yield from _segments(wholes["segments"], scan, rank, case.window)
+        yield from _segments(wholes["segments"], exchange, rank, case.window)
 
 
-def _segments(whole: Whole, scan: LocalScan, rank: int, window: int | None) -> Iterator[Call]:
+def _segments(whole: Whole, exchange: Exchange, rank: int, window: int | None) -> Iterator[Call]:
     """Segments without gradients, as in validation, each with the keys and values of those before it in caches."""
     capacity = whole.seq_len if window is None else min(window, whole.seq_len)
     shape = whole.batch, whole.groups, capacity
     caches = [torch.full((*shape, dim), math.nan, dtype=torch.float64) for dim in (whole.key_dim, whole.value_dim)]
     for segment in range(whole.segments):
         piece, span = segment * whole.ranks + rank, whole.tokens * whole.ranks
-        shard = replace(whole.shard(scan, piece), segment=(segment * span, (segment + 1) * span))
+        shard = replace(whole.shard(exchange, piece), segment=(segment * span, (segment + 1) * span))
         q, k, v = whole.operands(piece).values()
         place = shard.place(whole.tokens, q.device)
         with torch.no_grad():
@@ -192,10 +191,10 @@ class _Pass:
     """A forward pass of a shard, and its backward pass; `kept`: what a replay needs, of an earlier pass if given."""
 
     def __init__(
-        self, whole: Whole, scan: LocalScan, rank: int, window: int | None, kept: Sequence[Tensor] = ()
+        self, whole: Whole, exchange: Exchange, rank: int, window: int | None, kept: Sequence[Tensor] = ()
     ) -> None:
         self._whole, self._rank, self._leaves = whole, rank, [*whole.operands(rank).values()]
-        shard: SequenceShard = whole.shard(scan, rank)
+        shard: SequenceShard = whole.shard(exchange, rank)
         boundaries = [Boundary(x) for x in kept] or [Boundary(), Boundary()]
         place = shard.place(whole.tokens, self._leaves[0].device)
         q, k, v = self._leaves

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from zeco_train.distributed.mesh import Launch, ProcessMesh, gather, init_mesh
 from zeco_train.errors import ConfigError
-from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import SPConfig, build_scan
+from zeco_train.ops.seam import Exchange
+from zeco_train.sp.exchange import connect
+from zeco_train.sp.registry import SPConfig
 from zeco_train.sp.zeco import AllScanTransport
 from zeco_train.verify.attention import AttentionCases
 from zeco_train.verify.attention_cases import attention_cases
@@ -62,7 +63,7 @@ class Verification:
         self._timeout = timedelta(seconds=config.timeout)
         self._compare = Comparisons(launch.world_size, device, enter)
         self._meshes = {size: init_mesh(launch, size, device, self._timeout) for size in config.sp_sizes}
-        self._scans: dict[tuple[int, str], ScanBackend] = {}
+        self._exchanges: dict[tuple[int, str], Exchange] = {}
         self._skipped: set[tuple[int, str]] = set()
 
     def rows(self) -> Iterator[Row]:
@@ -107,8 +108,8 @@ class Verification:
 
     def drain(self) -> None:
         """Wait until no communication is in flight; call before destroying the groups."""
-        for scan in self._scans.values():
-            scan.drain()
+        for exchange in self._exchanges.values():
+            exchange.drain()
 
     def _make(
         self, mesh: ProcessMesh, operator: str, tokens: int, dtype: str, documents: bool, carry: bool
@@ -158,11 +159,11 @@ class Verification:
         key = mesh.sp_size, backend
         results, reason = {}, ""
         try:
-            if key not in self._scans:
-                self._scans[key] = build_scan(
+            if key not in self._exchanges:
+                self._exchanges[key] = connect(
                     BACKENDS[backend], mesh.scan_groups, self._timeout, None, None, mesh.topology
                 )
-            results = run_backend(sequence, part, self._scans[key], place)
+            results = run_backend(sequence, part, self._exchanges[key], place)
         except ConfigError as error:
             reason = str(error)
         reason = next((text for text in gather(reason, self._launch.world_size) if text), "")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_train.ops import CHUNK
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.config import VerifyConfig
 from zeco_train.verify.reference import Place, exact
 from zeco_train.verify.report import Deviation, deviations
@@ -33,7 +33,7 @@ def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements:
 def huge_deviations(sequence: Sequence, device: torch.device) -> dict[str, Deviation]:
     """Forward and backward of all heads; deviations of some of them."""
     part = _part(sequence, device)
-    results = run_backend(sequence, part, LocalScan(), Place(0, 1))
+    results = run_backend(sequence, part, local_exchange(), Place(0, 1))
     heads = sorted({0, sequence.heads // 2, sequence.heads - 1})
     chosen = {name: x[:, :, heads].cpu() for name, x in part.items()}
     expected = exact(sequence, chosen, Place(0, 1), heads)

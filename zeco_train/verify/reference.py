@@ -23,7 +23,7 @@ from zeco_train.ops import CHUNK
 from zeco_train.ops.documents import pieces_between
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.transition import adjoint, fold
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.sequences import Sequence, pieces
 
 # Elements of the boundary states of a piece's chunks: 256 MiB; a piece takes about ten times that.
@@ -103,8 +103,8 @@ class _RankTokens:
     def __init__(self, sequence: Sequence, part: dict[str, Tensor], place: Place) -> None:
         self._sequence, self._inputs = sequence, {name: x.double() for name, x in part.items()}
         start = place.rank * sequence.tokens
-        # For its document borders only: this scan is never launched.
-        shard = sequence.shard(LocalScan(), start, start + sequence.tokens)
+        # For its document borders only: nothing is launched.
+        shard = sequence.shard(local_exchange(), start, start + sequence.tokens)
         self._restarts = shard.pieces(sequence.tokens, torch.device("cpu"))
         _, num_tokens, _, key_dim = self._inputs["q"].shape
         self._scale = key_dim**-0.5
@@ -167,7 +167,7 @@ def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
     # A separate state tensor at each rank's boundary, whose gradient is D_in of the rank before it.
     states, outputs = [carry_in], []
     for start, stop in pieces(sequence.seq_len, sequence.tokens):
-        shard = sequence.shard(LocalScan(), start, stop)
+        shard = sequence.shard(local_exchange(), start, stop)
         o, after = recurrent(
             *sequence.cut(whole, slice(start, stop)),
             initial_state=states[-1],

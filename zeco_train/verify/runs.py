@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard, StateScan
-from zeco_train.sp.dp import LocalScan
+from zeco_train.ops.seam import Exchange, ScanRequest, SequenceShard, StateScan
+from zeco_train.sp.exchange import local_exchange
+from zeco_train.sp.tapped import TappedScan
 from zeco_train.verify.reference import Place
 from zeco_train.verify.sequences import Sequence
 
@@ -19,50 +19,35 @@ from zeco_train.verify.sequences import Sequence
 ODD_PLACE = 37
 
 
-@dataclass(frozen=True)
-class _Received:
-    """A pending scan that records the result of `wait`, by name."""
+class RecordingScan(TappedScan):
+    """A scan that records its incoming state `R` and incoming gradient `D_in`, by name.
 
-    pending: LaunchedScan
-    name: str
-    received: dict[str, Tensor]
+    Args:
+        scan: that is recorded.
+        into: the record.
+    """
 
-    def wait(self) -> Tensor:
-        state = self.pending.wait()
-        self.received[self.name] = state.clone()
+    def __init__(self, scan: StateScan, into: dict[str, Tensor]) -> None:
+        super().__init__(scan)
+        self._into = into
+
+    def received(self, request: ScanRequest, state: Tensor) -> Tensor:
+        """See `TappedScan`."""
+        self._into["D_in" if request.reverse else "R"] = state.clone()
         return state
 
-    def finish(self) -> None:
-        self.pending.finish()
 
-    def carry_out(self) -> Tensor:
-        return self.pending.carry_out()
-
-
-class RecordingScan:
-    """Wrapper of a scan that records its incoming state `R` and incoming gradient `D_in` in `received`."""
-
-    def __init__(self, scan: StateScan) -> None:
-        self._scan = scan
-        # Where no state passes through a rank, its transition is left out, as without this wrapper.
-        self.ends: tuple[bool, bool] = getattr(scan, "ends", (False, False))
-        self.received: dict[str, Tensor] = {}
-
-    def launch(self, request: ScanRequest) -> _Received:
-        """See `StateScan`."""
-        return _Received(self._scan.launch(request), "D_in" if request.reverse else "R", self.received)
-
-
-def run_backend(sequence: Sequence, part: dict[str, Tensor], scan: StateScan, place: Place) -> dict[str, Tensor]:
+def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange, place: Place) -> dict[str, Tensor]:
     """Forward and backward of this rank's tokens by a backend. Collective over the ranks of the sequence.
 
     Returns:
         The tensors of `zeco_train.verify.reference.exact`, on the device of `part`.
     """
-    recording = RecordingScan(scan)
+    received: dict[str, Tensor] = {}
+    recording = exchange.wrapped(lambda scan: RecordingScan(scan, received))
     start = place.rank * sequence.tokens
     results = _forward_backward(sequence, part, [sequence.shard(recording, start, start + sequence.tokens)])
-    return results | recording.received
+    return results | received
 
 
 def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) -> dict[str, dict[str, Tensor]]:
@@ -79,7 +64,7 @@ def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
     odd = [0, *range(min(ODD_PLACE, sequence.tokens // 2), length, sequence.tokens), length]
     runs = {}
     for run, borders in (("one device", [0, length]), ("one device, cut oddly", odd)):
-        shards = [sequence.shard(LocalScan(), a, b) for a, b in itertools.pairwise(borders)]
+        shards = [sequence.shard(local_exchange(), a, b) for a, b in itertools.pairwise(borders)]
         results = _forward_backward(sequence, whole, shards)
         runs[run] = {name: _own(name, x, start, sequence) for name, x in results.items()}
     return runs

@@ -24,9 +24,10 @@ from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary
-from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import BACKENDS, Backend, SPConfig, build_scan
+from zeco_train.ops.seam import Boundary, Exchange
+from zeco_train.sp.exchange import connect
+from zeco_train.sp.exposed import ExposedMeter
+from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 from zeco_train.verify.config import LIMITS
 from zeco_train.verify.covering import Cell, cover_pairs
@@ -87,13 +88,13 @@ class ScanCase:
         """See `own_ranks.TeamCase`."""
         config = SPConfig() if self.scan == HALO else SCANS[self.scan]
         halo = team.halos if self.scan == HALO else None
-        scan = build_scan(config, team.scans, timeout, None, halo, Topology.one_node(team.size))
+        exchange = connect(config, team.scans, timeout, None, halo, Topology.one_node(team.size))
         wholes = _wholes(self)
         # Waits are measured in training, which wraps every scan.
-        with scan.exposed.measuring() if self.whole.tokens % 2 else contextlib.nullcontext():
-            calls = _calls(self, wholes, scan, team.rank)
+        with ExposedMeter().measuring() if self.whole.tokens % 2 else contextlib.nullcontext():
+            calls = _calls(self, wholes, exchange, team.rank)
             deviations = compare_calls(team, wholes, exact_results, calls, {"dg": "dg"})
-        scan.drain()
+        exchange.drain()
         whole = self.whole
         return Row(
             "fp64",
@@ -255,44 +256,44 @@ def _wholes(case: ScanCase) -> dict[str, Whole]:
     return wholes | ({"segments": segmented} if segmented.segments > 1 else {})
 
 
-def _calls(case: ScanCase, wholes: dict[str, Whole], scan: ScanBackend, rank: int) -> Iterator[Call]:
-    first = Pass(wholes["first"], scan, rank)
+def _calls(case: ScanCase, wholes: dict[str, Whole], exchange: Exchange, rank: int) -> Iterator[Call]:
+    first = Pass(wholes["first"], exchange, rank)
     if not case.few:
-        second = Pass(wholes["second"], scan, rank)
+        second = Pass(wholes["second"], exchange, rank)
         second.backward()
         yield "the second call", "second", rank, second.results
     first.backward()
     yield "the first call", "first", rank, first.results
     if case.few:
         return
-    replay = Pass(wholes["first"], scan, rank, incoming=first.received)
-    other = Pass(wholes["other"], scan, rank)
+    replay = Pass(wholes["first"], exchange, rank, incoming=first.received)
+    other = Pass(wholes["other"], exchange, rank)
     # Not from the last: two micro-batches.
     replay.backward()
     yield "a replay", "first", rank, replay.results
     other.backward()
     yield "a call of another shape", "other", rank, other.results
     if "segments" in wholes:
-        yield from _segments(wholes["segments"], scan, rank)
-    last = Pass(wholes["second"], scan, rank)
+        yield from _segments(wholes["segments"], exchange, rank)
+    last = Pass(wholes["second"], exchange, rank)
     last.backward()
     yield "the last call", "second", rank, last.results
 
 
-def _segments(whole: Whole, scan: ScanBackend, rank: int) -> Iterator[Call]:
+def _segments(whole: Whole, exchange: Exchange, rank: int) -> Iterator[Call]:
     """First passes of all segments but the last, then each forward and backward from the last."""
     carries, received = [whole.tensors["carry_in"] * whole.carry], []
     pieces = [segment * whole.ranks + rank for segment in range(whole.segments)]
     for piece in pieces[:-1]:
         with torch.no_grad():
-            one = Pass(whole, scan, piece, carry_in=carries[-1], want_carry=True)
+            one = Pass(whole, exchange, piece, carry_in=carries[-1], want_carry=True)
         yield "a first pass of segments", "segments", piece, one.results
         assert one.carry_out is not None
         received.append(one.received)
         carries.append(one.carry_out)
     dcarry = whole.tensors["dcarry_out"] if whole.carry else None
     for piece, carry, incoming in reversed([*itertools.zip_longest(pieces, carries, received)]):
-        again = Pass(whole, scan, piece, carry_in=carry, want_carry=dcarry is not None, incoming=incoming)
+        again = Pass(whole, exchange, piece, carry_in=carry, want_carry=dcarry is not None, incoming=incoming)
         again.backward(dcarry)
         yield "a second pass of segments", "segments", piece, again.results
         dcarry = again.results["dcarry_in"]
@@ -303,7 +304,7 @@ class Pass:
 
     Args:
         whole: the sequence.
-        scan: over its ranks.
+        exchange: over its ranks.
         piece: the shard's number.
         incoming: the state of an earlier pass, to be replayed.
         carry_in: the state before the shard's segment; None: that of the sequence, if it has one.
@@ -318,7 +319,7 @@ class Pass:
     def __init__(
         self,
         whole: Whole,
-        scan: ScanBackend,
+        exchange: Exchange,
         piece: int,
         incoming: Tensor | None = None,
         carry_in: Tensor | None = None,
@@ -330,7 +331,7 @@ class Pass:
             carry_in = whole.tensors["carry_in"]
         self._carry_in = None if carry_in is None else carry_in.detach().clone().requires_grad_()
         want_carry = whole.carry if want_carry is None else want_carry
-        place = whole.shard(scan, piece).place(whole.tokens, operands[0].device)
+        place = whole.shard(exchange, piece).place(whole.tokens, operands[0].device)
         scale = whole.key_dim**-0.5 if whole.scale is None else whole.scale
         boundary = Boundary(incoming, self._carry_in, want_carry)
         self._o, crossing = mix_at(whole.operator, operands, scale, place, boundary)

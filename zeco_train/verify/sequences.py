@@ -15,7 +15,7 @@ from torch import Tensor
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.seam import Exchange, SequenceShard
 
 WEAKEST, STRONGEST = 1e-6, 20.0
 # Operands that sequences have: log-decays are `g`, of each token, or the constant `log_decay`.
@@ -94,15 +94,15 @@ class Sequence(RankedSequence):
         """Results by token: their names, and the tensors that they are shaped like."""
         return {"o": "v"} | {f"d{name}": name for name in self.operands}
 
-    def shard(self, scan: StateScan, start: int, stop: int) -> SequenceShard:
+    def shard(self, exchange: Exchange, start: int, stop: int) -> SequenceShard:
         """The shard of the tokens [start, stop). With a carry the first document is a continuation."""
         if not self.documents:
-            return SequenceShard(scan, start, self.seq_len)
+            return SequenceShard(exchange, start, self.seq_len)
         inside = [border - start for border in self.borders if start < border < stop]
         begin = max(border for border in self.borders if border <= start)
         # Any `before` above 0 makes the first piece a continuation: with a carry, tokens precede the sequence.
         before = start - begin + (self.carry and begin == 0)
-        return SequenceShard(scan, start, self.seq_len, torch.tensor([0, *inside, stop - start]), before)
+        return SequenceShard(exchange, start, self.seq_len, torch.tensor([0, *inside, stop - start]), before)
 
     def part(self, rank: int) -> dict[str, Tensor]:
         """The operands that have tokens, and do, of one rank's tokens, on the CPU: the same on every rank that asks."""

@@ -39,15 +39,16 @@ from models.parameters import parameter_rules
 from models.registry import MIXERS, unmasked_mixers
 from models.spec import spec_of
 from zeco_train.config.schema import Dtype, TrainConfig
-from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.seam import Exchange, SequenceShard
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exchange import local_exchange
+from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.sp.registry import SHARING
 from zeco_train.training.build import build_model
+from zeco_train.training.exchange import connect_model
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
 from zeco_train.verify.covering import Cell, cover_pairs
@@ -302,11 +303,11 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
     config = SCANS[case.scan]
     if case.attention is not None:
         config = replace(config, attention=AttentionChoice[case.attention])
-    scan = build_exchange(config, case.model, mesh, SEQ_LEN, torch.float64)
+    exchange, meter = connect_model(config, case.model, mesh, SEQ_LEN, torch.float64), ExposedMeter()
     step = TrainingStep(
         model,
         build_optimizer(parameter_rules(model), case.optimizer, torch.float64),
-        scan,
+        exchange,
         mesh,
         strategy=case.strategy,
         grad_clip=_GRAD_CLIP,
@@ -319,7 +320,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
     for number in range(STEPS):
         step.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
-        with scan.exposed.measuring():
+        with meter.measuring():
             for micro_step in range(loader.micro_steps):
                 last = micro_step == loader.micro_steps - 1
                 batches = [loader.batch(number * case.global_batch, micro_step, part) for part in range(case.segments)]
@@ -336,7 +337,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
     dist.all_reduce(held_out)
     result.numbers["loss of validation"] = held_out.item()
     result.weights = {name: _full(p) for name, p in model.named_parameters()}
-    scan.drain()
+    exchange.drain()
     return result
 
 
@@ -347,12 +348,12 @@ def train_alone(case: StepCase, store: Path) -> Result:
     model.to_empty(device="cpu")
     model.init_weights(_SEED)
     optimizer = build_optimizer(parameter_rules(model), case.optimizer, torch.float64)
-    scan, batch = LocalScan(), 1 if case.documents else case.global_batch
+    exchange, batch = local_exchange(), 1 if case.documents else case.global_batch
     loader = _loader(case, DataSplit(SEQ_LEN, batch, reset_state_at_document=case.documents), store)
     result = Result()
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss = sum(_losses(model, scan, loader, number * case.global_batch))
+        loss = sum(_losses(model, exchange, loader, number * case.global_batch))
         assert isinstance(loss, Tensor)
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -367,16 +368,16 @@ def train_alone(case: StepCase, store: Path) -> Result:
         result.numbers |= {f"loss of step {number}": loss.item(), f"norm of step {number}": norm.item()}
     with torch.no_grad():
         tokens = float(loader.batch(0, 0).step_labels or case.global_batch * SEQ_LEN)
-        result.numbers["loss of validation"] = tokens * float(sum(_losses(model, scan, loader, 0)))
+        result.numbers["loss of validation"] = tokens * float(sum(_losses(model, exchange, loader, 0)))
     result.weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
     return result
 
 
-def _losses(model: LanguageModel, scan: LocalScan, loader: SequenceLoader, consumed: int) -> Iterator[Tensor]:
+def _losses(model: LanguageModel, exchange: Exchange, loader: SequenceLoader, consumed: int) -> Iterator[Tensor]:
     """Each batch's part of the mean loss of a step."""
     for micro_step in range(loader.micro_steps):
         batch = loader.batch(consumed, micro_step)
-        shard = SequenceShard(scan, 0, SEQ_LEN, batch.cu_seqlens, batch.before, batch.borders)
+        shard = SequenceShard(exchange, 0, SEQ_LEN, batch.cu_seqlens, batch.before, batch.borders)
         labels = batch.step_labels or loader.global_batch * SEQ_LEN
         loss = model(batch.input_ids, shard, batch.labels)
         assert isinstance(loss, Tensor)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.seam import Exchange, SequenceShard
 
 Results = dict[str, Tensor]
 # Dimensions of operands by name, a letter each: batch, tokens, heads of keys (G) and values (H), widths; of a
@@ -122,16 +122,16 @@ class Whole:
             return self.batch, 1, self.width - 1, self.value_dim
         return self.batch, self.heads, self.key_dim, self.value_dim
 
-    def shard(self, scan: StateScan, piece: int) -> SequenceShard:
+    def shard(self, exchange: Exchange, piece: int) -> SequenceShard:
         """Position of a shard."""
         start = piece * self.tokens
         if self.documents is None:
-            return SequenceShard(scan, start, self.seq_len)
+            return SequenceShard(exchange, start, self.seq_len)
         inside = [border - start for border in self.borders if start < border < start + self.tokens]
         begin = max(border for border in self.borders if border <= start)
         before = start - begin + (self.carry and begin == 0)
         cu_seqlens = torch.tensor([0, *inside, self.tokens])
-        return SequenceShard(scan, start, self.seq_len, cu_seqlens, before, torch.tensor(self.borders))
+        return SequenceShard(exchange, start, self.seq_len, cu_seqlens, before, torch.tensor(self.borders))
 
     def operands(self, piece: int) -> Results:
         """The operands of a shard, as leaves."""

@@ -87,8 +87,9 @@ class SyntheticTask:
         """See `Task.run`."""
         tables = {"": self._table(evaluation, evaluation.forward)}
         if self.zeroed:
-            scan = ZeroedScan(evaluation.scan)
-            tables["zeroed"] = self._table(evaluation, SequenceForward(evaluation.forward.model, scan, evaluation.mesh))
+            zeroed = evaluation.exchange.wrapped(ZeroedScan)
+            forward = SequenceForward(evaluation.forward.model, zeroed, evaluation.mesh)
+            tables["zeroed"] = self._table(evaluation, forward)
         return self._result(evaluation, tables)
 
     def _configure(self, evaluation: Evaluation) -> SyntheticConfig:

@@ -14,7 +14,8 @@ from zeco_train.ops.softmax.span import Span
 class LocalAttention:
     """An `AttentionMethod` over one rank; `deterministic` as of `ShardedAttention`."""
 
-    deterministic = False
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
         """See `zeco_train.ops.seam.AttentionMethod`."""

@@ -72,7 +72,13 @@ def _possible(heads: int, key_heads: int, ranks: int) -> list[MethodSpec]:
 
 
 def build_attention(
-    spec: MethodSpec, group: ProcessGroup, timeout: timedelta, device: torch.device | None = None, nodes: int = 1
+    spec: MethodSpec,
+    group: ProcessGroup,
+    timeout: timedelta,
+    device: torch.device | None = None,
+    nodes: int = 1,
+    *,
+    deterministic: bool = False,
 ) -> ShardedAttention | LocalAttention:
     """The method over an SP group that carries nothing else.
 
@@ -82,11 +88,12 @@ def build_attention(
         timeout: bound of each wait for a peer.
         device: warm the group up for its tensors, which is collective; None: first passes initialise it.
         nodes: over which the ranks are spread.
+        deterministic: see `ShardedAttention`.
     """
     if dist.get_world_size(group) == 1:
-        return LocalAttention()
+        return LocalAttention(deterministic=deterministic)
     method = spec.build(Wire(group, f"softmax attention ({spec.name})", False, timeout))
-    method.num_nodes = nodes
+    method.num_nodes, method.deterministic = nodes, deterministic
     if device is not None:
         method.prepare(device)
     return method

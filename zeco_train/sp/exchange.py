@@ -1,0 +1,105 @@
+"""Makes what connects the ranks of a sequence, an `Exchange`, from the settings and what the layers of a model need.
+
+Every backend's own scan could carry a halo, the last inputs of the shard before (`Operator.neighbours`), as well, with
+its transitions, and in rounds that it does not need. So a model with such states has one more scan, over groups of its
+own: on CPUs a courier runs one scan after another, and a halo would wait until the state before it has passed all
+ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from zeco_train.collectives import Courier
+from zeco_train.collectives.neighbour import NEIGHBOUR
+from zeco_train.collectives.topology import Topology
+from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
+from zeco_train.ops.seam import AttentionMethod, Exchange
+from zeco_train.sp.attention.local import LocalAttention
+from zeco_train.sp.attention.method import AttentionLoad
+from zeco_train.sp.attention.registry import build_attention, choose
+from zeco_train.sp.backend import SpecScan
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.registry import SPConfig
+
+Groups = tuple[ProcessGroup, ProcessGroup]
+
+
+def local_exchange() -> Exchange:
+    """Of a rank that has whole sequences: nothing is communicated."""
+    scan = LocalScan()
+    return Exchange(scan, scan, LocalAttention(), is_first=True, is_last=True)
+
+
+def build_exchange(
+    config: SPConfig,
+    mesh: ProcessMesh,
+    *,
+    needs_halo: bool = False,
+    softmax: AttentionLoad | None = None,
+    deterministic: bool = False,
+) -> Exchange:
+    """What connects the ranks of a mesh that share a sequence, ready for its tensors. Collective.
+
+    Args:
+        config: settings of sequence parallelism.
+        mesh: the ranks.
+        needs_halo: the model has states that cross one border only.
+        softmax: size of its softmax layers, see `choose`; None if it has none.
+        deterministic: gradients have the same bits in each run, those of softmax layers, too.
+
+    Raises:
+        ConfigError: the ranks do not support the configuration, or cannot share the softmax layers' heads.
+    """
+    halo = halo_groups(mesh) if needs_halo else None
+    exchange = connect(config, mesh.scan_groups, mesh.timeout, mesh.device, halo, mesh.topology)
+    if softmax is None:
+        return exchange
+    return replace(exchange, attention=build_softmax(config, mesh, softmax, deterministic=deterministic))
+
+
+def build_softmax(
+    config: SPConfig, mesh: ProcessMesh, softmax: AttentionLoad, *, deterministic: bool = False
+) -> AttentionMethod:
+    """The method of softmax layers; arguments and errors as of `build_exchange`. Collective."""
+    method = choose(config.attention, softmax)
+    nodes = mesh.topology.nodes
+    return build_attention(method, attention_group(mesh), mesh.timeout, mesh.device, nodes, deterministic=deterministic)
+
+
+def connect(
+    config: SPConfig,
+    groups: Groups,
+    timeout: timedelta,
+    device: torch.device | None = None,
+    halo: Groups | None = None,
+    topology: Topology | None = None,
+) -> Exchange:
+    """An `Exchange` over the ranks of an SP group; for softmax layers over one rank only.
+
+    Args:
+        config: settings of sequence parallelism.
+        groups: the SP group, one group per direction (forward, reverse).
+        timeout: bound of each wait for a peer.
+        device: warm the groups up for its tensors, which is collective; None: the first scans initialise them.
+        halo: two more such groups, for a model with states that cross one border only; None: such states take the
+            backend's own scan, as over one rank.
+        topology: the nodes of the ranks, unless the settings give them; None: all are on this machine.
+
+    Raises:
+        ConfigError: the ranks do not support the configuration.
+    """
+    rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+    topology = config.topology(topology or Topology.one_node(size))
+    states = config.spec.build(tuple(Courier(group, timeout, topology) for group in groups), config.settings)
+    neighbours = states if halo is None else SpecScan(tuple(Courier(group, timeout) for group in halo), NEIGHBOUR)
+    if device is not None:
+        for scan in dict.fromkeys((states, neighbours)):
+            scan.prepare(device)
+    attention = LocalAttention() if size == 1 else None
+    return Exchange(states, neighbours, attention, is_first=rank == 0, is_last=rank == size - 1)
