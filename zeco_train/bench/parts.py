@@ -4,7 +4,7 @@
 |---|---|
 | products | matrix products: cuBLAS's and CUTLASS's |
 | operator | of `zeco_train/kernels`, but for the packages below; attention |
-| elementwise | compiled by Inductor, the loss and norms among them; `kernels/rows`, `kernels/gated_norm` |
+| elementwise | compiled by Inductor, the loss and norms among them; `kernels/rows`, `ops/gated_norm` |
 | optimizer | `kernels/adamw`; the norm of gradients, and other functions of lists |
 | copies | `kernels/pack`, FSDP2's and others; copies of memory |
 | communication | NCCL's, `kernels/all_scan` |

@@ -44,14 +44,14 @@ SUM_TRAFFIC = {True: 11.6, False: 20.6}
 IN_STEP = 0.86
 
 
-# Tokens of a chunk of gated linear attention's kernels (zeco_train/kernels/gla/launch.py).
+# Tokens of a chunk of gated linear attention's kernels (zeco_train/ops/gla/kernels/launch.py).
 GLA_CHUNK = 64
 
 
 def walks(operator: str, heads: int, key_dim: int, value_dim: int) -> int:
     """Walks of the forward pass of an operator's kernels, which keeps the states that they start from.
 
-    With the kernels' tuning for H200s and bf16 (zeco_train/kernels/*/tuning.py); long sequences have as many.
+    With the kernels' tuning for H200s and bf16 (zeco_train/ops/*/kernels/tuning.py); long sequences have as many.
 
     Args:
         operator: its name; not `gla`, which keeps the states of all chunks.
