@@ -7,7 +7,7 @@ group h // (H / G). Mamba-2 has few groups, RetNet as many as heads.
 
 `scalar_decay` takes g [B, T, H], log-decays, fp32 or fp64, finite and at most 0. `fixed_decay` takes log_decay [H] in
 its place: g_t = log_decay for all t; 0 is no decay. It is a constant: its gradient is zeros, [H], and a forward pass
-refuses one that requires a gradient. `op_passes` does not serve it, since it cuts each operand by tokens.
+refuses one that requires a gradient.
 """
 
 from __future__ import annotations
