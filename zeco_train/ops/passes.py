@@ -126,6 +126,8 @@ class Operator:
 
     Attributes:
         operands: names of the operands, in call order; q, k, v first.
+        dims: their dimensions, a letter each: B, T; H heads, of which consecutive ones may share one of G; K, V; of a
+            convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
         kind: of its transition.
         select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
             a backward pass.
@@ -143,6 +145,7 @@ class Operator:
     """
 
     operands: tuple[str, ...]
+    dims: tuple[str, ...]
     kind: Kind
     select: Callable[[Sequence[Tensor]], Passes]
     naive: Recurrence
@@ -154,6 +157,16 @@ class Operator:
     reads_whole: bool = False
     kernels: KernelRule | None = None
     step_kernels: KernelRule = KernelRule(dtypes=())  # noqa: RUF009
+
+    @property
+    def dims_of(self) -> dict[str, str]:
+        """`dims` by operand."""
+        return dict(zip(self.operands, self.dims, strict=True))
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether heads of values may share one of keys."""
+        return any("G" in dims for dims in self.dims)
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
         """Refuse states of other segments for an operator that reads the whole sequence.

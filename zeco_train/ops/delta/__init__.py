@@ -19,6 +19,7 @@ The transition of a shard is a matrix, [B, H, K, K].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -45,6 +46,7 @@ def _select(operands: Sequence[Tensor], *, gated: bool) -> Passes:
 
 DELTA = Operator(
     operands=("q", "k", "v", "beta"),
+    dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.matrix,
     select=partial(_select, gated=False),
     naive=naive_delta,
@@ -56,6 +58,7 @@ DELTA = Operator(
 
 GATED_DELTA = Operator(
     operands=("q", "k", "v", "g", "beta"),
+    dims=("BTGK", "BTGK", "BTHV", "BTH", "BTH"),
     kind=Kind.matrix,
     select=partial(_select, gated=True),
     naive=naive_gated_delta,
@@ -66,4 +69,4 @@ GATED_DELTA = Operator(
 )
 
 # The same functions: g has one dimension more.
-KDA = GATED_DELTA
+KDA = replace(GATED_DELTA, dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"))

@@ -32,6 +32,7 @@ def _select(operands: Sequence[Tensor]) -> Passes:
 
 GLA = Operator(
     operands=("q", "k", "v", "g"),
+    dims=("BTHK", "BTHK", "BTHV", "BTHK"),
     kind=Kind.diagonal,
     select=_select,
     naive=naive_gla,

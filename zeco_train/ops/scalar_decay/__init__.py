@@ -47,6 +47,7 @@ def _select_fixed(operands: Sequence[Tensor]) -> Passes:
 
 SCALAR_DECAY = Operator(
     operands=("q", "k", "v", "g"),
+    dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.diagonal,
     select=_select_scalar,
     naive=naive_scalar_decay,
@@ -58,6 +59,7 @@ SCALAR_DECAY = Operator(
 
 FIXED_DECAY = Operator(
     operands=("q", "k", "v", "log_decay"),
+    dims=("BTGK", "BTGK", "BTHV", "H"),
     kind=Kind.diagonal,
     select=_select_fixed,
     naive=naive_fixed_decay,

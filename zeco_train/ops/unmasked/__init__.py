@@ -17,6 +17,7 @@ from zeco_train.ops.unmasked.step import refuse_step
 
 UNMASKED = Operator(
     operands=("q", "k", "v"),
+    dims=("BTHK", "BTHK", "BTHV"),
     kind=Kind.diagonal,
     select=lambda operands: UNMASKED_PASSES,
     naive=naive_unmasked,
