@@ -120,6 +120,23 @@ class Kind(Enum):
     matrix = "matrix"
 
 
+class Peer(NamedTuple):
+    """Function of flash-linear-attention for the same operator, to which `bench` compares it.
+
+    Attributes:
+        module, function: its name; it takes the operands that have tokens, in the operator's order.
+        decay: for which constant decays, by their name in `bench`; None: the operator has none.
+        options: keyword arguments.
+        takes_context: it has context parallelism, by the argument `cp_context`.
+    """
+
+    module: str
+    function: str
+    decay: str | None = None
+    options: tuple[tuple[str, bool], ...] = ()
+    takes_context: bool = False
+
+
 @dataclass(frozen=True)
 class Operator:
     """An operator as the rest of the project sees it.
@@ -142,6 +159,7 @@ class Operator:
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
         kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.
         step_kernels: the same for `step`.
+        peers: other implementations; empty: `bench operator` does not measure it.
     """
 
     operands: tuple[str, ...]
@@ -157,6 +175,7 @@ class Operator:
     reads_whole: bool = False
     kernels: KernelRule | None = None
     step_kernels: KernelRule = KernelRule(dtypes=())  # noqa: RUF009
+    peers: tuple[Peer, ...] = ()
 
     @property
     def dims_of(self) -> dict[str, str]:

@@ -24,6 +24,9 @@ OPERATORS = {
     "kda": KDA,
 }
 
+# What `verify` and `bench` take unless another is named.
+DEFAULT = "gla"
+
 
 def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
     """Look up an operator by name.

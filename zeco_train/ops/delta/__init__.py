@@ -28,7 +28,7 @@ from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
-from zeco_train.ops.passes import Kind, Operator, Passes
+from zeco_train.ops.passes import Kind, Operator, Passes, Peer
 from zeco_train.ops.selection import KernelRule
 
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
@@ -54,6 +54,7 @@ DELTA = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
+    peers=(Peer("fla.ops.delta_rule", "chunk_delta_rule"),),
 )
 
 GATED_DELTA = Operator(
@@ -66,7 +67,12 @@ GATED_DELTA = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
+    peers=(Peer("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),
 )
 
 # The same functions: g has one dimension more.
-KDA = replace(GATED_DELTA, dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"))
+KDA = replace(
+    GATED_DELTA,
+    dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"),
+    peers=(Peer("fla.ops.kda", "chunk_kda", takes_context=True),),
+)

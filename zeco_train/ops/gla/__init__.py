@@ -15,7 +15,7 @@ from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.gla.step import STEP_KERNELS, recurrent_step
-from zeco_train.ops.passes import Kind, Operator, Passes
+from zeco_train.ops.passes import Kind, Operator, Passes, Peer
 from zeco_train.ops.selection import KernelRule
 
 _KERNELS = KernelRule()
@@ -41,4 +41,5 @@ GLA = Operator(
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
     step_kernels=STEP_KERNELS,
+    peers=(Peer("fla.ops.gla", "chunk_gla"),),
 )

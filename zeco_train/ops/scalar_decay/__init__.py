@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zeco_train.ops.passes import Kind, Operator, Passes
+from zeco_train.ops.passes import Kind, Operator, Passes, Peer
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
 from zeco_train.ops.scalar_decay.naive import naive_fixed_decay, naive_scalar_decay
@@ -55,6 +55,7 @@ SCALAR_DECAY = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
+    peers=(Peer("fla.ops.simple_gla", "chunk_simple_gla"),),
 )
 
 FIXED_DECAY = Operator(
@@ -67,4 +68,9 @@ FIXED_DECAY = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
+    # fla's retention has RetNet's decays by itself.
+    peers=(
+        Peer("fla.ops.retention", "chunk_retention", "retention"),
+        Peer("fla.ops.linear_attn", "chunk_linear_attn", "none", (("normalize", False),)),
+    ),
 )
