@@ -120,6 +120,23 @@ class Kind(Enum):
     matrix = "matrix"
 
 
+class OperatorTime(NamedTuple):
+    """Measured seconds of an operator alone per token and head, forward + backward, for the planner.
+
+    Attributes:
+        operator: that was measured.
+        seconds: at K `key_dim` and V `value_dim`; other head dims are scaled by K + V.
+        forward: the forward pass's share.
+        key_dim, value_dim: of the measurement.
+    """
+
+    operator: str
+    seconds: float
+    forward: float
+    key_dim: int
+    value_dim: int
+
+
 class Peer(NamedTuple):
     """Function of flash-linear-attention for the same operator, to which `bench` compares it.
 
@@ -135,6 +152,11 @@ class Peer(NamedTuple):
     decay: str | None = None
     options: tuple[tuple[str, bool], ...] = ()
     takes_context: bool = False
+
+
+def one_a_multiprocessor(key_dim: int, value_dim: int) -> int:
+    """`Operator.walk_programs` of programs that take a multiprocessor each."""
+    return 132
 
 
 @dataclass(frozen=True)
@@ -159,7 +181,11 @@ class Operator:
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
         kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.
         step_kernels: the same for `step`.
-        peers: other implementations; empty: `bench operator` does not measure it.
+        walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
+            kernels that keep the states that the walks start from; None: they keep the states of all chunks.
+        time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
+            default operator's for None.
+        peers: functions of flash-linear-attention; empty: `bench operator` does not measure it.
     """
 
     operands: tuple[str, ...]
@@ -175,6 +201,9 @@ class Operator:
     reads_whole: bool = False
     kernels: KernelRule | None = None
     step_kernels: KernelRule = KernelRule(dtypes=())  # noqa: RUF009
+    walk_programs: Callable[[int, int], int] | None = one_a_multiprocessor
+    time: OperatorTime | None = None
+    cpu_time: OperatorTime | None = None
     peers: tuple[Peer, ...] = ()
 
     @property
