@@ -153,9 +153,9 @@ class OperatorConfig(RunsConfig):
     """Settings of case `operator`.
 
     Attributes:
-        operator: gla, scalar_decay, fixed_decay, delta, gated_delta or kda.
-        groups: of all but gla: heads of q and k, each for as many heads of v; null: as many as those.
-        decay: of fixed_decay: `retention` (the default), RetNet's decays, or `none`, plain linear attention.
+        operator: one of those listed.
+        groups: heads of q and k, each for as many heads of v, of operators that can share them; null: as many as those.
+        decay: of operators with constant decays: `retention` (the default), RetNet's; `none`, plain linear attention.
         heads, dims, tokens: H, [K, V] and tokens per rank; all combinations are measured, tokens innermost.
         dtype: of q, k, v; decays and strengths are fp32 (fp64 with fp64).
         passes: `forward`, `forward_backward`.
@@ -166,7 +166,7 @@ class OperatorConfig(RunsConfig):
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.OPERATOR_VARIANTS))
-    operator: str = DEFAULT
+    operator: str = field(default=DEFAULT, metadata={"options": known.BENCHED})
     groups: int | None = None
     decay: str | None = None
     heads: list[int] = field(default_factory=lambda: [16, 32])

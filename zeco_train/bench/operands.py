@@ -1,12 +1,8 @@
 """What case `operator` feeds each operator, and flash-linear-attention's (fla) function for the same operator.
 
-gla            decays of each token and channel, g [1, T, H, K]
-scalar_decay   decays of each token and head, g [1, T, H]
-fixed_decay    decays of each head, log_decay [H], a constant: `retention` are RetNet's, `none` is no decay
-delta          no decays; keys of norm 1, and strengths β [1, T, H] between 0 and 1
-gated_delta    the same with decays of each token and head, g [1, T, H]
-kda            the same with decays of each token and channel, g [1, T, H, K]
-softmax        none; q has H heads, and k and v have G (of case `attention`)
+g are decays of each token; log_decay are constants: `retention` are RetNet's, `none` is no decay. If transitions are
+matrices, keys have norm 1 and strengths β lie between 0 and 1. Softmax attention, of case `attention`, has neither; its
+q has H heads, and its k and v have G.
 """
 
 from __future__ import annotations

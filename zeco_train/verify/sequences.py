@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.passes import Kind
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.seam import Exchange, SequenceShard
 
 WEAKEST, STRONGEST = 1e-6, 20.0
@@ -80,7 +80,7 @@ class Sequence(RankedSequence):
     """
 
     carry: bool
-    operator: str = "gla"
+    operator: str = DEFAULT
 
     @property
     def operands(self) -> tuple[str, ...]:
