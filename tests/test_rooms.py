@@ -9,11 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from models.registry import MIXERS
 from tests.support.commands import REPOSITORY
+from zeco_train.ops.registry import OPERATORS
 
 PRODUCT = ("zeco_train", "models", "data", "launch")
 # Packages of `zeco_train` that `models` and `data` may import.
 FOUNDATION = ("zeco_train", "zeco_train.errors", "zeco_train.system", "zeco_train.ops")
+
+# Of mixers that are called as their operators: the registry, old results and runs, and which mixers `verify` trains.
+NAME_MIXERS = (
+    "models.registry",
+    "zeco_train.bench.figures",
+    "zeco_train.tracking.run_folder",
+    "zeco_train.verify.step_cases",
+)
 
 
 def _module(path: Path) -> str:
@@ -67,6 +77,22 @@ def test_foundation_imports_only_itself_and_kernels() -> None:
 def test_the_product_imports_nothing_of_lab() -> None:
     own = {module: names for module, names in imports().items() if not _is_of(module, ("lab",))}
     assert not {f"{module} → {name}" for module, names in own.items() for name in names if _is_of(name, ("lab",))}
+
+
+def test_nobody_but_mixers_names_an_operator() -> None:
+    """Other rooms read an operator's facts (`zeco_train.ops.passes.Operator`), and take it from the registry."""
+    folders = tuple({operator.naive.__module__.rpartition(".")[0] for operator in OPERATORS.values()})
+    found = set()
+    for path in (path for package in PRODUCT for path in (REPOSITORY / package).rglob("*.py")):
+        module = _module(path)
+        if _is_of(module, ("models.mixers", "zeco_train.ops.registry", *folders)):
+            continue
+        found |= {f"{module} → {name}" for name in imports()[module] if _is_of(name, folders)}
+        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        # Some mixers are called as their operators.
+        allowed = MIXERS.keys() if module in NAME_MIXERS else ()
+        found |= {f"{module}: {name}" for name in OPERATORS.keys() & constants - set(allowed)}
+    assert not found
 
 
 def _is_of(module: str, rooms: tuple[str, ...]) -> bool:

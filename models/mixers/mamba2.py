@@ -35,7 +35,7 @@ from zeco_train.ops.seam import Boundary, Crossing, Place
 # Initial values of exp(A_log), as in the paper's code and in flash-linear-attention.
 _A_RANGE = (1.0, 16.0)
 # For the gradient of the decays, the operator's kernels keep a state every so many tokens, and sums over so many
-# channels of the keys (zeco_train/kernels/scalar_decay/tuning.py).
+# channels of the keys (zeco_train/ops/scalar_decay/kernels/tuning.py).
 _STATE_TOKENS, _SUMMED_CHANNELS = 4 * CHUNK, 64
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import zeco_train.kernels
+import zeco_train
 from zeco_train.bench import parts
 from zeco_train.bench.trace import overlap_of
 
@@ -46,10 +46,10 @@ def test_names_tell_the_part(name: str, part: str) -> None:
 
 
 def test_every_kernel_of_the_project_is_known() -> None:
-    (folder,) = zeco_train.kernels.__path__
+    (folder,) = zeco_train.__path__
     kernels = {
         name
-        for file in Path(folder).glob("*/*.py")
+        for file in Path(folder).glob("**/*.py")
         for name in re.findall(r"@triton\.jit[^\n]*\ndef (\w+)\(", file.read_text())
         if name.endswith("_kernel")
     }

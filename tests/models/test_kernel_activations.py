@@ -180,7 +180,7 @@ def test_planned_states_of_gla_are_those_that_the_kernels_keep(name: str, batch:
 
 
 def test_mamba2_counts_what_kernels_keep_for_the_gradient_of_the_decays() -> None:
-    from zeco_train.kernels.scalar_decay.tuning import Tuning
+    from zeco_train.ops.scalar_decay.kernels.tuning import Tuning
 
     tuning = Tuning()
     assert tuning.chunk * tuning.span == _STATE_TOKENS

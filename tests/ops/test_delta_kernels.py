@@ -242,8 +242,8 @@ COMPILED = {
 
 def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     """Shared memory of each kernel, compiled for a GPU that this machine need not have."""
-    from zeco_train.kernels.delta import tuning
     from zeco_train.ops.delta import cuda
+    from zeco_train.ops.delta.kernels import tuning
 
     capability, dtype, case = COMPILED[name]
     kept = tuning.find(divmod(capability, 10), dtype, case.shape[4])

@@ -120,8 +120,8 @@ COMPILED = {
 
 def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     """Shared memory of each kernel by case, compiled for GPUs that this machine need not have."""
-    from zeco_train.kernels.gla import tuning
     from zeco_train.ops.gla import cuda
+    from zeco_train.ops.gla.kernels import tuning
 
     cpu, found = torch.device("cpu"), {}
     for name, (capability, dtype, case) in COMPILED.items():
@@ -247,7 +247,7 @@ class Recorder:
 @pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
 def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the gradient kernels never use tiles of fewer than 64 keys or values, whatever the stored tuning."""
-    from zeco_train.kernels.gla import launch, tuning
+    from zeco_train.ops.gla.kernels import launch, tuning
 
     kernels = Recorder(), Recorder()
     for name, kernel in zip(("intra_grads_kernel", "input_grads_kernel"), kernels, strict=True):

@@ -151,7 +151,7 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict
 
 def _ulps_of_sums(rank: int, world_size: int) -> float:
     """The largest error of the sums of strong decays in chunks, in units of the last place."""
-    from zeco_train.kernels.scalar_decay.launch import decay_sums
+    from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 
     g = -50.0 * torch.rand((1, 128, 2), generator=torch.Generator().manual_seed(0))
     exact = g.double().view(1, 2, 64, 2).cumsum(2).view(1, 128, 2).mT
@@ -211,8 +211,8 @@ COMPILED = {
 
 def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     """Shared memory of each kernel by case, compiled for GPUs that this machine need not have."""
-    from zeco_train.kernels.scalar_decay import tuning
     from zeco_train.ops.scalar_decay import cuda
+    from zeco_train.ops.scalar_decay.kernels import tuning
 
     cpu, found = torch.device("cpu"), {}
     for name, (capability, dtype, case) in COMPILED.items():

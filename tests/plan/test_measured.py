@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.support.planning import GLA_1B, make_case, planned
 from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import ConfigError
+from zeco_train.ops.passes import OperatorTime
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration
 from zeco_train.plan.step_time import drift_seconds, exposed_scan_seconds, operator_seconds
 from zeco_train.plan.wire import scan_choice
@@ -117,7 +121,8 @@ def test_exposed_scan_time_agrees_with_measurement(
     """4 H200s, one layer alone, at full clocks (lab/results/operator_4xh200.txt); All-Scan is hidden there."""
     monkeypatch.setattr(calibration, "IN_STEP", 1.0)
     # The kernels of that run took 1.427 ms for 16,384 tokens and 16 heads.
-    monkeypatch.setitem(calibration.OPERATORS, "gla", calibration.OperatorTime(5.44e-9, 0.30, 64, 128))
+    measured = dataclasses.replace(OPERATORS["gla"], time=OperatorTime("gla", 5.44e-9, 0.30, 64, 128))
+    monkeypatch.setitem(OPERATORS, "gla", measured)
     shape = ["model.num_layers=1", f"model.num_heads={heads}", f"model.hidden_size={128 * heads}"]
     case = make_case(*GLA_1B, *shape, "world_size=4", f"data.seq_len={4 * tokens}")
     assert exposed_scan_seconds(case, BACKENDS["lasp1"]) == pytest.approx(exposed_us * 1e-6, rel=0.1)

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
+from tests.support.op_passes import op_passes
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.mix import mix
-from zeco_train.ops.op_passes import op_passes
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY

@@ -24,6 +24,7 @@ from pathlib import Path
 from zeco_train.bench import trace
 from zeco_train.bench.attention_variants import (
     DETERMINISTIC,
+    LINEAR,
     TORCH,
     VARIANTS,
     Variant,
@@ -122,7 +123,7 @@ class AttentionConfig(RunsConfig):
 
     def shape(self, variant: str, tokens: int) -> Shape:
         """The sizes of a variant's operands."""
-        operator, groups = ("gla", None) if is_linear(variant) else ("softmax", self.num_key_heads)
+        operator, groups = (LINEAR, None) if is_linear(variant) else ("softmax", self.num_key_heads)
         return Shape(self.heads, self.head_dim, self.head_dim, tokens, operator, groups)
 
 

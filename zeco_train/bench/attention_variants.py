@@ -36,6 +36,7 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.registry import DEFAULT
 from zeco_train.ops.seam import Boundary, Exchange, SequenceShard
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
@@ -49,7 +50,7 @@ from zeco_train.sp.attention.ulysses import Ulysses
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import SHARING
 
-CONTIGUOUS, MEGATRON, TORCH, LINEAR = "all_gather:contiguous", "megatron_sp", "torch", "gla"
+CONTIGUOUS, MEGATRON, TORCH, LINEAR = "all_gather:contiguous", "megatron_sp", "torch", DEFAULT
 _ONE_ORDER = ":deterministic"
 # Methods with other settings.
 _BUILT: dict[str, Callable[[Wire], ShardedAttention]] = {

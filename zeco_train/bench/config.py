@@ -13,6 +13,7 @@ from zeco_train.config.schema import Config, Dtype, load_config
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
+from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.selection import Kernels
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path, is_plain_name
@@ -152,9 +153,9 @@ class OperatorConfig(RunsConfig):
     """Settings of case `operator`.
 
     Attributes:
-        operator: gla, scalar_decay, fixed_decay, delta, gated_delta or kda.
-        groups: of all but gla: heads of q and k, each for as many heads of v; null: as many as those.
-        decay: of fixed_decay: `retention` (the default), RetNet's decays, or `none`, plain linear attention.
+        operator: one of those listed.
+        groups: heads of q and k, each for as many heads of v, of operators that can share them; null: as many as those.
+        decay: of operators with constant decays: `retention` (the default), RetNet's; `none`, plain linear attention.
         heads, dims, tokens: H, [K, V] and tokens per rank; all combinations are measured, tokens innermost.
         dtype: of q, k, v; decays and strengths are fp32 (fp64 with fp64).
         passes: `forward`, `forward_backward`.
@@ -165,7 +166,7 @@ class OperatorConfig(RunsConfig):
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.OPERATOR_VARIANTS))
-    operator: str = "gla"
+    operator: str = field(default=DEFAULT, metadata={"options": known.BENCHED})
     groups: int | None = None
     decay: str | None = None
     heads: list[int] = field(default_factory=lambda: [16, 32])
@@ -191,19 +192,21 @@ class OperatorConfig(RunsConfig):
             raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 1, or -1 for the device's default")
 
     def _check_operator(self) -> None:
-        if self.operator not in known.OPERATORS:
-            raise ConfigError("operator", self.operator, f"must be one of {', '.join(known.OPERATORS)}")
+        if self.operator not in known.BENCHED:
+            raise ConfigError("operator", self.operator, f"must be one of {', '.join(known.BENCHED)}")
         if self.groups is not None:
-            if self.operator == "gla":
-                raise ConfigError("groups", self.groups, "gla has none; take another operator")
+            if not OPERATORS[self.operator].is_grouped:
+                raise ConfigError("groups", self.groups, f"{self.operator} has none; take another operator")
             if self.groups < 1 or any(heads % self.groups for heads in self.heads):
                 raise ConfigError("groups", self.groups, f"must be ≥ 1 and divide heads={self.heads}")
-        if self.operator == "fixed_decay":
-            self.decay = known.DECAYS[0] if self.decay is None else self.decay
-            if self.decay not in known.DECAYS:
-                raise ConfigError("decay", self.decay, f"must be one of {', '.join(known.DECAYS)}")
+        decays = {name: [peer.decay for peer in OPERATORS[name].peers if peer.decay] for name in known.BENCHED}
+        if legal := decays[self.operator]:
+            self.decay = legal[0] if self.decay is None else self.decay
+            if self.decay not in legal:
+                raise ConfigError("decay", self.decay, f"must be one of {', '.join(legal)}")
         elif self.decay is not None:
-            raise ConfigError("decay", self.decay, f"{self.operator} draws its decays; take operator=fixed_decay")
+            takes = " or ".join(name for name, constant in decays.items() if constant)
+            raise ConfigError("decay", self.decay, f"{self.operator} draws its decays; take operator={takes}")
 
 
 @dataclass

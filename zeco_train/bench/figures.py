@@ -2,7 +2,7 @@
 
     collectives.png      time by GPUs, as Figure 3, right; and by size of the state
     operator.png         time of forward + backward by GPUs, as Figure 4, top; below it relative to `dp`
-    operator_tokens.png  time by tokens a GPU; operator_fixed_decay_none.png … for operators other than gla
+    operator_tokens.png  time by tokens a GPU; operator_fixed_decay_none.png … for operators but the default
     attention.png        time of softmax attention by method, with exposed communication and balance
     decode.png           tokens per second and memory by context length, for each number of concurrent sequences
     gla_1b_h16.png …     training throughput per GPU by GPUs, as Figure 4, bottom; below it relative to `dp`
@@ -26,6 +26,7 @@ from zeco_train.bench.samples import Row
 from zeco_train.bench.stored import load_results
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
+from zeco_train.ops.registry import DEFAULT
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.amounts import length_name
 from zeco_train.system.drawing import GREY, finish_axes, label_axes, new_figure, plain, save_figure
@@ -270,8 +271,8 @@ def _decode(rows: list[Row], machine: str) -> Figure:
 
 
 def _operator_of(row: Row) -> tuple[str, ...]:
-    """Parts of the names of an operator's figures; none of gla's, which is that of rows without an operator."""
-    if row.get("operator", "gla") == "gla":
+    """Parts of the names of an operator's figures; none of the default's, which is that of rows without an operator."""
+    if row.get("operator", DEFAULT) == DEFAULT:
         return ()
     groups, decay = row.get("groups"), row.get("decay")
     return row["operator"], *([] if decay is None else [decay]), *([] if groups is None else [f"g{groups}"])

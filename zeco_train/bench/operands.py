@@ -1,18 +1,16 @@
 """What case `operator` feeds each operator, and flash-linear-attention's (fla) function for the same operator.
 
-gla            decays of each token and channel, g [1, T, H, K]
-scalar_decay   decays of each token and head, g [1, T, H]
-fixed_decay    decays of each head, log_decay [H], a constant: `retention` are RetNet's, `none` is no decay
-delta          no decays; keys of norm 1, and strengths β [1, T, H] between 0 and 1
-gated_delta    the same with decays of each token and head, g [1, T, H]
-kda            the same with decays of each token and channel, g [1, T, H, K]
-softmax        none; q has H heads, and k and v have G (of case `attention`)
+g are decays of each token; log_decay are constants: `retention` are RetNet's, `none` is no decay. If transitions are
+matrices, keys have norm 1 and strengths β lie between 0 and 1. Softmax attention, of case `attention`, has neither; its
+q has H heads, and its k and v have G.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +24,8 @@ from zeco_train.bench.variants import FLA_CP
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.passes import Kind
+from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.selection import Call
 from zeco_train.ops.softmax import attention
 
@@ -38,14 +37,6 @@ _GATE_NORMALIZER = 16.0
 _REFUSALS = (RuntimeError, NotImplementedError, ValueError, AssertionError)
 # Operands that are neither cut by tokens nor differentiated.
 _CONSTANTS = ("log_decay",)
-# fla's module and function of each.
-_DELTA_RULES = {
-    "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
-    "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    "kda": ("fla.ops.kda", "chunk_kda"),
-}
-# Of these, fla's functions that take a `cp_context`.
-_CP_OPERATORS = ("gated_delta", "kda")
 
 
 @dataclass(frozen=True)
@@ -55,16 +46,16 @@ class Shape:
     Attributes:
         heads, key_dim, value_dim: H, K, V.
         tokens: per rank.
-        operator: one of `variants.OPERATORS`, or softmax.
+        operator: one of `variants.BENCHED`, or softmax.
         groups: G, heads of q and k; of softmax, of k and v.
-        decay: of fixed_decay, one of `variants.DECAYS`; None for the others.
+        decay: of an operator with constant decays, which of them (`Peer.decay`); None for the others.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     tokens: int
-    operator: str = "gla"
+    operator: str = DEFAULT
     groups: int | None = None
     decay: str | None = None
 
@@ -117,16 +108,18 @@ class Inputs:
             return cls.of({"q": q, "k": k, "v": v}, do)
         q, k = (normal(dtype.compute, shape.num_groups, shape.key_dim) for _ in range(2))
         v, do = (normal(dtype.compute, shape.heads, shape.value_dim) for _ in range(2))
-        if shape.operator == "fixed_decay":
-            decays = log_decays(shape.heads) if shape.decay == "retention" else torch.zeros(shape.heads)
-            return cls.of({"q": q, "k": k, "v": v, "log_decay": decays.to(device, dtype.master)}, do)
-        dims = (shape.heads, shape.key_dim) if shape.operator in ("gla", "kda") else (shape.heads,)
-        g = logsigmoid(normal(dtype.master, *dims)) / _GATE_NORMALIZER
-        if shape.operator not in _DELTA_RULES:
-            return cls.of({"q": q, "k": k, "v": v, "g": g}, do)
-        k, beta = normalize(k, dim=-1), normal(dtype.master, shape.heads).sigmoid()
-        gates = {"beta": beta} if shape.operator == "delta" else {"g": g, "beta": beta}
-        return cls.of({"q": q, "k": k, "v": v, **gates}, do)
+        operator = OPERATORS[shape.operator]
+        decays = log_decays(shape.heads) if shape.decay == "retention" else torch.zeros(shape.heads)
+        dims = (shape.heads, shape.key_dim) if "K" in operator.dims_of.get("g", "") else (shape.heads,)
+        known = {
+            "q": q,
+            "k": normalize(k, dim=-1) if operator.kind is Kind.matrix else k,
+            "v": v,
+            "log_decay": decays.to(device, dtype.master),
+            "g": logsigmoid(normal(dtype.master, *dims)) / _GATE_NORMALIZER,
+            "beta": normal(dtype.master, shape.heads).sigmoid(),
+        }
+        return cls.of({name: known[name] for name in operator.operands}, do)
 
     @classmethod
     def of(cls, operands: Mapping[str, Tensor], do: Tensor) -> Inputs:
@@ -192,19 +185,11 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
     """
     if shape.num_groups != shape.heads:
         raise ConfigError("variants", "fla", f"has as many heads of q and k as of v; not groups={shape.groups}")
-    if shape.operator == "gla":
-        return _first(session.import_fla("fla.ops.gla").chunk_gla)
-    if shape.operator == "scalar_decay":
-        return _first(session.import_fla("fla.ops.simple_gla").chunk_simple_gla)
-    if shape.operator in _DELTA_RULES:
-        module, function = _DELTA_RULES[shape.operator]
-        return _first(getattr(session.import_fla(module), function))
-    if shape.decay == "retention":
-        chunk_retention = session.import_fla("fla.ops.retention").chunk_retention
-        # It has the same decays by itself.
-        return _first(lambda q, k, v, log_decay: chunk_retention(q, k, v))
-    chunk_linear_attn = session.import_fla("fla.ops.linear_attn").chunk_linear_attn
-    return _first(lambda q, k, v, log_decay: chunk_linear_attn(q, k, v, normalize=False))
+    operator = OPERATORS[shape.operator]
+    peer = next(peer for peer in operator.peers if peer.decay == shape.decay)
+    function = partial(getattr(session.import_fla(peer.module), peer.function), **dict(peer.options))
+    has_tokens = ["T" in dims for dims in operator.dims]
+    return _first(lambda *operands: function(*itertools.compress(operands, has_tokens)))
 
 
 def context_parallel(shape: Shape, session: Session) -> Attention:
@@ -217,13 +202,14 @@ def context_parallel(shape: Shape, session: Session) -> Attention:
     Raises:
         ConfigError: fla, or a GPU, is missing; or fla has none for this operator or shape.
     """
-    if shape.operator not in _CP_OPERATORS:
-        allowed = f"fla has context parallelism for {' and '.join(_CP_OPERATORS)}, not {shape.operator}"
+    peers = {name: peer for name, operator in OPERATORS.items() for peer in operator.peers if peer.takes_context}
+    if shape.operator not in peers:
+        allowed = f"fla has context parallelism for {' and '.join(peers)}, not {shape.operator}"
         raise ConfigError("variants", FLA_CP, allowed)
     if shape.num_groups != shape.heads:
         raise ConfigError("variants", FLA_CP, f"is measured with as many heads of q and k as of v; not {shape.groups}")
-    module, name = _DELTA_RULES[shape.operator]
-    function = getattr(session.import_fla(module, FLA_CP), name)
+    peer = peers[shape.operator]
+    function = getattr(session.import_fla(peer.module, FLA_CP), peer.function)
     build_context = session.import_fla("fla.ops.cp", FLA_CP).build_cp_context
     # Of the whole sequence: fla cuts it at the ranks' borders.
     borders = torch.tensor([0, session.world_size * shape.tokens])

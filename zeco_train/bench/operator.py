@@ -2,7 +2,7 @@
 
 Every rank has `tokens` tokens. With a backend, and with `fla_cp`, they are its shard of one sequence over all ranks;
 with `dp`, and with `fla`, its own sequence. A step is the public operator and autograd, such as
-`mix("gla", (q, k, v, g), shard)`, then `o.backward(do)` with a given `do` and no gradients to add to; `forward` is
+`mix(OPERATOR, (q, k, v, g), shard)`, then `o.backward(do)` with a given `do` and no gradients to add to; `forward` is
 without autograd. Exposed communication is the step with a scan less the step in which the scan is a local copy
 (`variants.LocalCopyScan`), medians of the same run. `MB sent` is by the busiest rank (`zeco_train.bench.traffic`).
 """

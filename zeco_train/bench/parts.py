@@ -4,7 +4,7 @@
 |---|---|
 | products | matrix products: cuBLAS's and CUTLASS's |
 | operator | of `zeco_train/kernels`, but for the packages below; attention |
-| elementwise | compiled by Inductor, the loss and norms among them; `kernels/rows`, `kernels/gated_norm` |
+| elementwise | compiled by Inductor, the loss and norms among them; `kernels/rows`, `ops/gated_norm` |
 | optimizer | `kernels/adamw`; the norm of gradients, and other functions of lists |
 | copies | `kernels/pack`, FSDP2's and others; copies of memory |
 | communication | NCCL's, `kernels/all_scan` |
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import zeco_train.kernels
+import zeco_train
 
 PARTS = ("products", "operator", "elementwise", "optimizer", "copies", "communication", "other")
 # Of packages of kernels; of any other it is the operator.
@@ -48,9 +48,10 @@ _KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 def own_kernels() -> Mapping[str, str]:
     """The part of each of this project's kernels, by name."""
     found: dict[str, str] = {}
-    for folder in zeco_train.kernels.__path__:
-        for file in sorted(Path(folder).glob("*/*.py")):
-            part = _PACKAGES.get(file.parent.name, "operator")
+    for folder in zeco_train.__path__:
+        for file in sorted(Path(folder).glob("**/kernels/**/*.py")):
+            inside = file.relative_to(folder).parts
+            part = next((part for package, part in _PACKAGES.items() if package in inside), "operator")
             found |= dict.fromkeys(_KERNEL.findall(file.read_text(encoding="utf-8")), part)
     return found
 

@@ -25,6 +25,7 @@ from zeco_train.collectives.one_kernel import PAPER_BLOCK
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import AttentionMethod, Exchange, ScanRequest, StateScan
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
@@ -49,9 +50,8 @@ SCAN_VARIANTS = (
     *_in_one_kernel(),
     *(name for name in SHARING if BACKENDS[name].section),
 )
-# Of case `operator`, with the decays that its fixed_decay knows.
-OPERATORS = ("gla", "scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
-DECAYS = ("retention", "none")
+# Of case `operator`.
+BENCHED = tuple(name for name, operator in OPERATORS.items() if operator.peers)
 OPERATOR_VARIANTS = ("dp", "copy", *SHARING, "fla")
 FLA_CP = "fla_cp"
 # Functions of flash-linear-attention; those of the second line know one rank's tokens only.

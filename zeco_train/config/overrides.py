@@ -76,7 +76,8 @@ def describe_settings(schema: type[Settings]) -> str:
     lines = [describe_attributes(schema), ""]
     for entry in dataclasses.fields(schema):
         default = settings[entry.name]
-        options = f"    (of {', '.join(type(default).__members__)})" if isinstance(default, Enum) else ""
+        names = type(default).__members__ if isinstance(default, Enum) else entry.metadata.get("options", ())
+        options = f"    (of {', '.join(names)})" if names else ""
         lines.append(f"  {entry.name}={as_override(default)}{options}")
     return "\n".join(lines)
 

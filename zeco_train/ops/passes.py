@@ -120,12 +120,53 @@ class Kind(Enum):
     matrix = "matrix"
 
 
+class OperatorTime(NamedTuple):
+    """Measured seconds of an operator alone per token and head, forward + backward, for the planner.
+
+    Attributes:
+        operator: that was measured.
+        seconds: at K `key_dim` and V `value_dim`; other head dims are scaled by K + V.
+        forward: the forward pass's share.
+        key_dim, value_dim: of the measurement.
+    """
+
+    operator: str
+    seconds: float
+    forward: float
+    key_dim: int
+    value_dim: int
+
+
+class Peer(NamedTuple):
+    """Function of flash-linear-attention for the same operator, to which `bench` compares it.
+
+    Attributes:
+        module, function: its name; it takes the operands that have tokens, in the operator's order.
+        decay: for which constant decays, by their name in `bench`; None: the operator has none.
+        options: keyword arguments.
+        takes_context: it has context parallelism, by the argument `cp_context`.
+    """
+
+    module: str
+    function: str
+    decay: str | None = None
+    options: tuple[tuple[str, bool], ...] = ()
+    takes_context: bool = False
+
+
+def one_a_multiprocessor(key_dim: int, value_dim: int) -> int:
+    """`Operator.walk_programs` of programs that take a multiprocessor each."""
+    return 132
+
+
 @dataclass(frozen=True)
 class Operator:
     """An operator as the rest of the project sees it.
 
     Attributes:
         operands: names of the operands, in call order; q, k, v first.
+        dims: their dimensions, a letter each: B, T; H heads, of which consecutive ones may share one of G; K, V; of a
+            convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
         kind: of its transition.
         select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
             a backward pass.
@@ -140,9 +181,15 @@ class Operator:
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
         kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.
         step_kernels: the same for `step`.
+        walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
+            kernels that keep the states that the walks start from; None: they keep the states of all chunks.
+        time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
+            default operator's for None.
+        peers: functions of flash-linear-attention; empty: `bench operator` does not measure it.
     """
 
     operands: tuple[str, ...]
+    dims: tuple[str, ...]
     kind: Kind
     select: Callable[[Sequence[Tensor]], Passes]
     naive: Recurrence
@@ -154,6 +201,20 @@ class Operator:
     reads_whole: bool = False
     kernels: KernelRule | None = None
     step_kernels: KernelRule = KernelRule(dtypes=())  # noqa: RUF009
+    walk_programs: Callable[[int, int], int] | None = one_a_multiprocessor
+    time: OperatorTime | None = None
+    cpu_time: OperatorTime | None = None
+    peers: tuple[Peer, ...] = ()
+
+    @property
+    def dims_of(self) -> dict[str, str]:
+        """`dims` by operand."""
+        return dict(zip(self.operands, self.dims, strict=True))
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether heads of values may share one of keys."""
+        return any("G" in dims for dims in self.dims)
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
         """Refuse states of other segments for an operator that reads the whole sequence.

@@ -18,3 +18,6 @@ OPERATORS = {
     "gated_delta": GATED_DELTA,
     "kda": KDA,
 }
+
+# What `verify` and `bench` take unless another is named.
+DEFAULT = "gla"

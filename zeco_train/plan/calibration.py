@@ -1,4 +1,4 @@
-"""Every measured or assumed constant of the planner. Calibration edits only this file.
+"""Every measured or assumed constant of the planner but those of operators (`Operator.time`), each in its folder.
 
 Quantities that depend on the model alone, such as kept tensors, are defined by its modules (`models.activations`).
 """
@@ -6,6 +6,9 @@ Quantities that depend on the model alone, such as kept tensors, are defined by 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from zeco_train.ops.passes import OperatorTime
+from zeco_train.ops.registry import DEFAULT, OPERATORS
 
 # Tokens whose logits exist at a time, on CPUs and on GPUs (`zeco_train/ops/loss.py`).
 LOSS_CHUNK = {True: 2048, False: 8192}
@@ -43,67 +46,18 @@ SUM_TRAFFIC = {True: 11.6, False: 20.6}
 # (products 148 ms instead of 137, gla_1b with 16,384 tokens), 0.81 under sustained load (169 ms).
 IN_STEP = 0.86
 
-
-# Tokens of a chunk of gated linear attention's kernels (zeco_train/kernels/gla/launch.py).
-GLA_CHUNK = 64
-
-
-def walks(operator: str, heads: int, key_dim: int, value_dim: int) -> int:
-    """Walks of the forward pass of an operator's kernels, which keeps the states that they start from.
-
-    With the kernels' tuning for H200s and bf16 (zeco_train/kernels/*/tuning.py); long sequences have as many.
-
-    Args:
-        operator: its name; not `gla`, which keeps the states of all chunks.
-        heads: of all sequences, B·H.
-        key_dim: K.
-        value_dim: V.
-    """
-    # A walk takes a program for each 64 columns of the values, and all programs run at once.
-    of_scalars = operator in ("scalar_decay", "fixed_decay")
-    programs = 264 if of_scalars and max(key_dim, value_dim) <= 128 else 132
-    return heads * max(1, programs // (-(-value_dim // 64) * heads))
-
-
-class OperatorTime(NamedTuple):
-    """Seconds of an operator alone per token and head, forward + backward.
-
-    Attributes:
-        seconds: at K `key_dim` and V `value_dim`; other head dims are scaled by K + V.
-        forward: the forward pass's share.
-        key_dim, value_dim: of the measurement.
-    """
-
-    seconds: float
-    forward: float
-    key_dim: int
-    value_dim: int
-
-
-# On an H200, 16,384 tokens and 16 heads in bf16: gla 0.745 ms, 0.274 of them forward, gated_delta 1.963 and 0.648, kda
-# 2.777 and 0.870 (docs/benchmarks.md); scalar_decay 0.186 + 0.742 ms; fixed_decay 0.167 + 0.380 ms.
-OPERATORS = {
-    "gla": OperatorTime(2.84e-9, 0.37, 64, 128),
-    "gated_delta": OperatorTime(7.49e-9, 0.33, 128, 128),
-    "kda": OperatorTime(1.06e-8, 0.31, 128, 128),
-    "scalar_decay": OperatorTime(3.54e-9, 0.20, 128, 128),
-    "fixed_decay": OperatorTime(2.09e-9, 0.31, 128, 128),
-}
-# On a CPU core, in PyTorch and fp32 (60.7 ms for 4,096 tokens and 4 heads on two).
-OPERATORS_CPU = {"gla": OperatorTime(7.4e-6, 0.31, 64, 128)}
-# Operators without a measurement: the one that is most like it; else gla.
-_STANDS_IN = {"unmasked": "fixed_decay", "delta": "gated_delta"}
+# Of the measurements of operators (`Operator.time`).
 OPERATOR_BANDWIDTH = 4.8e12
 # In fp32, by kernels that multiply in three tf32 parts.
 OPERATOR_FP32 = 3.0
 
 
-def operator_time(operator: str, is_cpu: bool) -> tuple[str, OperatorTime]:
-    """The measured time to take for an operator, and the name of the operator that was measured."""
-    times = OPERATORS_CPU if is_cpu else OPERATORS
-    measured = next(name for name in (operator, _STANDS_IN.get(operator), "gla") if name in times)
-    assert measured is not None
-    return measured, times[measured]
+def operator_time(operator: str, is_cpu: bool) -> OperatorTime:
+    """The measured time to take for an operator."""
+    of, default = OPERATORS[operator], OPERATORS[DEFAULT]
+    found = (of.cpu_time or default.cpu_time) if is_cpu else (of.time or default.time)
+    assert found is not None
+    return found
 
 
 # Rate of softmax attention relative to that of matrix products, over the pairs that queries read, forward and backward:

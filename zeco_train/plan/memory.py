@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from models.activations import Part, TokenTensor
 from models.spec import BlockSpec, Shape
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops import CHUNK
 from zeco_train.ops.kernel_operands import padded_dim
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.recompute import Recompute
@@ -239,17 +240,19 @@ def _state_bytes(case: Case) -> float:
 def _kept_state_bytes(case: Case, block: BlockSpec) -> float:
     """States that the operator's kernels keep for the backward pass, in one layer.
 
-    Of gated linear attention those at all chunks' borders; of the others those that walks over chunks start from, and
-    their transitions if matrices.
+    Those at all chunks' borders, or those that walks over chunks start from, and their transitions if matrices.
     """
     if not block.state_shapes or case.in_pytorch(block):
         return 0.0
-    name, heads = block.operators[-1], block.state_shape[0]
+    operator, heads = OPERATORS[block.operators[-1]], block.state_shape[0]
     key_dim, value_dim = map(padded_dim, block.state_shape[1:])
-    if name == "gla":
-        return case.tokens / calibration.GLA_CHUNK * heads * key_dim * value_dim * case.compute_bytes
-    columns = value_dim + (key_dim if OPERATORS[name].kind is Kind.matrix else 0)
-    return float(calibration.walks(name, case.batch * heads, key_dim, value_dim) * key_dim * columns * 4)
+    if operator.walk_programs is None:
+        return case.tokens / CHUNK * heads * key_dim * value_dim * case.compute_bytes
+    columns = value_dim + (key_dim if operator.kind is Kind.matrix else 0)
+    # Long sequences have as many walks as run at once.
+    of_all = case.batch * heads
+    walks = of_all * max(1, operator.walk_programs(key_dim, value_dim) // (-(-value_dim // 64) * of_all))
+    return float(walks * key_dim * columns * 4)
 
 
 def _gathered_bytes(case: Case) -> float:

@@ -367,12 +367,12 @@ def _operators(case: Case) -> dict[str, str]:
     blocks = scanning_blocks(case)
     for block in blocks:
         operator = block.operators[-1]
-        measured, time = calibration.operator_time(operator, case.machine.is_cpu)
+        time = calibration.operator_time(operator, case.machine.is_cpu)
         row = (
             f"{time.seconds * 1e9:.3g} ns a token and head of K {time.key_dim}, V {time.value_dim}, forward + backward"
         )
-        if operator != measured:
-            row += f"; {operator} has no measurement, so {measured}'s is taken, scaled by K + V"
+        if operator != time.operator:
+            row += f"; {operator} has no measurement, so {time.operator}'s is taken, scaled by K + V"
         if (slow_down := case.slow_down(block)) > 1:
             row += f"; {slow_down:.3g} times as long in PyTorch"
         rows["operator" if len(blocks) == 1 else f"operator {operator}"] = row

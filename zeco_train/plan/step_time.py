@@ -105,7 +105,7 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
     if not block.state_shapes:
         return 0.0, 0.0
     dtype, (heads, key_dim, value_dim) = case.config.train.dtype, block.state_shape
-    _, measured = known.operator_time(block.operators[-1], case.machine.is_cpu)
+    measured = known.operator_time(block.operators[-1], case.machine.is_cpu)
     seconds = measured.seconds
     if not case.machine.is_cpu:
         slower = known.OPERATOR_BANDWIDTH * known.BANDWIDTH_EFFICIENCY / case.machine.bandwidth

@@ -14,6 +14,7 @@ from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import find_device
 from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.ops.registry import DEFAULT
 from zeco_train.ops.selection import check_kernels, warn_of
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_json_result
@@ -59,7 +60,7 @@ def _verify(arguments: list[str], job: Job) -> int:
         warn_of_replacing([] if config.out is None else [config.out])
         machine = {"ranks": str(launch.world_size), **environment(device)}
         versions = f"torch {machine['packages']['torch']}, python {machine['python']}"
-        of = "" if config.operator in (None, "gla") else f", operator {config.operator}"
+        of = "" if config.operator in (None, DEFAULT) else f", operator {config.operator}"
         print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
         print(report.header(), flush=True)
     rows: list[Row] = []

@@ -13,7 +13,7 @@ from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.config.overrides import describe_settings
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.selection import Call, Kernels
 from zeco_train.ops.softmax import attention
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
@@ -62,11 +62,11 @@ _OF_STATES, _OF_SOFTMAX = ("backends", "value_dim", "carry"), ("methods", "key_h
 class VerifyConfig:
     """Settings of `python -m zeco_train.verify`.
 
-    Without a setting that selects cases, all run: gla and softmax on the launched ranks, on GPUs every operator; then
-    operators, scans, methods and training steps in fp64 on up to 6 ranks of its own, on this machine's CPU.
+    Without a setting that selects cases, all run: the first operator and softmax on the launched ranks, on GPUs every
+    operator; then operators, scans, methods and training steps in fp64 on up to 6 ranks of its own, on the CPU.
 
     Attributes:
-        operator: one of those listed; null: gla, and then softmax with the fewest tokens.
+        operator: one of those listed; null: the first, and then softmax with the fewest tokens.
         backends: how ranks exchange states; subset of those listed.
         methods: how they exchange what softmax attention reads; subset of those listed.
         dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
@@ -112,8 +112,8 @@ class VerifyConfig:
         """Raise `ConfigError` for a value out of range."""
         if self.operator is not None and self.operator not in (*VERIFIED, SOFTMAX):
             raise ConfigError("operator", self.operator, f"must be one of {', '.join((*VERIFIED, SOFTMAX))}")
-        if self.huge and "gla" not in self.operators:
-            raise ConfigError("huge", "true", "is of the operator gla only")
+        if self.huge and DEFAULT not in self.operators:
+            raise ConfigError("huge", "true", f"is of the operator {DEFAULT} only")
         self._check_effect()
         for name, legal in (("backends", list(BACKENDS)), ("methods", list(METHODS)), ("dtypes", list(DTYPES))):
             given = getattr(self, name)
@@ -180,7 +180,7 @@ class VerifyConfig:
     @property
     def operators(self) -> list[str]:
         """Those to verify, one after another."""
-        return ["gla", SOFTMAX] if self.operator is None else [self.operator]
+        return [DEFAULT, SOFTMAX] if self.operator is None else [self.operator]
 
     @property
     def calls(self) -> list[tuple[str, Call]]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Exchange
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
@@ -33,7 +34,7 @@ from zeco_train.verify.config import LIMITS
 from zeco_train.verify.covering import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
 from zeco_train.verify.report import Deviation, Row
-from zeco_train.verify.whole import DOCUMENTS, GROUPED, KNOWN, Expected, Results, Whole, exact_results
+from zeco_train.verify.whole import DOCUMENTS, Expected, Results, Whole, exact_results
 
 
 def _settings() -> dict[str, SPConfig]:
@@ -110,7 +111,7 @@ class ScanCase:
 
 
 AXES: dict[str, Sequence[Any]] = {
-    "operator": KNOWN,
+    "operator": [*OPERATORS],
     "scan": [*SCANS, HALO],
     "ranks": TEAM_SIZES,
     "documents": [None, *DOCUMENTS],
@@ -128,10 +129,10 @@ AXES: dict[str, Sequence[Any]] = {
 
 
 def _is_possible(cell: Cell) -> bool:
-    operator, scan, ranks = cell["operator"], cell["scan"], cell["ranks"]
+    operator, scan, ranks = OPERATORS[cell["operator"]], cell["scan"], cell["ranks"]
     heads, groups = cell["heads"]
-    is_conv = operator == "short_conv"
-    if OPERATORS[operator].reads_whole and (cell["documents"] or cell["carry"] or cell["segments"] > 1):
+    is_conv = operator.neighbours
+    if operator.reads_whole and (cell["documents"] or cell["carry"] or cell["segments"] > 1):
         return False
     if is_conv and (cell["scale"] is not None or heads != 1):
         return False
@@ -142,7 +143,7 @@ def _is_possible(cell: Cell) -> bool:
     # The recurrence is slow.
     if cell["tokens"] * ranks * cell["segments"] > 300:
         return False
-    return not ((cell["documents"] and cell["batch"] > 1) or (groups < heads and operator not in GROUPED))
+    return not ((cell["documents"] and cell["batch"] > 1) or (groups < heads and not operator.is_grouped))
 
 
 def _fits(scan: str, ranks: int) -> bool:
@@ -156,7 +157,7 @@ def scan_cases() -> list[ScanCase]:
     for number, cell in enumerate(cover_pairs(AXES, _is_possible)):
         (heads, groups), (key_dim, value_dim) = cell.pop("heads"), cell.pop("dims")
         scan = cell.pop("scan")
-        if cell["operator"] == "short_conv":
+        if OPERATORS[cell["operator"]].neighbours:
             # It has none.
             cell["scale"] = 1.0
         shape = {"heads": heads, "groups": groups, "key_dim": key_dim, "value_dim": value_dim}
@@ -164,7 +165,9 @@ def scan_cases() -> list[ScanCase]:
     # Every scan on each number of ranks, with both kinds of transitions: what it cuts along heads and values, and which
     # ranks forward what, depends on these together.
     numbers, shapes = itertools.count(), (itertools.cycle(_NARROW), itertools.cycle(_WIDE))
-    for scan, ranks, operator, wide in itertools.product(SCANS, TEAM_SIZES[1:], ("gla", "delta"), (False, True)):
+    with_heads = [(name, operator.kind) for name, operator in OPERATORS.items() if not operator.neighbours]
+    of_kinds = [next(name for name, kind in with_heads if kind is wanted) for wanted in Kind]
+    for scan, ranks, operator, wide in itertools.product(SCANS, TEAM_SIZES[1:], of_kinds, (False, True)):
         if _fits(scan, ranks) and not (scan in _WHOLE and wide):
             number = next(numbers)
             heads, value_dim = next(shapes[wide])
@@ -174,9 +177,9 @@ def scan_cases() -> list[ScanCase]:
             )  # fmt: skip
             cases.append(ScanCase(whole, scan, few=True))
     # Many chunks on each of two ranks.
-    for operator in KNOWN:
-        groups, scale = (1 if operator in GROUPED else 2), (1.0 if operator == "short_conv" else None)
-        long = Whole("long", operator, 1_100, 2, heads=2, groups=groups, key_dim=3, scale=scale)
+    for name, facts in OPERATORS.items():
+        groups, scale = (1 if facts.is_grouped else 2), (1.0 if facts.neighbours else None)
+        long = Whole("long", name, 1_100, 2, heads=2, groups=groups, key_dim=3, scale=scale)
         cases.append(ScanCase(long, "lasp2", few=True))
     return cases
 
@@ -226,7 +229,7 @@ def describe(whole: Whole) -> str:
     """The operator and its sequence, for the table."""
     widths = (
         f"w{whole.width} C{whole.value_dim}"
-        if whole.operator == "short_conv"
+        if OPERATORS[whole.operator].neighbours
         else (
             f"H{whole.heads}"
             + (f"/{whole.groups}" if whole.groups < whole.heads else "")

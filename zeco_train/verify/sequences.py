@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.passes import Kind
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.seam import Exchange, SequenceShard
 
 WEAKEST, STRONGEST = 1e-6, 20.0
@@ -26,8 +26,6 @@ VERIFIED = [
     for name, operator in OPERATORS.items()
     if operator.operands[:3] == ("q", "k", "v") and set(operator.operands) <= _KNOWN and not operator.reads_whole
 ]
-# Those of `VERIFIED` whose log-decays have a number for each channel of the keys.
-_BY_CHANNEL = ("gla", "kda")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Sequence(RankedSequence):
     """
 
     carry: bool
-    operator: str = "gla"
+    operator: str = DEFAULT
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -115,10 +113,11 @@ class Sequence(RankedSequence):
             # Longer keys would make the transitions expansions. β lies between 0 and 2.
             values["k"] = F.normalize(values["k"].to(accumulation_dtype(self.dtype)), dim=-1).to(self.dtype)
             values["beta"] = 2 * self.random(f"beta {rank}", *tokens).sigmoid()
-        if self.operator in _BY_CHANNEL:
+        dims = OPERATORS[self.operator].dims_of
+        if "K" in dims.get("g", ""):
             g = self.random(f"g {rank}", *tokens, self.key_dim)
             values["g"] = F.logsigmoid(g).mul_(decay_rates(self.heads, self.key_dim))
-        elif "g" in self.operands:
+        elif "g" in dims:
             values["g"] = F.logsigmoid(self.random(f"g {rank}", *tokens)).mul_(decay_rates(self.heads, 1)[:, 0])
         return {name: values[name] for name in (*self.operands, "do")}
 

@@ -21,26 +21,13 @@ from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Exchange, SequenceShard
 
 Results = dict[str, Tensor]
-# Dimensions of operands by name, a letter each: batch, tokens, heads of keys (G) and values (H), widths; of a
-# convolution channels and width.
-_DIMS = {
-    "q": "BTGK", "k": "BTGK", "v": "BTHV", "beta": "BTH", "log_decay": "H", "x": "BTC", "weight": "C1W", "bias": "C"
-}  # fmt: skip
 # Softmax attention, beside the operators: heads of values are those of keys.
 SOFTMAX = "softmax"
 _OF_SOFTMAX = {"q": "BTHK", "k": "BTGK", "v": "BTGV"}
-# Operators with a decay for each channel, and those whose heads of values may share one of keys.
-_BY_CHANNEL = ("gla", "kda")
-GROUPED = ("scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
-KNOWN = [name for name, operator in OPERATORS.items() if set(operator.operands) <= {*_DIMS, "g"}]
 
 
 def _dims_of(operator: str) -> Mapping[str, str]:
-    """Dimensions of the operands of an operator, in its order."""
-    if operator == SOFTMAX:
-        return _OF_SOFTMAX
-    of_decays = "BTHK" if operator in _BY_CHANNEL else "BTH"
-    return {name: of_decays if name == "g" else _DIMS[name] for name in OPERATORS[operator].operands}
+    return _OF_SOFTMAX if operator == SOFTMAX else OPERATORS[operator].dims_of
 
 
 # Starts of documents among `pieces` shards of t tokens each, in order: several inside of the first shard, and one over

@@ -19,6 +19,7 @@ The transition of a shard is a matrix, [B, H, K, K].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -27,11 +28,13 @@ from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
-from zeco_train.ops.passes import Kind, Operator, Passes
+from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
 from zeco_train.ops.selection import KernelRule
 
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
 _KERNELS = KernelRule(largest=256)
+# 16,384 tokens and 16 heads: gated_delta 1.963 ms, 0.648 of them forward, kda 2.777 and 0.870 (docs/benchmarks.md).
+_GATED_TIME = OperatorTime("gated_delta", 7.49e-9, 0.33, 128, 128)
 
 
 def _select(operands: Sequence[Tensor], *, gated: bool) -> Passes:
@@ -45,6 +48,7 @@ def _select(operands: Sequence[Tensor], *, gated: bool) -> Passes:
 
 DELTA = Operator(
     operands=("q", "k", "v", "beta"),
+    dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.matrix,
     select=partial(_select, gated=False),
     naive=naive_delta,
@@ -52,10 +56,14 @@ DELTA = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
+    # Not measured; the most like it.
+    time=_GATED_TIME,
+    peers=(Peer("fla.ops.delta_rule", "chunk_delta_rule"),),
 )
 
 GATED_DELTA = Operator(
     operands=("q", "k", "v", "g", "beta"),
+    dims=("BTGK", "BTGK", "BTHV", "BTH", "BTH"),
     kind=Kind.matrix,
     select=partial(_select, gated=True),
     naive=naive_gated_delta,
@@ -63,7 +71,14 @@ GATED_DELTA = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
+    time=_GATED_TIME,
+    peers=(Peer("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),
 )
 
 # The same functions: g has one dimension more.
-KDA = GATED_DELTA
+KDA = replace(
+    GATED_DELTA,
+    dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"),
+    time=OperatorTime("kda", 1.06e-8, 0.31, 128, 128),
+    peers=(Peer("fla.ops.kda", "chunk_kda", takes_context=True),),
+)

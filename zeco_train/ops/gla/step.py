@@ -52,7 +52,7 @@ def _has_kernel(q: Tensor, v: Tensor, g: Tensor) -> bool:
 
 
 def _kernel_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
-    from zeco_train.kernels.gla.step import launch_step  # imports Triton
+    from zeco_train.ops.gla.kernels.step import launch_step  # imports Triton
 
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     # Triton launches on the current device.

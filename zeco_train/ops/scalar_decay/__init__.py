@@ -7,7 +7,7 @@ group h // (H / G). Mamba-2 has few groups, RetNet as many as heads.
 
 `scalar_decay` takes g [B, T, H], log-decays, fp32 or fp64, finite and at most 0. `fixed_decay` takes log_decay [H] in
 its place: g_t = log_decay for all t; 0 is no decay. It is a constant: its gradient is zeros, [H], and a forward pass
-refuses one that requires a gradient. `op_passes` does not serve it, since it cuts each operand by tokens.
+refuses one that requires a gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zeco_train.ops.passes import Kind, Operator, Passes
+from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
 from zeco_train.ops.scalar_decay.naive import naive_fixed_decay, naive_scalar_decay
@@ -25,6 +25,12 @@ from zeco_train.ops.selection import KernelRule
 
 # A kernel holds one of the state's two dims whole, in shared memory.
 _KERNELS = KernelRule(largest=256)
+# 16,384 tokens and 16 heads: 0.167 + 0.380 ms.
+FIXED_TIME = OperatorTime("fixed_decay", 2.09e-9, 0.31, 128, 128)
+
+
+def _walk_programs(key_dim: int, value_dim: int) -> int:
+    return 264 if max(key_dim, value_dim) <= 128 else 132
 
 
 def _select_scalar(operands: Sequence[Tensor]) -> Passes:
@@ -47,6 +53,7 @@ def _select_fixed(operands: Sequence[Tensor]) -> Passes:
 
 SCALAR_DECAY = Operator(
     operands=("q", "k", "v", "g"),
+    dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.diagonal,
     select=_select_scalar,
     naive=naive_scalar_decay,
@@ -54,10 +61,15 @@ SCALAR_DECAY = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
+    walk_programs=_walk_programs,
+    # 16,384 tokens and 16 heads: 0.186 + 0.742 ms.
+    time=OperatorTime("scalar_decay", 3.54e-9, 0.20, 128, 128),
+    peers=(Peer("fla.ops.simple_gla", "chunk_simple_gla"),),
 )
 
 FIXED_DECAY = Operator(
     operands=("q", "k", "v", "log_decay"),
+    dims=("BTGK", "BTGK", "BTHV", "H"),
     kind=Kind.diagonal,
     select=_select_fixed,
     naive=naive_fixed_decay,
@@ -65,4 +77,11 @@ FIXED_DECAY = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     kernels=_KERNELS,
+    walk_programs=_walk_programs,
+    time=FIXED_TIME,
+    # fla's retention has RetNet's decays by itself.
+    peers=(
+        Peer("fla.ops.retention", "chunk_retention", "retention"),
+        Peer("fla.ops.linear_attn", "chunk_linear_attn", "none", (("normalize", False),)),
+    ),
 )

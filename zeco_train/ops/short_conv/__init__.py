@@ -52,6 +52,7 @@ def _select(operands: Sequence[Tensor]) -> Passes:
 
 SHORT_CONV = ShortConv(
     operands=("x", "weight", "bias"),
+    dims=("BTC", "C1W", "C"),
     kind=Kind.matrix,
     select=_select,
     naive=naive_short_conv,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.kernels.short_conv.launch import (
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.short_conv.inputs import check_state
+from zeco_train.ops.short_conv.kernels.launch import (
     launch_grads,
     launch_last_grads,
     launch_outputs,
     launch_received_grads,
 )
-from zeco_train.ops.passes import Passes
-from zeco_train.ops.short_conv.inputs import check_state
 from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
 
 

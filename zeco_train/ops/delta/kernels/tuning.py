@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zeco_train.kernels.gla.tuning import Options
 from zeco_train.kernels.kept import KeptOptions, Key
+from zeco_train.ops.gla.kernels.tuning import Options
 
 # Largest K and V. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
 LARGEST_HEAD_DIM = 256
-# No tile is narrower than this: see the note on miscompiled tiles of 32 keys in kernels/gla/launch.py.
+# No tile is narrower than this: see the note on miscompiled tiles of 32 keys in ops/gla/kernels/launch.py.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 
 _SUMS = Options(64, 64, 4, 1)

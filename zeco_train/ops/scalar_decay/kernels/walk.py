@@ -30,8 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.gla.tiles import decay, load_pieces, load_tile, state_pointers, store_tile
-from zeco_train.kernels.scalar_decay.decays import key_head_offset, load_rate, load_sums
+from zeco_train.ops.gla.kernels.tiles import decay, load_pieces, load_tile, state_pointers, store_tile
+from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
 
 
 @triton.jit

@@ -3,7 +3,7 @@
     P_ij = scale · Σ_K q_i ⊙ k_j ⊙ exp(b_i − b_j)  for i >= j
     L_ij = β_i · Σ_K k_i ⊙ k_j ⊙ exp(b_i − b_j)    for i > j
 
-Pairs are grouped by sizes of blocks, 1, 2, … 32 tokens, as in `zeco_train.kernels.gla.intra`: with decays by channel
+Pairs are grouped by sizes of blocks, 1, 2, … 32 tokens, as in `ops.gla.kernels.intra`: with decays by channel
 where a chunk is not mild, and always for the inverse. Those of the blocks of a size give those of twice the size:
 
     | A     |⁻¹   | A⁻¹             |
@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.delta.decays import border_decays, load_decays
-from zeco_train.kernels.gla.tiles import (
+from zeco_train.ops.delta.kernels.decays import border_decays, load_decays
+from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
     decay,
     from_middle,
@@ -31,7 +31,7 @@ from zeco_train.kernels.gla.tiles import (
     split_pairs,
     store_tile,
 )
-from zeco_train.kernels.scalar_decay.decays import key_head_offset
+from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
 @triton.jit

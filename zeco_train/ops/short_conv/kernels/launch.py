@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco_train.kernels.short_conv.kernels import (
+from zeco_train.ops.short_conv.kernels.kernels import (
     grads_kernel,
     last_grads_kernel,
     outputs_kernel,

@@ -1,4 +1,4 @@
-"""dg from the sums over K that the walks of dq and dk write, see `zeco_train.kernels.scalar_decay.walk`.
+"""dg from the sums over K that the walks of dq and dk write, see `zeco_train.ops.scalar_decay.kernels.walk`.
 
 By where its pairs lie, dg is for tokens t of a chunk that b_end decays in all
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.gla.tiles import decay, load_pieces
+from zeco_train.ops.gla.kernels.tiles import decay, load_pieces
 
 # Log-decay of a cut: exp of it is half of fp32's rounding.
 LEAST_SURVIVING: tl.constexpr = tl.constexpr(-17.3287)

@@ -10,13 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco_train.kernels.delta.decays import channel_sums_kernel
-from zeco_train.kernels.delta.grads import grads_kernel
-from zeco_train.kernels.delta.systems import operands_kernel, systems_kernel
-from zeco_train.kernels.delta.tuning import NARROWEST, Options, Tuning
-from zeco_train.kernels.delta.walks import forward_walk_kernel, reverse_walk_kernel
-from zeco_train.kernels.gla.launch import CHUNK, GROUP, MOST_HEADS
-from zeco_train.kernels.scalar_decay.launch import decay_sums
+from zeco_train.ops.delta.kernels.decays import channel_sums_kernel
+from zeco_train.ops.delta.kernels.grads import grads_kernel
+from zeco_train.ops.delta.kernels.systems import operands_kernel, systems_kernel
+from zeco_train.ops.delta.kernels.tuning import NARROWEST, Options, Tuning
+from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, reverse_walk_kernel
+from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS
+from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Systems:
 
 @dataclass(frozen=True)
 class WalkOperands:
-    """The operands of the walks, see `zeco_train.kernels.delta.systems.operands_kernel`.
+    """The operands of the walks, see `zeco_train.ops.delta.kernels.systems.operands_kernel`.
 
     Attributes:
         w, end_keys, queries: [B, T, H, K]. u: [B, T, H, V].

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.gla.tiles import (
+from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
     load_last_row,
@@ -14,7 +14,7 @@ from zeco_train.kernels.gla.tiles import (
     store_tile,
     sum_tokens,
 )
-from zeco_train.kernels.scalar_decay.decays import LEAST
+from zeco_train.ops.scalar_decay.kernels.decays import LEAST
 
 
 @triton.jit

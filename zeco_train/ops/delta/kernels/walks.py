@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.gla.tiles import head_offset, load_tile, state_pointers, store_tile
+from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
 
 
 @triton.jit

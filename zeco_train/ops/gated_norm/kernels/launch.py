@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco_train.kernels.gated_norm.kernel import gated_norm_grads_kernel, gated_norm_kernel
+from zeco_train.ops.gated_norm.kernels.kernel import gated_norm_grads_kernel, gated_norm_kernel
 
 # Elements of a tile.
 _TILE = 2048

@@ -12,7 +12,7 @@ import triton
 
 from zeco_train.kernels.kept import KeptOptions, Key
 
-# No tile is narrower than this: see the note on miscompiled tiles of 32 keys in kernels/gla/launch.py.
+# No tile is narrower than this: see the note on miscompiled tiles of 32 keys in ops/gla/kernels/launch.py.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 
 

@@ -106,7 +106,7 @@ def load_rows(b, rows, start, T, H, D, first_column, WIDTH: tl.constexpr):
 
 @triton.jit
 def split_pairs(shift, C: tl.constexpr):
-    """[C, C], the pairs, in either order, that are split by blocks of 2^shift tokens (kernels/gla/intra.py)."""
+    """[C, C], the pairs, in either order, that are split by blocks of 2^shift tokens (ops/gla/kernels/intra.py)."""
     block = tl.arange(0, C) >> shift
     return (block ^ 1)[:, None] == block[None, :]
 

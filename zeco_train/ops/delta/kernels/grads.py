@@ -12,7 +12,7 @@ With N its new values and dN their gradients, T = (I + L)⁻¹, E_ij = exp(b_i �
 
 S' is the state after the chunk: Σ_V S' ⊙ dS = exp(b_end) Σ_V S ⊙ dS + Σ_i k ⊙ (the part of col from dS), which is 0 for
 tokens before a restart. A pair of tokens enters dg's sum twice, with both signs, from the same rounded factors, as in
-`zeco_train.kernels.gla.intra`, whose sizes of blocks serve decays by channel here, too.
+`zeco_train.ops.gla.kernels.intra`, whose sizes of blocks serve decays by channel here, too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.delta.decays import border_decays, load_decays
-from zeco_train.kernels.gla.tiles import (
+from zeco_train.ops.delta.kernels.decays import border_decays, load_decays
+from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
     decay,
     from_middle,
@@ -36,7 +36,7 @@ from zeco_train.kernels.gla.tiles import (
     store_tile,
     sum_tokens,
 )
-from zeco_train.kernels.scalar_decay.decays import key_head_offset
+from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -309,7 +309,7 @@ def grads_kernel(
     """One program serves BK channels of the keys of some chunks of one head.
 
     MILD: a program for each chunk, with decays by channel for the mild ones only; else only for the others, a program
-    for CHUNKS, see `zeco_train.kernels.gla.intra`.
+    for CHUNKS, see `zeco_train.ops.gla.kernels.intra`.
     """
     key_tiles: tl.constexpr = (K + BK - 1) // BK
     first_chunk = tl.program_id(0) // key_tiles * CHUNKS

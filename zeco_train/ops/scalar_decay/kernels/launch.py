@@ -9,13 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco_train.kernels.gla.launch import MOST_HEADS
-from zeco_train.kernels.gla.states import correct_starts_kernel, join_segments_kernel
-from zeco_train.kernels.scalar_decay.decay_grads import decay_grads_kernel
-from zeco_train.kernels.scalar_decay.decays import decay_sums_kernel
-from zeco_train.kernels.scalar_decay.summaries import summaries_kernel
-from zeco_train.kernels.scalar_decay.tuning import NARROWEST, Options, Tuning
-from zeco_train.kernels.scalar_decay.walk import walk_kernel
+from zeco_train.ops.gla.kernels.launch import MOST_HEADS
+from zeco_train.ops.gla.kernels.states import correct_starts_kernel, join_segments_kernel
+from zeco_train.ops.scalar_decay.kernels.decay_grads import decay_grads_kernel
+from zeco_train.ops.scalar_decay.kernels.decays import decay_sums_kernel
+from zeco_train.ops.scalar_decay.kernels.summaries import summaries_kernel
+from zeco_train.ops.scalar_decay.kernels.tuning import NARROWEST, Options, Tuning
+from zeco_train.ops.scalar_decay.kernels.walk import walk_kernel
 
 _HEADS_OF_SUMS = 16
 # A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than
@@ -42,7 +42,7 @@ class Summaries:
 
 @dataclass(frozen=True)
 class DecayTerms:
-    """What a walk leaves for dg, see `zeco_train.kernels.scalar_decay.walk`.
+    """What a walk leaves for dg, see `zeco_train.ops.scalar_decay.kernels.walk`.
 
     Attributes:
         borders: [N / span, B, H, V, K] in the dtype of the tokens, S, which the walk of dq writes and that of dk reads.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.gla.tiles import (
+from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
     load_corrected,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeco_train.kernels.gla.tiles import decay, state_pointers
+from zeco_train.ops.gla.kernels.tiles import decay, state_pointers
 
 # Elements of a program's tile of the state: 32 fp32 registers a thread.
 _TILE = 4096

@@ -9,11 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco_train.kernels.gla.input_grads import input_grads_kernel
-from zeco_train.kernels.gla.intra import intra_grads_kernel, scores_kernel
-from zeco_train.kernels.gla.outputs import outputs_kernel
-from zeco_train.kernels.gla.states import chunk_states_kernel, correct_starts_kernel, join_segments_kernel
-from zeco_train.kernels.gla.tuning import Tuning
+from zeco_train.ops.gla.kernels.input_grads import input_grads_kernel
+from zeco_train.ops.gla.kernels.intra import intra_grads_kernel, scores_kernel
+from zeco_train.ops.gla.kernels.outputs import outputs_kernel
+from zeco_train.ops.gla.kernels.states import chunk_states_kernel, correct_starts_kernel, join_segments_kernel
+from zeco_train.ops.gla.kernels.tuning import Tuning
 
 CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
