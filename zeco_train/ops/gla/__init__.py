@@ -15,6 +15,7 @@ from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.gla.step import STEP_KERNELS, recurrent_step
+from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Kind, Operator, Passes
 from zeco_train.ops.selection import KernelRule
 
@@ -35,6 +36,7 @@ GLA = Operator(
     kind=Kind.diagonal,
     select=_select,
     naive=naive_gla,
+    oracle=by_blocks,
     step=recurrent_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Kind, Operator, Passes
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
@@ -50,6 +51,7 @@ SCALAR_DECAY = Operator(
     kind=Kind.diagonal,
     select=_select_scalar,
     naive=naive_scalar_decay,
+    oracle=by_blocks,
     step=scalar_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
@@ -61,6 +63,7 @@ FIXED_DECAY = Operator(
     kind=Kind.diagonal,
     select=_select_fixed,
     naive=naive_fixed_decay,
+    oracle=by_blocks,
     step=fixed_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zeco_train.ops.oracle import by_windows
 from zeco_train.ops.passes import Kind, Operator, Passes
 from zeco_train.ops.selection import KernelRule
 from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
@@ -55,6 +56,7 @@ SHORT_CONV = ShortConv(
     kind=Kind.matrix,
     select=_select,
     naive=naive_short_conv,
+    oracle=by_windows,
     step=convolution_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
