@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.descriptors import wrong_descriptors
+from tests.support.recurrence import naive_of
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
@@ -416,7 +417,7 @@ def expected_of(case: Case, values: dict[str, Tensor]) -> dict[str, Tensor]:
     pieces = shard.place(case.T, DEVICE).pieces
     of_documents = {} if pieces is None else {"pieces": pieces}
     scale = {} if case.operator == "short_conv" else {"scale": case.K**-0.5}
-    naive = OPERATORS[case.operator].naive
+    naive = naive_of(OPERATORS[case.operator])
     return differentiate(
         case, wide, lambda operands, carry: naive(*operands, initial_state=carry, **scale, **of_documents)
     )

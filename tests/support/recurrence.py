@@ -7,7 +7,29 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
+from zeco_train.ops.gla.naive import naive_gla
+from zeco_train.ops.passes import Operator, Recurrence
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.scalar_decay.naive import naive_fixed_decay, naive_scalar_decay
+from zeco_train.ops.short_conv.naive import naive_short_conv
+from zeco_train.ops.unmasked.naive import naive_unmasked
+
+_NAIVE = {
+    "gla": naive_gla,
+    "scalar_decay": naive_scalar_decay,
+    "fixed_decay": naive_fixed_decay,
+    "delta": naive_delta,
+    "gated_delta": naive_gated_delta,
+    "kda": naive_gated_delta,
+    "short_conv": naive_short_conv,
+    "unmasked": naive_unmasked,
+}
+
+
+def naive_of(operator: Operator) -> Recurrence:
+    """The recurrence of an operator, of other passes or names of operands too."""
+    return next(naive for name, naive in _NAIVE.items() if OPERATORS[name].step is operator.step)
 
 
 def recurrence(
@@ -30,7 +52,7 @@ def recurrence(
         of_documents["pieces"] = torch.zeros(do.shape[1], dtype=torch.int32).index_fill(0, torch.tensor(restarts), 1)
         of_documents["pieces"] = of_documents["pieces"].cumsum(0, dtype=torch.int32)
     initial = {} if OPERATORS[operator].reads_whole else {"initial_state": before.requires_grad_()}
-    o, after = OPERATORS[operator].naive(*leaves.values(), **initial, **of_documents)
+    o, after = naive_of(OPERATORS[operator])(*leaves.values(), **initial, **of_documents)
     dcarry_out = torch.zeros_like(after) if dcarry_out is None else dcarry_out
     inputs = [*leaves.values(), *initial.values()]
     found = torch.autograd.grad([o, after], inputs, [do, dcarry_out], materialize_grads=True)

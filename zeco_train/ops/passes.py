@@ -129,7 +129,6 @@ class Operator:
         kind: of its transition.
         select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
             a backward pass.
-        naive: the recurrence, token by token.
         oracle: the formula that `verify` and `bench` compare with (`zeco_train.ops.oracle`), of the operands by name.
         step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
@@ -146,7 +145,6 @@ class Operator:
     operands: tuple[str, ...]
     kind: Kind
     select: Callable[[Sequence[Tensor]], Passes]
-    naive: Recurrence
     oracle: Recurrence
     step: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]

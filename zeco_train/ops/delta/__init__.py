@@ -25,7 +25,6 @@ from torch import Tensor
 
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
-from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
 from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Kind, Operator, Passes
@@ -48,7 +47,6 @@ DELTA = Operator(
     operands=("q", "k", "v", "beta"),
     kind=Kind.matrix,
     select=partial(_select, gated=False),
-    naive=naive_delta,
     oracle=by_blocks,
     step=delta_step,
     forward_flops=forward_flops,
@@ -60,7 +58,6 @@ GATED_DELTA = Operator(
     operands=("q", "k", "v", "g", "beta"),
     kind=Kind.matrix,
     select=partial(_select, gated=True),
-    naive=naive_gated_delta,
     oracle=by_blocks,
     step=gated_delta_step,
     forward_flops=forward_flops,

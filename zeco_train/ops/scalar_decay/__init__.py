@@ -20,7 +20,6 @@ from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Kind, Operator, Passes
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
-from zeco_train.ops.scalar_decay.naive import naive_fixed_decay, naive_scalar_decay
 from zeco_train.ops.scalar_decay.step import fixed_step, scalar_step
 from zeco_train.ops.selection import KernelRule
 
@@ -50,7 +49,6 @@ SCALAR_DECAY = Operator(
     operands=("q", "k", "v", "g"),
     kind=Kind.diagonal,
     select=_select_scalar,
-    naive=naive_scalar_decay,
     oracle=by_blocks,
     step=scalar_step,
     forward_flops=forward_flops,
@@ -62,7 +60,6 @@ FIXED_DECAY = Operator(
     operands=("q", "k", "v", "log_decay"),
     kind=Kind.diagonal,
     select=_select_fixed,
-    naive=naive_fixed_decay,
     oracle=by_blocks,
     step=fixed_step,
     forward_flops=forward_flops,

@@ -21,7 +21,6 @@ from zeco_train.ops.oracle import by_windows
 from zeco_train.ops.passes import Kind, Operator, Passes
 from zeco_train.ops.selection import KernelRule
 from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
-from zeco_train.ops.short_conv.naive import naive_short_conv
 from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.ops.short_conv.step import convolution_step
 
@@ -55,7 +54,6 @@ SHORT_CONV = ShortConv(
     operands=("x", "weight", "bias"),
     kind=Kind.matrix,
     select=_select,
-    naive=naive_short_conv,
     oracle=by_windows,
     step=convolution_step,
     forward_flops=forward_flops,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from zeco_train.ops.oracle import by_pairs
 from zeco_train.ops.passes import Kind, Operator
 from zeco_train.ops.unmasked.flops import forward_flops, recomputed_flops
-from zeco_train.ops.unmasked.naive import naive_unmasked
 from zeco_train.ops.unmasked.passes import UNMASKED_PASSES
 from zeco_train.ops.unmasked.step import refuse_step
 
@@ -20,7 +19,6 @@ UNMASKED = Operator(
     operands=("q", "k", "v"),
     kind=Kind.diagonal,
     select=lambda operands: UNMASKED_PASSES,
-    naive=naive_unmasked,
     oracle=by_pairs,
     step=refuse_step,
     forward_flops=forward_flops,
