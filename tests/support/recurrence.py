@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
-from zeco_train.ops.gla.naive import naive_gla
+from tests.support.naive.delta import naive_delta, naive_gated_delta
+from tests.support.naive.gla import naive_gla
+from tests.support.naive.scalar_decay import naive_fixed_decay, naive_scalar_decay
+from tests.support.naive.short_conv import naive_short_conv
+from tests.support.naive.unmasked import naive_unmasked
 from zeco_train.ops.passes import Operator, Recurrence
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.scalar_decay.naive import naive_fixed_decay, naive_scalar_decay
-from zeco_train.ops.short_conv.naive import naive_short_conv
-from zeco_train.ops.unmasked.naive import naive_unmasked
 
 _NAIVE = {
     "gla": naive_gla,

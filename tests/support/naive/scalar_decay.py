@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zeco_train.ops.gla.naive import naive_gla
+from tests.support.naive.gla import naive_gla
 from zeco_train.ops.scalar_decay.checks import check_inputs
 
 
