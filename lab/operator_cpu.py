@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tests.support.naive.gla import naive_gla
+from tests.support.recurrence import naive_gla
 from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig

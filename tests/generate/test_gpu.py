@@ -17,7 +17,7 @@ from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec
 from tests.generate.test_step import steps
-from tests.support.naive.gla import naive_gla
+from tests.support.recurrence import naive_gla
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.support.comparison import largest
-from tests.support.naive.gla import naive_gla
+from tests.support.recurrence import naive_gla
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import chunked
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
-from tests.support.naive.short_conv import naive_short_conv
+from tests.support.recurrence import naive_short_conv
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
-from tests.support.naive.gla import naive_gla
+from tests.support.recurrence import naive_gla
 from tests.support.sp_reference import (
     CONFIGS,
     KEY_DIM,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.documents import shard_cu_seqlens
-from tests.support.naive.gla import naive_gla
+from tests.support.recurrence import naive_gla
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard, StateScan
