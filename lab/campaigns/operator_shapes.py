@@ -405,7 +405,8 @@ def expected_of(case: Case, values: dict[str, Tensor]) -> dict[str, Tensor]:
     operands, do = {name: values[name].double() for name in operands_of(case)}, values["do"].double()
     borders = torch.tensor(case.documents) if case.documents else None
     if case.operator == "softmax":
-        return exact_softmax(**operands, do=do, borders=borders)
+        q, k, v = operands.values()
+        return exact_softmax(q, k, v, do, borders=borders)
     starts = [start for start in case.documents if start < case.T and (start or not case.before)]
     tokens = ExactTokens(OPERATORS[case.operator], operands, do, starts)
     carry = _carry(case, values)

@@ -183,7 +183,8 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
         if is_linear(name):
             expected = exact_results(OPERATORS[shape.operator], whole.operands, whole.do)
         else:
-            expected = exact_softmax(**whole.operands, do=whole.do, window=config.window)
+            q, k, v = whole.operands.values()
+            expected = exact_softmax(q, k, v, whole.do, window=config.window)
         with variant.within():
             found = whole.at(variant.positions).results(variant.attention)
         pairs = {key: (value, expected[key][:, variant.positions]) for key, value in found.items()}
