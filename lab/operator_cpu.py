@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tests.support.recurrence import naive_gla
 from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig
@@ -28,7 +29,6 @@ from zeco_train.bench.session import Session
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
-from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.transition import fold
 from zeco_train.system.environment import process_memory
 from zeco_train.system.ranges import check_least

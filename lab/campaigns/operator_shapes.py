@@ -34,6 +34,7 @@ from torch import Tensor
 from tests.support.descriptors import wrong_descriptors
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
+from zeco_train.ops.oracle import ExactTokens, exact_softmax
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Place, SequenceShard
 from zeco_train.sp.exchange import local_exchange
@@ -77,8 +78,6 @@ PAIRS = [
 ]  # fmt: skip
 LENGTHS = (1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 193, 257, 300)
 LONG = (1000, 2049, 4096)
-# Tokens up to which the recurrence is the reference. Processes that share a GPU wait for each other at each launch.
-NAIVE = {"cuda": 129, "cpu": 320}
 DECAYS = ("none", "initial", "weak", "strong", "vanishing", "resets", "erased", "mixed")
 LAYOUTS = ("contiguous", "halves", "heads first", "odd offset", "expanded do")
 
@@ -400,37 +399,18 @@ def _mixed(case: Case, operands: list[Tensor], shard: SequenceShard, carry: Tens
 
 
 def expected_of(case: Case, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The recurrence in fp64; beyond two chunks the chunked passes in fp64, in fewer launches.
-
-    They use none of the kernels, and CI compares them with the recurrence.
-    """
-    wide = {name: x.double() for name, x in values.items()}
+    """The exact results, in fp64."""
+    operands, do = {name: values[name].double() for name in operands_of(case)}, values["do"].double()
+    borders = torch.tensor(case.documents) if case.documents else None
     if case.operator == "softmax":
-        return differentiate(case, wide, lambda operands, carry: (_softmax(case, *operands), None))
-    shard = _shard(case)
-    longest = NAIVE[DEVICE.type]
-    if longest < case.T:
-        return differentiate(case, wide, lambda operands, carry: _mixed(case, operands, shard, carry))
-    pieces = shard.place(case.T, DEVICE).pieces
-    of_documents = {} if pieces is None else {"pieces": pieces}
-    scale = {} if case.operator == "short_conv" else {"scale": case.K**-0.5}
-    naive = OPERATORS[case.operator].naive
-    return differentiate(
-        case, wide, lambda operands, carry: naive(*operands, initial_state=carry, **scale, **of_documents)
-    )
-
-
-def _softmax(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    T = case.T
-    visible = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
-    if case.documents:
-        document = torch.searchsorted(
-            torch.tensor(case.documents, device=q.device), torch.arange(T, device=q.device), right=True
-        )
-        visible &= document[:, None] == document
-    k, v = (x.repeat_interleave(case.H // case.G, 2) for x in (k, v))
-    scores = case.K**-0.5 * torch.einsum("bihd,bjhd->bhij", q, k)
-    return torch.einsum("bhij,bjhv->bihv", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+        q, k, v = operands.values()
+        return exact_softmax(q, k, v, do, borders=borders)
+    starts = [start for start in case.documents if start < case.T and (start or not case.before)]
+    tokens = ExactTokens(OPERATORS[case.operator], operands, do, starts)
+    carry = _carry(case, values)
+    after = tokens.forward(tokens.zero_state() if carry is None else carry.double())
+    before = tokens.backward(torch.zeros_like(after) if carry is None else values["dcarry_out"].double())
+    return tokens.results | ({} if carry is None else {"carry_out": after, "dcarry_in": before})
 
 
 def errors_of(case: Case) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.support.bench_settings import error_line
 from tests.support.distributed import run_distributed
+from tests.support.recurrence import naive_of
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import operator
 from zeco_train.bench.check import WrongResultError
@@ -26,6 +27,7 @@ from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
+from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.selection import check_kernels, find_slow_paths
@@ -53,13 +55,13 @@ SMALL = [*SETTINGS, "heads=[4]", "dims=[[8,16]]", "tokens=[48]", "check_tokens=7
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
     inputs = Inputs.random(shape, Dtype.fp64, 3, CPU)
-    shard = SequenceShard(local_exchange(), 0, shape.tokens)
-    found = inputs.results(lambda *operands: mix(shape.operator, operands, shard)[0])
-    expected = inputs.results(lambda *operands: OPERATORS[shape.operator].naive(*operands)[0])
+    found = exact_results(OPERATORS[shape.operator], inputs.operands, inputs.do)
+    expected = inputs.results(lambda *operands: naive_of(OPERATORS[shape.operator])(*operands)[0])
     last = [f"d{name}" for name in OPERATORS[shape.operator].operands[3:] if name != "log_decay"]
     assert [*found] == [*expected] == ["o", "dq", "dk", "dv", *last]
     for name, result in found.items():
         assert relative_error(result, expected[name]) < 1e-12, name
+    shard = SequenceShard(local_exchange(), 0, shape.tokens)
     assert [*inputs.results(lambda *operands: mix(shape.operator, operands, shard)[0], backward=False)] == ["o"]
 
 
@@ -140,7 +142,7 @@ class _Refused(torch.autograd.Function):
 def _peer(operator: str, change: Callable[[Tensor], Tensor]) -> Any:
     def function(q: Tensor, k: Tensor, v: Tensor, decays: Tensor | None = None, normalize: bool = True) -> Any:
         decays = torch.zeros(v.shape[2], dtype=v.dtype) if decays is None else decays
-        o, state = OPERATORS[operator].naive(q, k, v, decays)
+        o, state = naive_of(OPERATORS[operator])(q, k, v, decays)
         assert operator == "scalar_decay" or not normalize
         return change(o), state
 
@@ -224,10 +226,10 @@ def test_wrong_peer_is_a_failure_and_the_others_are_timed(tmp_path: Path, capsys
 )
 def test_peers_of_delta_rules_take_the_same_operands(shape: Shape, module: str, function: str) -> None:
     session, operator = mock.Mock(spec=Session), OPERATORS[shape.operator]
-    session.import_fla.side_effect = {module: SimpleNamespace(**{function: operator.naive})}.get
+    session.import_fla.side_effect = {module: SimpleNamespace(**{function: naive_of(operator)})}.get
     inputs = Inputs.random(shape, Dtype.fp64, 0, CPU)
     found = inputs.results(peer_attention(shape, session))
-    expected = inputs.results(lambda *operands: operator.naive(*operands)[0])
+    expected = inputs.results(lambda *operands: naive_of(operator)(*operands)[0])
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from models.mixers.gla import FeatureMap
 from tests.models.test_model import SMALL, build, tokens_and_labels, whole
 from tests.support.distributed import run_distributed
+from tests.support.recurrence import naive_gla
 from zeco_train.ops.gla import step as step_module
-from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.gla.step import recurrent_step
 from zeco_train.ops.segments import LayerStates
 

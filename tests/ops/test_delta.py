@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.ops.test_ops import DOCUMENTS, cut
 from tests.support.delta_cases import DECAYS, HEADS, KEY_DIM, RULES, VALUE_DIM, Case, make
+from tests.support.recurrence import naive_gla, naive_of
 from zeco_train.ops.delta import chunked
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.documents import find_pieces
-from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
 
@@ -91,7 +91,7 @@ def expected(rule: str, case: Case, cu_seqlens: Tensor | None) -> dict[str, Tens
     operands, state, do, grad = case
     leaves = [x.detach().clone().requires_grad_() for x in (*operands, state)]
     pieces = find_pieces(cu_seqlens, 1, do.shape[1], do.device)
-    o, end = OPERATORS[rule].naive(*leaves[:-1], scale=SCALE, initial_state=leaves[-1], pieces=pieces)
+    o, end = naive_of(OPERATORS[rule])(*leaves[:-1], scale=SCALE, initial_state=leaves[-1], pieces=pieces)
     found = torch.autograd.grad([o, end], leaves, [do, grad], allow_unused=True, materialize_grads=True)
     return {"o": o.detach(), "state": end.detach(), "initial_grad": found[-1], **_named(rule, found)}
 
@@ -119,7 +119,7 @@ def test_recurrence_multiplies_the_state_by_its_matrices() -> None:
     """Written out with matrices, decay first."""
     (q, k, v, g, beta), state, _, _ = make("kda", 9)
     q, k = (x.repeat_interleave(HEADS // 2, dim=2) for x in (q, k))
-    o, end = OPERATORS["kda"].naive(q, k, v, g, beta, scale=SCALE, initial_state=state)
+    o, end = naive_of(OPERATORS["kda"])(q, k, v, g, beta, scale=SCALE, initial_state=state)
     eye = torch.eye(KEY_DIM, dtype=torch.float64)
     for t in range(9):
         k_t, b_t = k[:, t, :, :, None], beta[:, t, :, None, None]
@@ -132,7 +132,7 @@ def test_rules_are_special_cases_of_the_one_with_decays_by_channel() -> None:
     (q, k, v, g, beta), state, _, _ = make("gated_delta", 20)
     wide = g[..., None].expand(*g.shape, KEY_DIM)
     gated, kda, delta, still = (
-        OPERATORS[rule].naive(*operands, initial_state=state)
+        naive_of(OPERATORS[rule])(*operands, initial_state=state)
         for rule, operands in (
             ("gated_delta", (q, k, v, g, beta)),
             ("kda", (q, k, v, wide, beta)),
@@ -148,7 +148,7 @@ def test_orthogonal_keys_make_gated_linear_attention() -> None:
     """Nothing is replaced then: each token only adds β k vᵀ. Not with other keys."""
     (q, _, v, g, beta), state, _, _ = make("kda", KEY_DIM, groups=HEADS)
     k = torch.eye(KEY_DIM, dtype=torch.float64)[None, :, None].expand(q.shape)
-    o, end = OPERATORS["kda"].naive(q, k, v, g, beta, initial_state=0 * state)
+    o, end = naive_of(OPERATORS["kda"])(q, k, v, g, beta, initial_state=0 * state)
     wanted, wanted_end = naive_gla(q, k, beta[..., None] * v, g)
     torch.testing.assert_close(o, wanted, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(end, wanted_end, rtol=1e-12, atol=1e-13)
@@ -302,7 +302,7 @@ def test_bf16_tokens_are_computed_in_fp32(rule: str) -> None:
 
 def test_narrow_or_misshapen_operands_are_refused() -> None:
     (q, k, v, g, beta), *_ = make("gated_delta", 5)
-    naive = OPERATORS["gated_delta"].naive
+    naive = naive_of(OPERATORS["gated_delta"])
     with pytest.raises(ValueError, match=r"^beta: expected float32 or float64, for writing strengths"):
         naive(q, k, v, g, beta.bfloat16())
     with pytest.raises(ValueError, match=r"^g: expected float32 or float64, for log-decays"):
@@ -312,7 +312,7 @@ def test_narrow_or_misshapen_operands_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^g: expected shape \[B, T, H, K\] = \[1, 5, 4, 6\], got \[1, 5, 4, 7\]"):
         naive(q, k, v, g[..., None].expand(1, 5, 4, 7), beta)
     delta = OPERATORS["delta"]
-    for plain in (delta.naive, lambda *tensors: delta.step(*tensors, torch.zeros(1, 4, 6, 5))):
+    for plain in (naive_of(delta), lambda *tensors: delta.step(*tensors, torch.zeros(1, 4, 6, 5))):
         with pytest.raises(ValueError, match=r"^beta: expected float32 or float64, for writing strengths"):
             plain(q, k, v, beta.bfloat16())
         with pytest.raises(ValueError, match=r"^beta: expected shape \[B, T, H\]"):
@@ -332,7 +332,7 @@ def test_steps_equal_recurrence_and_update_the_state_in_place(rule: str, dtype: 
         for name, x in zip(OPERATORS[rule].operands, operands, strict=True)
     ]
     updated = state.to(wide)
-    wanted, end = OPERATORS[rule].naive(*(x.double() for x in operands), initial_state=updated.double())
+    wanted, end = naive_of(OPERATORS[rule])(*(x.double() for x in operands), initial_state=updated.double())
     o = [OPERATORS[rule].step(*(x[:, t : t + 1] for x in operands), updated) for t in range(20)]
     assert o[0].dtype == dtype
     assert (torch.cat(o, 1) - wanted).norm() <= tolerance * wanted.norm()

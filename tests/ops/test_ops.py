@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.support.comparison import largest
+from tests.support.recurrence import naive_gla
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import chunked
-from zeco_train.ops.gla.naive import naive_gla
 
 pytestmark = pytest.mark.numeric
 

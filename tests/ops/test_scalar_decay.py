@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ops.test_ops import DOCUMENTS, cut
+from tests.support.recurrence import naive_of
 from tests.support.scalar_cases import HEADS, KEY_DIM, VALUE_DIM, Case, log_decays, make
 from zeco_train.ops import CHUNK
 from zeco_train.ops.documents import find_pieces
@@ -80,7 +81,7 @@ def expected(operator: Operator, case: Case, cu_seqlens: Tensor | None) -> dict[
     operands, state, do, grad = case
     leaves = [x.detach().clone().requires_grad_() for x in (*operands, state)]
     pieces = find_pieces(cu_seqlens, 1, do.shape[1], do.device)
-    o, end = operator.naive(*leaves[:4], scale=SCALE, initial_state=leaves[4], pieces=pieces)
+    o, end = naive_of(operator)(*leaves[:4], scale=SCALE, initial_state=leaves[4], pieces=pieces)
     found = torch.autograd.grad([o, end], leaves, [do, grad], allow_unused=True, materialize_grads=True)
     return dict(
         zip(("o", "state", "dq", "dk", "dv", "dg", "initial_grad"), (o.detach(), end.detach(), *found), strict=True)
@@ -242,7 +243,7 @@ def test_steps_equal_recurrence_and_update_the_state_in_place(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     operands = [*(x.to(dtype) for x in operands[:3]), operands[3].to(wide)]
     updated = state.to(wide)
-    wanted, end = operator.naive(*(x.double() for x in operands), scale=SCALE, initial_state=updated.double())
+    wanted, end = naive_of(operator)(*(x.double() for x in operands), scale=SCALE, initial_state=updated.double())
     o = [operator.step(*of_tokens(operands, t, t + 1), updated, SCALE) for t in range(20)]
     assert o[0].dtype == dtype
     assert (torch.cat(o, 1) - wanted).norm() <= tolerance * wanted.norm()
@@ -251,7 +252,7 @@ def test_steps_equal_recurrence_and_update_the_state_in_place(
 
 def test_scale_of_a_step_is_by_default_that_of_the_recurrence() -> None:
     operands, state, _, _ = make(SCALAR_DECAY, 1)
-    wanted, _ = SCALAR_DECAY.naive(*operands, initial_state=state)
+    wanted, _ = naive_of(SCALAR_DECAY)(*operands, initial_state=state)
     torch.testing.assert_close(SCALAR_DECAY.step(*operands, state.clone()), wanted, rtol=1e-13, atol=1e-14)
 
 

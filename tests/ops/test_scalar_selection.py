@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.recurrence import naive_of
 from tests.support.scalar_cases import HEADS, KEY_DIM, VALUE_DIM, make
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
@@ -50,7 +51,7 @@ def test_invalid_shapes_are_named(position: int, shape: tuple[int, ...], message
         operands[3] = torch.zeros(1, 4, 5, dtype=torch.float64)
     operands[position] = torch.zeros(shape, dtype=torch.float64)
     with pytest.raises(ValueError, match=f"^{message}"):
-        SCALAR_DECAY.naive(*operands)
+        naive_of(SCALAR_DECAY)(*operands)
     with pytest.raises(ValueError, match=f"^{message}"):
         CHUNKED_SCALAR.forward(operands, 1.0, None)
 

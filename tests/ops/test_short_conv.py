@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
+from tests.support.recurrence import naive_short_conv
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.short_conv import SHORT_CONV
-from zeco_train.ops.short_conv.naive import naive_short_conv
 from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.sp.exchange import local_exchange
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.op_passes import op_passes
+from tests.support.recurrence import naive_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.delta.chunk_states import Chunks
@@ -44,8 +45,8 @@ TOLERANCE = 1e-13
 
 # Operands are named as in `tensors`, where scalar decays have names of their own for other shapes.
 OPS = {
-    "slow gla": replace(GLA, select=lambda operands: op_passes(GLA.naive, Kind.diagonal)),
-    "slow delta": replace(DELTA, select=lambda operands: op_passes(DELTA.naive, Kind.matrix)),
+    "slow gla": replace(GLA, select=lambda operands: op_passes(naive_of(GLA), Kind.diagonal)),
+    "slow delta": replace(DELTA, select=lambda operands: op_passes(naive_of(DELTA), Kind.matrix)),
     "delta": DELTA,
     "gated_delta": replace(GATED_DELTA, operands=("shared_q", "shared_unit_k", "v", "scalar_g", "beta")),
     "kda": KDA,
@@ -98,7 +99,7 @@ def expected(
     # The first document continues from the carry.
     for a, b in itertools.pairwise([*(documents or (0,)), num_tokens]):
         before = state if a == 0 else zero
-        part, state = OPS[name].naive(*operands_of(name, values, a, b), scale=SCALE, initial_state=before)
+        part, state = naive_of(OPS[name])(*operands_of(name, values, a, b), scale=SCALE, initial_state=before)
         o.append(part)
     outputs, grads = [torch.cat(o, dim=1), state], [values["do"], values["dcarry_out"] if want_carry else zero]
     found = torch.autograd.grad(outputs, [*inputs.values(), carry_in], grads, allow_unused=True)
@@ -214,7 +215,7 @@ def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None
     operands, incoming = [values[name] for name in GLA.operands], values["carry_in"]
     pieces = None if documents is None else find_pieces(torch.tensor(documents), 0, 100, incoming.device)
     both = []
-    for passes in (GLA.select(operands), op_passes(GLA.naive, Kind.diagonal)):
+    for passes in (GLA.select(operands), op_passes(naive_of(GLA), Kind.diagonal)):
         forward = passes.forward(operands, SCALE, pieces)
         forward.overlap()
         o = forward.outputs(incoming)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
+from tests.support.recurrence import naive_gla
 from tests.support.sp_reference import (
     CONFIGS,
     KEY_DIM,
@@ -29,7 +30,6 @@ from zeco_train.collectives import Courier, serial
 from zeco_train.errors import ConfigError
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import chunked
-from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import ScanRequest, SequenceShard
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
+from tests.support.recurrence import naive_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
@@ -109,7 +110,7 @@ def test_unmasked_passes_sum_the_state_in_float32(dtype: torch.dtype) -> None:
     wide = [x.double() for x in operands]
     forward = UNMASKED.select(operands).forward(operands, SCALE, None)
     assert (forward.state.dtype, forward.transition.dtype) == (torch.float32, torch.float32)
-    o, state = UNMASKED.naive(*wide, scale=SCALE)
+    o, state = naive_of(UNMASKED)(*wide, scale=SCALE)
     torch.testing.assert_close(forward.state.double(), state, rtol=1e-5, atol=1e-4)
     found = forward.outputs(forward.state)
     assert found.dtype == dtype
@@ -120,7 +121,7 @@ def test_unmasked_passes_sum_the_state_in_float32(dtype: torch.dtype) -> None:
 def test_naive_unmasked_attention_equals_state_form() -> None:
     values = tensors(30)
     q, k, v = (values[name] for name in NAMES)
-    o, state = UNMASKED.naive(q, k, v)
+    o, state = naive_of(UNMASKED)(q, k, v)
     expected_state = torch.einsum("bjhk,bjhv->bhkv", k, v)
     torch.testing.assert_close(state, expected_state)
     torch.testing.assert_close(o, KEY_DIM**-0.5 * torch.einsum("bihk,bhkv->bihv", q, expected_state))
@@ -139,7 +140,7 @@ def test_documents_segments_and_generation_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^model\.causal=false: .*generation needs model\.causal=true$"):
         OPERATORS["unmasked"].step(*operands, state)
     with pytest.raises(ValueError, match=re.escape("initial_state: ")):
-        UNMASKED.naive(*operands, initial_state=state)
+        naive_of(UNMASKED)(*operands, initial_state=state)
 
 
 @pytest.mark.parametrize("position", [1, 2])

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.documents import shard_cu_seqlens
+from tests.support.recurrence import naive_gla
 from zeco_train.collectives.registry import ALL_SCANS
-from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, SequenceShard, StateScan
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig

@@ -16,6 +16,7 @@ from tests.support.distributed import run_distributed
 from tests.verify.test_verify import CPU, run_command, verify
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
+from zeco_train.ops import oracle
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.span import Span
 from zeco_train.verify import attention, cases, command
@@ -133,7 +134,7 @@ def test_reference_is_softmax_over_the_visible_keys(documents: bool, window: int
     o = torch.einsum("bhij,bjhv->bihv", scores.softmax(-1), v.repeat_interleave(2, 2))
     grads = torch.autograd.grad(o, (q, k, v), do)
     expected = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
-    with mock.patch.object(attention, "_SCORES", 4 * 40 * 9):
+    with mock.patch.object(oracle, "_SCORES", 4 * 40 * 9):
         found = exact(sequence, Place(0, 1))
     for name, deviation in deviations(found, expected).items():
         assert deviation.error <= 1e-13, name

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from torch import Tensor
 from models.registry import MIXERS
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
+from tests.support.recurrence import recurrence
 from zeco_train.collectives import chain, neighbour, rounds, serial
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops import mix
@@ -37,6 +39,7 @@ from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, TeamCase, d
 from zeco_train.verify.report import Deviation, Row, line
 from zeco_train.verify.scan_cases import HALO, SCANS, ScanCase
 from zeco_train.verify.step_cases import StepCase
+from zeco_train.verify.whole import DOCUMENTS as DOCUMENT_STARTS
 from zeco_train.verify.whole import SOFTMAX, Expected, Whole, exact_results
 
 pytestmark = pytest.mark.numeric
@@ -212,22 +215,46 @@ def test_training_steps_find_planted_faults() -> None:
         assert any(said in failure for failure in failures) or fault == "none", failures
 
 
-@pytest.mark.parametrize("operator", ["gla", "delta"])
-def test_exact_results_equal_one_run_of_the_recurrence(operator: str) -> None:
-    """Without documents the pieces' results are those of the whole sequence at once."""
-    whole = Whole("a test", operator, 5, 2, segments=2, heads=2, groups=2, carry=True)
-    leaves = {name: whole.tensors[name].clone().requires_grad_() for name in whole.has_tokens}
-    carry = whole.tensors["carry_in"].clone().requires_grad_()
-    o, state = OPERATORS[operator].naive(*leaves.values(), initial_state=carry)
-    outputs, of_outputs = [o, state], [whole.tensors["do"], whole.tensors["dcarry_out"]]
-    *grads, dcarry = torch.autograd.grad(outputs, [*leaves.values(), carry], of_outputs)
-    pieces = exact_results(whole)
-    torch.testing.assert_close(torch.cat([piece["o"] for piece in pieces], 1), o)
-    for name, grad in zip(leaves, grads, strict=True):
-        torch.testing.assert_close(torch.cat([piece[f"d{name}"] for piece in pieces], 1), grad)
-    torch.testing.assert_close(pieces[-1]["carry_out"], state)
-    torch.testing.assert_close(pieces[0]["dcarry_in"], dcarry)
-    torch.testing.assert_close(pieces[1]["carry_out"], pieces[2]["R"])
+@pytest.mark.few(6)
+@pytest.mark.parametrize("documents", [None, *DOCUMENT_STARTS])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_exact_results_equal_the_recurrence(operator: str, documents: str | None) -> None:
+    """Tokens of all shards at once, token by token; states from the tokens before a shard and from those after it."""
+    reads_whole = OPERATORS[operator].reads_whole
+    whole = Whole(
+        "a test", operator, 19, 2, segments=1 if reads_whole else 2, batch=2 if documents is None else 1, heads=4,
+        groups=2 if OPERATORS[operator].is_grouped else 4, documents=None if reads_whole else documents,
+        carry=not reads_whole,
+    )  # fmt: skip
+    tensors, found = whole.tensors, exact_results(whole)
+    operands = {name: tensors[name] for name in whole.has_tokens}
+    tokens = [name for name, has_tokens in whole.has_tokens.items() if has_tokens]
+    restarts = whole.borders[1:-1]
+
+    def run(start: int, stop: int, carry_in: Tensor | None) -> dict[str, Tensor]:
+        cut = {name: x[:, start:stop] if name in tokens else x for name, x in operands.items()}
+        starts = [restart - start for restart in restarts if start <= restart < stop]
+        dcarry = None if reads_whole else tensors["dcarry_out"]
+        return recurrence(operator, cut, tensors["do"][:, start:stop], starts, carry_in, dcarry)
+
+    carry_in = None if reads_whole else tensors["carry_in"]
+    expected = run(0, whole.seq_len, carry_in)
+    for name in ("o", *(f"d{name}" for name in tokens)):
+        close(torch.cat([piece[name] for piece in found], 1), expected[name])
+    for name in {f"d{name}" for name in operands} & found[0].keys() - {f"d{name}" for name in tokens}:
+        close(torch.stack([piece[name] for piece in found]).sum(0), expected[name])
+    if reads_whole:
+        return
+    for number, piece in enumerate(found):
+        start = number * whole.tokens
+        before = run(0, start, carry_in)["carry_out"] if number else carry_in
+        close(piece["R"], before)
+        if number % whole.ranks == 0:
+            close(piece["dcarry_in"], run(start, whole.seq_len, before)["dcarry_in"])
+            close(piece["carry_out"], run(0, start + whole.tokens * whole.ranks, carry_in)["carry_out"])
+
+
+close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-12)
 
 
 def test_documents_restart_and_others_cannot_see_them() -> None:

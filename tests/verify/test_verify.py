@@ -20,15 +20,18 @@ from torch import Tensor
 from tests.support.commands import TORCHRUN, Command, Outcome, check_line
 from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
+from tests.support.recurrence import recurrence
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
+from zeco_train.ops import oracle
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.selection import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.jsonable import jsonable
-from zeco_train.verify import cases, command, huge, reference
+from zeco_train.verify import cases, command, huge
 from zeco_train.verify.config import LIMITS, VerifyConfig
-from zeco_train.verify.reference import Place, exact, recurrence
+from zeco_train.verify.reference import Place, exact
 from zeco_train.verify.report import Deviation, Row, deviations, line, relative_error, summary
 from zeco_train.verify.runs import run_one_device
 from zeco_train.verify.sequences import VERIFIED, Sequence
@@ -109,7 +112,7 @@ def test_every_backend_passes_with_every_operator(operator: str) -> None:
 def test_operators_on_one_device_are_within_the_limits(operator: str, dtype: torch.dtype) -> None:
     sequence = small(tokens=200, heads=5, documents=True, dtype=dtype, operator=operator)
     part, place = sequence.part(0), Place(0, 1)
-    expected = recurrence(sequence, place)
+    expected = exact(sequence, part, place)
     for run in run_one_device(sequence, part, place).values():
         limit = LIMITS["fp32" if dtype is torch.float32 else "bf16"]
         for name, deviation in deviations(run, expected).items():
@@ -289,12 +292,21 @@ def test_verification_passes_on_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operator", VERIFIED)
 def test_piecewise_float64_equals_recurrence(operator: str, documents: bool, carry: bool) -> None:
     sequence = small(tokens=300, documents=documents, carry=carry, operator=operator)
-    with mock.patch.object(reference, "_PIECE_STATES", 1):  # a piece is a chunk
-        pieces = exact(sequence, sequence.part(0), Place(0, 1))
-    expected = recurrence(sequence, Place(0, 1))
-    for name, deviation in deviations(pieces, expected).items():
+    part, states = sequence.part(0), sequence.carries()
+    expected = recurrence(
+        operator,
+        dict(zip(OPERATORS[operator].operands, sequence.cut(part, slice(None)), strict=True)),
+        part["do"],
+        sequence.restarts,
+        states.get("carry_in"),
+        states.get("dcarry_out"),
+    )
+    with mock.patch.object(oracle, "_PIECE", 64):
+        pieces = exact(sequence, part, Place(0, 1))
+    left_out = {"dlog_decay"} if carry else {"dlog_decay", "carry_out", "dcarry_in"}
+    assert pieces.keys() - {"R", "D_in"} == expected.keys() - left_out
+    for name, deviation in deviations({name: expected[name] for name in pieces.keys() & expected}, pieces).items():
         assert deviation.error <= 1e-13, name
-    assert ("carry_out" in pieces) == carry
 
 
 def test_documents_straddle_ranks_and_start_at_an_edge() -> None:

@@ -45,6 +45,8 @@ from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
+from zeco_train.ops.oracle import exact_results, exact_softmax
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.selection import Kernels, find_slow_paths
 from zeco_train.sp.attention.pipelined import LEAST_TOKENS
 from zeco_train.system.ranges import check_least
@@ -157,7 +159,7 @@ CASE = Case(AttentionConfig, run)
 def _check_all(config: AttentionConfig, session: Session, report: Report) -> dict[str, float]:
     """Each supported variant's largest error, of o and all gradients; what is not supported here is noted.
 
-    Errors are relative to the whole sequence on one device in float64, which takes plain products.
+    Errors are relative to exact results of the whole sequence.
 
     Raises:
         WrongResultError: on all ranks, if a variant is wrong on one of them.
@@ -168,7 +170,7 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
     default = LEAST_TOKENS if session.on_cuda else 256
     tokens = default if config.check_tokens == -1 else config.check_tokens
     for name in config.variants:
-        shape, alone = config.shape(name, tokens), reference_of(name)
+        shape = config.shape(name, tokens)
         try:
             # A rank alone takes the whole sequence.
             length = whole_sequence(shape, session.world_size) if is_alone(name) else shape
@@ -179,8 +181,11 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
             continue
         own = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
         whole = own.gathered(session)
-        exact = build_variant(alone, whole_sequence(shape, session.world_size), config.window, session)
-        expected = whole.double().results(exact.attention)
+        if is_linear(name):
+            expected = exact_results(OPERATORS[shape.operator], whole.operands, whole.do)
+        else:
+            q, k, v = whole.operands.values()
+            expected = exact_softmax(q, k, v, whole.do, window=config.window)
         with variant.within():
             found = whole.at(variant.positions).results(variant.attention)
         pairs = {key: (value, expected[key][:, variant.positions]) for key, value in found.items()}

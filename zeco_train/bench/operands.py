@@ -153,10 +153,6 @@ class Inputs:
         cut = {name: x.detach()[:, positions] for name, x in self.leaves.items()}
         return Inputs.of({**self.operands, **cut}, self.do[:, positions])
 
-    def double(self) -> Inputs:
-        """The same inputs in fp64, as new leaves."""
-        return Inputs.of({name: x.double() for name, x in self.operands.items()}, self.do.double())
-
     def forget_grads(self) -> None:
         """Drop the gradients: a step must not add to those of the step before."""
         for leaf in self.leaves.values():

@@ -31,6 +31,8 @@ from zeco_train.bench.variants import ALONE, FLA_CP, PEERS, LocalCopyScan, over_
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
+from zeco_train.ops.oracle import exact_results
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.selection import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
@@ -121,7 +123,7 @@ def _check_tokens(config: OperatorConfig, session: Session) -> int:
 def _check(short: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
     """Fields of each variant's rows: its largest error, and the choice of `auto`.
 
-    Errors are taken at the small length of `short`, relative to the whole sequence on one device in float64. Variants
+    Errors are taken at the small length of `short`, relative to exact results of the whole sequence. Variants
     that are not supported here, by fla itself too, are noted, and have no error; a wrong peer is a failure of the
     report. `copy` is wrong by design.
 
@@ -130,9 +132,7 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
     """
     own = Inputs.random(short, config.dtype, config.seed + 1 + session.rank, session.device)
     whole = own.gathered(session)
-    local = SequenceShard(local_exchange(), 0, whole.tokens)
-    # float64 selects the PyTorch implementation on any device, which shares no code with the kernels.
-    expected = whole.double().results(lambda *operands: mix(short.operator, operands, local)[0])
+    expected = exact_results(OPERATORS[short.operator], whole.operands, whole.do)
     begin = session.rank * short.tokens
     checked: dict[str, Row] = {}
     for name in config.variants:

@@ -1,11 +1,11 @@
 """Operators of the affine family, `S_t = A_t S_{t-1} + k_t v_tᵀ`, over a sequence that may lie on several ranks.
 
-One folder per operator, all with the same files: `__init__` (an `Operator`, what other rooms read of it), `naive` (the
-recurrence, token by token: the oracle), `chunked` (in PyTorch), `cuda` (by the Triton kernels in `kernels/`), `step`
-(one token, for generation), `flops`; shared by them `chunks` (layout and decays of chunks), `pairs` (of the tokens
-inside them), `checks` (of shapes and dtypes) and `selection` (by device and dtype). `registry` lists the operators.
-`mix` is the custom op seen by autograd and compilers, `seam` its interface to communication, `passes` its interface to
-an operator. The loss is here too.
+One folder per operator, all with the same files: `__init__` (an `Operator`, what other rooms read of it), `chunked` (in
+PyTorch), `cuda` (by the Triton kernels in `kernels/`), `step` (one token, for generation), `flops`; shared by them
+`chunks` (layout and decays of chunks), `pairs` (of the tokens inside them), `checks` (of shapes and dtypes),
+`selection` (by device and dtype) and `oracle` (exact results, to compare with). `registry` lists the operators. `mix`
+is the custom op seen by autograd and compilers, `seam` its interface to communication, `passes` its interface to an
+operator. The loss is here too.
 """
 
 from __future__ import annotations

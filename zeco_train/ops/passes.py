@@ -170,7 +170,7 @@ class Operator:
         kind: of its transition.
         select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
             a backward pass.
-        naive: the recurrence, token by token: the oracle.
+        oracle: the formula that `verify` and `bench` compare with (`zeco_train.ops.oracle`), of the operands by name.
         step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
@@ -192,7 +192,7 @@ class Operator:
     dims: tuple[str, ...]
     kind: Kind
     select: Callable[[Sequence[Tensor]], Passes]
-    naive: Recurrence
+    oracle: Recurrence
     step: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]
     recomputed_flops: Callable[[int, int, int], float]

@@ -1,7 +1,6 @@
 """Methods of softmax attention over ranks, against float64 on the CPU and against one device.
 
-The exact results are torch's own attention by plain products, a few queries at a time, with a mask by definition. No
-code of the methods, of their routes or of the kernels' calls is involved.
+No code of the methods, of their routes or of the kernels' calls takes part in the exact results.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zeco_train.distributed.mesh import ProcessMesh, attention_group
 from zeco_train.ops import accumulation_dtype, seam
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
@@ -37,8 +35,6 @@ from zeco_train.verify.report import Row
 from zeco_train.verify.runs import gather_tokens
 from zeco_train.verify.sequences import RankedSequence, pieces
 
-# Elements of the scores that are computed at once: 256 MiB in fp64, of which autograd keeps several copies.
-_SCORES = 1 << 25
 # Runs on one device, by the queries of a piece.
 _IN_SHARDS, _IN_HALVES = "one device, in shards", "one device, in halves"
 
@@ -73,17 +69,6 @@ class AttentionSequence(RankedSequence):
         """The queries [start, stop)."""
         return Span(start, stop, torch.tensor(self.borders) if self.documents else None, self.window)
 
-    def visible(self, start: int, stop: int) -> Tensor:
-        """[queries, keys] bool, by definition: which keys [0, stop) each query of [start, stop) reads."""
-        query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
-        seen = key <= query
-        if self.window is not None:
-            seen &= query - key < self.window
-        if self.documents:
-            document = torch.searchsorted(torch.tensor(self.borders), torch.arange(stop), right=True)
-            seen &= document[start:, None] == document
-        return seen
-
 
 def exact(sequence: AttentionSequence, place: Place) -> Results:
     """o, dq, dk and dv of this rank's tokens, in fp64 on the CPU. Collective over the ranks of the sequence.
@@ -91,33 +76,15 @@ def exact(sequence: AttentionSequence, place: Place) -> Results:
     Each rank has all keys and computes its own queries; gradients of keys and values are summed over ranks.
     """
     parts = [sequence.part(rank) for rank in range(sequence.num_ranks)]
-    k, v = (torch.cat([part[name] for part in parts], 1).double() for name in ("k", "v"))
-    q, do = (parts[place.rank][name].double() for name in ("q", "do"))
-    results = {"o": torch.empty_like(do), "dq": torch.empty_like(q)}
-    of_keys = {"dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
-    own = place.rank * sequence.tokens
-    size = max(1, _SCORES // (sequence.batch * sequence.heads * sequence.seq_len))
-    with processors(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), sdpa_kernel(SDPBackend.MATH):
-        for a, b in pieces(sequence.tokens, size):
-            visible = sequence.visible(own + a, own + b)
-            read = slice(int(visible.any(0).nonzero()[0]), own + b)
-            queries, keys, values = (x.detach().requires_grad_() for x in (q[:, a:b], k[:, read], v[:, read]))
-            o = F.scaled_dot_product_attention(
-                queries.transpose(1, 2),
-                keys.transpose(1, 2),
-                values.transpose(1, 2),
-                attn_mask=visible[:, read],
-                scale=sequence.scale,
-                enable_gqa=True,
-            ).transpose(1, 2)
-            results["o"][:, a:b] = o.detach()
-            results["dq"][:, a:b], dk, dv = torch.autograd.grad(o, (queries, keys, values), do[:, a:b])
-            of_keys["dk"][:, read] += dk
-            of_keys["dv"][:, read] += dv
-    for name, total in of_keys.items():
+    k, v = (torch.cat([part[name] for part in parts], 1) for name in ("k", "v"))
+    q, do = (parts[place.rank][name] for name in ("q", "do"))
+    own, borders = place.rank * sequence.tokens, sequence.span(0, sequence.seq_len).borders
+    with processors(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        results = exact_softmax(q, k, v, do, offset=own, borders=borders, window=sequence.window)
+    for name in ("dk", "dv"):
         if place.group is not None:
-            dist.all_reduce(total, group=place.group)
-        results[name] = total[:, own : own + sequence.tokens]
+            dist.all_reduce(results[name], group=place.group)
+        results[name] = results[name][:, own : own + sequence.tokens]
     return results
 
 

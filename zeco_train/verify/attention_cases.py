@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.seam import Boundary, Exchange, SequenceShard
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
@@ -140,19 +141,10 @@ def attention_cases() -> list[AttentionCase]:
 
 
 def exact_attention(whole: Whole, window: int | None) -> list[Results]:
-    """o, dq, dk and dv of each shard by the formula over all pairs of tokens, with a mask by definition."""
-    leaves = [whole.tensors[name].clone().requires_grad_() for name in ("q", "k", "v")]
-    q, k, v = leaves
-    repeats = whole.heads // whole.groups
-    scores = torch.einsum("bihk,bjhk->bhij", q, k.repeat_interleave(repeats, 2)) / math.sqrt(whole.key_dim)
-    query, key = torch.arange(whole.seq_len)[:, None], torch.arange(whole.seq_len)
-    seen = (key <= query) & (query - key < (window or whole.seq_len))
-    document = torch.bucketize(torch.arange(whole.seq_len), torch.tensor(whole.borders), right=True)
-    seen &= document[:, None] == document
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    o = torch.einsum("bhij,bjhv->bihv", weights, v.repeat_interleave(repeats, 2))
-    found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, whole.tensors["do"]), strict=True))
-    split = {name: x.split(whole.tokens, 1) for name, x in ({"o": o.detach()} | found).items()}
+    """o, dq, dk and dv of each shard."""
+    q, k, v, do = (whole.tensors[name] for name in ("q", "k", "v", "do"))
+    found = exact_softmax(q, k, v, do, borders=torch.tensor(whole.borders), window=window)
+    split = {name: x.split(whole.tokens, 1) for name, x in found.items()}
     return [{name: parts[piece] for name, parts in split.items()} for piece in range(whole.num_pieces)]
 
 

@@ -28,9 +28,9 @@ from zeco_train.verify.comparisons import Comparisons, Run
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, SOFTMAX, VerifyConfig
 from zeco_train.verify.huge import huge_deviations, huge_sequence
 from zeco_train.verify.own_ranks import PARTITIONS, OwnRanksError, TeamCase, rows_of_own_ranks, run_team_cases
-from zeco_train.verify.reference import Place, exact, is_short, recurrence
+from zeco_train.verify.reference import Place, exact, is_short
 from zeco_train.verify.report import Row, deviations
-from zeco_train.verify.runs import run_backend, run_one_device
+from zeco_train.verify.runs import run_backend, run_in_float64, run_one_device
 from zeco_train.verify.scan_cases import scan_cases
 from zeco_train.verify.sequences import VERIFIED, Sequence
 from zeco_train.verify.step_cases import ONE_RANK, SIZE, run_step_cases, step_cases
@@ -139,8 +139,8 @@ class Verification:
         part = sequence.part(place.rank)
         expected = exact(sequence, part, place)
         if is_short(sequence):
-            judged = compare.gather(deviations(expected, recurrence(sequence, place)))
-            yield replace(row, backend="float64 itself", deviations=judged, limit=LIMITS["fp64"])
+            found = compare.gather(deviations(run_in_float64(sequence, part, place), expected))
+            yield replace(row, backend="float64 itself", deviations=found, limit=LIMITS["fp64"])
         compare.enter(row, "one device")
         part = {name: x.to(compare.device) for name, x in part.items()}
         expected = {name: x.to(compare.device) for name, x in expected.items()}

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import Exchange, ScanRequest, SequenceShard, StateScan
 from zeco_train.sp.exchange import local_exchange
@@ -37,6 +38,10 @@ class RecordingScan(TappedScan):
         return state
 
 
+def _recording(exchange: Exchange, into: dict[str, Tensor]) -> Exchange:
+    return exchange.wrapped(lambda scan: RecordingScan(scan, into))
+
+
 def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange, place: Place) -> dict[str, Tensor]:
     """Forward and backward of this rank's tokens by a backend. Collective over the ranks of the sequence.
 
@@ -44,8 +49,8 @@ def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange,
         The tensors of `zeco_train.verify.reference.exact`, on the device of `part`.
     """
     received: dict[str, Tensor] = {}
-    recording = exchange.wrapped(lambda scan: RecordingScan(scan, received))
     start = place.rank * sequence.tokens
+    recording = _recording(exchange, received)
     results = _forward_backward(sequence, part, [sequence.shard(recording, start, start + sequence.tokens)])
     return results | received
 
@@ -70,6 +75,23 @@ def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
     return runs
 
 
+def run_in_float64(sequence: Sequence, part: dict[str, Tensor], place: Place) -> dict[str, Tensor]:
+    """The operator's passes in fp64 on the CPU, rank by rank: two ways to the exact results, which must agree.
+
+    Collective: the ranks' tokens are all-gathered. Results as of `run_backend`, of this rank's tokens.
+    """
+    whole = {name: gather_tokens(x.double(), place) for name, x in part.items()}
+    received: list[dict[str, Tensor]] = [{} for _ in range(place.size)]
+    starts = range(0, sequence.seq_len + 1, sequence.tokens)
+    shards = [
+        sequence.shard(_recording(local_exchange(), own), a, b)
+        for own, (a, b) in zip(received, itertools.pairwise(starts), strict=True)
+    ]
+    results = _forward_backward(sequence, whole, shards)
+    own = {name: _own(name, x, place.rank * sequence.tokens, sequence) for name, x in results.items()}
+    return own | received[place.rank]
+
+
 def _own(name: str, x: Tensor, start: int, sequence: Sequence) -> Tensor:
     """This rank's part of a result; a copy, so that the whole tensor can be freed."""
     if name in ("carry_out", "dcarry_in") or sequence.num_ranks == 1:
@@ -79,8 +101,8 @@ def _own(name: str, x: Tensor, start: int, sequence: Sequence) -> Tensor:
 
 def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: list[SequenceShard]) -> dict[str, Tensor]:
     """One pass over tokens, cut into shards that pass their state on in autograd's graph."""
-    device = tokens["q"].device
-    carries = {name: state.to(device) for name, state in sequence.carries().items()}
+    device, dtype = tokens["q"].device, accumulation_dtype(tokens["q"].dtype)
+    carries = {name: state.to(device, dtype) for name, state in sequence.carries().items()}
     carry_in = carries["carry_in"].requires_grad_() if sequence.carry else None
     first, stops = shards[0].offset, [*(shard.offset for shard in shards[1:]), None]
     leaves: list[Tensor] = []

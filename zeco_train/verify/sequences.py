@@ -92,6 +92,11 @@ class Sequence(RankedSequence):
         """Results by token: their names, and the tensors that they are shaped like."""
         return {"o": "v"} | {f"d{name}": name for name in self.operands}
 
+    @property
+    def restarts(self) -> list[int]:
+        """The tokens before which the state restarts. With a carry the first document is a continuation."""
+        return self.borders[self.carry : -1] if self.documents else []
+
     def shard(self, exchange: Exchange, start: int, stop: int) -> SequenceShard:
         """The shard of the tokens [start, stop). With a carry the first document is a continuation."""
         if not self.documents:

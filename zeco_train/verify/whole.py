@@ -1,11 +1,7 @@
-"""Whole sequences of any operator in fp64, and their exact results by the recurrence, token by token under autograd.
-
-No code of the operators' passes, of scans or of documents inside a shard is involved: the oracle of every exact case.
-"""
+"""Whole sequences of any operator in fp64, and their exact results: of every exact case."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -16,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeco_train.ops.oracle import ExactTokens
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Exchange, SequenceShard
@@ -185,62 +182,34 @@ def exact_results(whole: Whole) -> list[Results]:
         shard, or of the whole sequence for an operator that reads it. carry_out, dcarry_in: the state after the shard's
         segment and the gradient of the one before it.
     """
-    return _unmasked(whole) if OPERATORS[whole.operator].reads_whole else _recurrence(whole)
-
-
-def _recurrence(whole: Whole) -> list[Results]:
-    cuts = range(0, whole.seq_len + 1, whole.tokens)
-    pieces = [whole.operands(piece) for piece in range(whole.num_pieces)]
-    # Without a carry it is the state that a trainer starts from.
-    carry_in = (whole.tensors["carry_in"] * whole.carry).requires_grad_()
-    continues = whole.documents is None or whole.carry
-    after: dict[int, Tensor] = {}
-    outputs = []
-    for start, stop in itertools.pairwise(whole.borders):
-        state = carry_in if start == 0 and continues else None
-        for a, b in itertools.pairwise(sorted({start, stop, *(cut for cut in cuts if start < cut < stop)})):
-            piece, first = divmod(a, whole.tokens)
-            inside = slice(first, first + b - a)
-            parts = (x[:, inside] if whole.has_tokens[name] else x for name, x in pieces[piece].items())
-            o, state = OPERATORS[whole.operator].naive(*parts, scale=whole.scale, initial_state=state)
-            outputs.append(o)
-            # A node of its own: what later tokens make of the state.
-            after[b] = state = state.clone()
-    o, end = torch.cat(outputs, 1), after[whole.seq_len]
-    leaves = [x for operands in pieces for x in operands.values() if x.requires_grad]
-    states = [carry_in, *(after[cut] for cut in cuts[1:])]
-    found = torch.autograd.grad(
-        [o, end],
-        [*leaves, *states],
-        [whole.tensors["do"], whole.tensors["dcarry_out"] * whole.carry],
-        allow_unused=True,
-    )
-    grads = iter(
-        torch.zeros_like(x) if grad is None else grad for x, grad in zip([*leaves, *states], found, strict=True)
-    )
-    results: list[Results] = []
-    for number, operands in enumerate(pieces):
-        of_operands = {f"d{name}": next(grads) for name, x in operands.items() if x.requires_grad}
-        results.append({"o": o[:, cuts[number] : cuts[number + 1]].detach(), **of_operands})
-    of_states = [*grads]
-    for number, result in enumerate(results):
+    operator = OPERATORS[whole.operator]
+    if operator.reads_whole:
+        tokens = ExactTokens(
+            operator, {name: whole.tensors[name] for name in whole.has_tokens}, whole.tensors["do"], scale=whole.scale
+        )
+        state = tokens.forward(tokens.zero_state())
+        tokens.backward(torch.zeros_like(state))
+        split = {name: x.split(whole.tokens, 1) for name, x in tokens.results.items()}
+        return [{"R": state, **dict(zip(split, parts, strict=True))} for parts in zip(*split.values(), strict=True)]
+    # Without a carry the first document has the state that a trainer starts from.
+    restarts = whole.borders[whole.carry : -1] if whole.documents else []
+    shards = []
+    for piece in range(whole.num_pieces):
+        start, stop = piece * whole.tokens, (piece + 1) * whole.tokens
+        starts = [restart - start for restart in restarts if start <= restart < stop]
+        shards.append(ExactTokens(operator, whole.operands(piece), whole.do(piece), starts, whole.scale))
+    states = [whole.tensors["carry_in"] * whole.carry]
+    for shard in shards:
+        states.append(shard.forward(states[-1]))
+    grads = [whole.tensors["dcarry_out"] * whole.carry]
+    for shard in reversed(shards):
+        grads.append(shard.backward(grads[-1]))
+    results = []
+    for number, shard in enumerate(shards):
         first = number // whole.ranks * whole.ranks
-        result |= {"R": states[number].detach(), "carry_out": states[first + whole.ranks].detach()}
-        result["dcarry_in"] = of_states[first]
+        ends = {"R": states[number], "carry_out": states[first + whole.ranks], "dcarry_in": grads[-1 - first]}
+        results.append(shard.results | ends)
     return results
-
-
-def _unmasked(whole: Whole) -> list[Results]:
-    leaves = [whole.tensors[name].clone().requires_grad_() for name in whole.has_tokens]
-    o, state = OPERATORS[whole.operator].naive(*leaves, scale=whole.scale)
-    grads = torch.autograd.grad(o, leaves, whole.tensors["do"])
-    names = ("o", *(f"d{name}" for name in whole.has_tokens))
-    found = dict(zip(names, (o.detach(), *grads), strict=True))
-    split = {name: x.split(whole.tokens, 1) for name, x in found.items()}
-    return [
-        {"R": state.detach()} | {name: parts[piece] for name, parts in split.items()}
-        for piece in range(whole.num_pieces)
-    ]
 
 
 class Expected:

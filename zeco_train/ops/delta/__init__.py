@@ -26,8 +26,8 @@ from torch import Tensor
 
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
-from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
+from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
 from zeco_train.ops.selection import KernelRule
 
@@ -51,7 +51,7 @@ DELTA = Operator(
     dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.matrix,
     select=partial(_select, gated=False),
-    naive=naive_delta,
+    oracle=by_blocks,
     step=delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
@@ -66,7 +66,7 @@ GATED_DELTA = Operator(
     dims=("BTGK", "BTGK", "BTHV", "BTH", "BTH"),
     kind=Kind.matrix,
     select=partial(_select, gated=True),
-    naive=naive_gated_delta,
+    oracle=by_blocks,
     step=gated_delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
-from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.gla.step import STEP_KERNELS, recurrent_step
+from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
 from zeco_train.ops.selection import KernelRule
 
@@ -35,7 +35,7 @@ GLA = Operator(
     dims=("BTHK", "BTHK", "BTHV", "BTHK"),
     kind=Kind.diagonal,
     select=_select,
-    naive=naive_gla,
+    oracle=by_blocks,
     step=recurrent_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
-from zeco_train.ops.scalar_decay.naive import naive_fixed_decay, naive_scalar_decay
 from zeco_train.ops.scalar_decay.step import fixed_step, scalar_step
 from zeco_train.ops.selection import KernelRule
 
@@ -56,7 +56,7 @@ SCALAR_DECAY = Operator(
     dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.diagonal,
     select=_select_scalar,
-    naive=naive_scalar_decay,
+    oracle=by_blocks,
     step=scalar_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
@@ -72,7 +72,7 @@ FIXED_DECAY = Operator(
     dims=("BTGK", "BTGK", "BTHV", "H"),
     kind=Kind.diagonal,
     select=_select_fixed,
-    naive=naive_fixed_decay,
+    oracle=by_blocks,
     step=fixed_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,

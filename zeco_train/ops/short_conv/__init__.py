@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zeco_train.ops.oracle import by_windows
 from zeco_train.ops.passes import Kind, Operator, Passes
 from zeco_train.ops.selection import KernelRule
 from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
-from zeco_train.ops.short_conv.naive import naive_short_conv
 from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.ops.short_conv.step import convolution_step
 
@@ -55,7 +55,7 @@ SHORT_CONV = ShortConv(
     dims=("BTC", "C1W", "C"),
     kind=Kind.matrix,
     select=_select,
-    naive=naive_short_conv,
+    oracle=by_windows,
     step=convolution_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,

@@ -9,10 +9,10 @@ after the whole sequence (`Operator.reads_whole`). On GPUs too the products are 
 
 from __future__ import annotations
 
+from zeco_train.ops.oracle import by_pairs
 from zeco_train.ops.passes import Kind, Operator
 from zeco_train.ops.scalar_decay import FIXED_TIME
 from zeco_train.ops.unmasked.flops import forward_flops, recomputed_flops
-from zeco_train.ops.unmasked.naive import naive_unmasked
 from zeco_train.ops.unmasked.passes import UNMASKED_PASSES
 from zeco_train.ops.unmasked.step import refuse_step
 
@@ -21,7 +21,7 @@ UNMASKED = Operator(
     dims=("BTHK", "BTHK", "BTHV"),
     kind=Kind.diagonal,
     select=lambda operands: UNMASKED_PASSES,
-    naive=naive_unmasked,
+    oracle=by_pairs,
     step=refuse_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,

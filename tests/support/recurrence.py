@@ -1,0 +1,226 @@
+"""The second oracle: the recurrences of all operators, token by token under plain autograd, equation by equation.
+
+Slow, and their graphs hold T states: for small cases, preferably in fp64. Shapes, dtypes and errors are those of the
+operators (`zeco_train.ops`), with
+
+    scale          factor of the outputs, K^-1/2 if None
+    initial_state  [B, H, K, V], the state before token 0; None is zero
+    pieces         [T], see `zeco_train.ops.documents`; B must be 1 with them
+
+Each returns the outputs in the dtype of v, and the last state, in fp64 if v is fp64, else fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.delta.checks import check_inputs as check_delta
+from zeco_train.ops.documents import find_restarts
+from zeco_train.ops.gla.checks import check_inputs as check_gla
+from zeco_train.ops.passes import Operator, Recurrence
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.scalar_decay.checks import check_inputs as check_scalar
+from zeco_train.ops.short_conv.inputs import check_inputs as check_conv
+from zeco_train.ops.short_conv.inputs import check_state as check_conv_state
+from zeco_train.ops.unmasked.passes import check_inputs as check_unmasked
+
+
+def naive_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    pieces: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t (arXiv 2312.06635, section 4.1)."""
+    check_gla(pieces, q=q, k=k, v=v, g=g)
+    return _run(q, k, v, g, None, scale, initial_state, pieces)
+
+
+def naive_scalar_decay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    pieces: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`naive_gla` with one decay a head, and queries and keys of a group for each head (arXiv 2405.21060)."""
+    check_scalar(pieces, q=q, k=k, v=v, g=g)
+    return _run(q, k, v, g, None, scale, initial_state, pieces)
+
+
+def naive_fixed_decay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    pieces: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`naive_scalar_decay` with g_t = log_decay for all tokens; log_decay [H], a constant."""
+    check_scalar(pieces, q=q, k=k, v=v, log_decay=log_decay)
+    return _run(q, k, v, log_decay.detach().expand(v.shape[:3]), None, scale, initial_state, pieces)
+
+
+def naive_gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    pieces: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ (arXiv 2412.06464; by channel 2510.26692)."""
+    check_delta(pieces, q=q, k=k, v=v, g=g, beta=beta)
+    return _run(q, k, v, g, beta, scale, initial_state, pieces)
+
+
+def naive_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    pieces: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`naive_gated_delta` without decay: g = 0 (arXiv 2102.11174)."""
+    g = beta.detach().new_zeros(1).expand(beta.shape)
+    return naive_gated_delta(q, k, v, g, beta, scale=scale, initial_state=initial_state, pieces=pieces)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    pieces: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    dtype, key_dim = accumulation_dtype(v.dtype), q.shape[-1]
+    batch, num_tokens, heads, value_dim = v.shape
+    zero = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=v.device)
+    if initial_state is not None:
+        check_state(initial_state, "initial_state", zero.shape)
+    state = zero if initial_state is None else initial_state.to(dtype)
+    restarts = [False] * num_tokens if pieces is None else find_restarts(pieces).tolist()
+    scale = key_dim**-0.5 if scale is None else scale
+
+    q, k = (x.repeat_interleave(heads // q.shape[2], dim=2) for x in (q, k))
+    decays = (g if g.dim() == 4 else g[..., None]).to(dtype).exp()
+    # unbind: the gradient of indexing `q[:, t]` would be a zero tensor of T tokens for every token
+    tokens = [x.to(dtype).unbind(1) for x in (q, k, v, decays)]
+    strengths = [None] * num_tokens if beta is None else beta.to(dtype).unbind(1)
+    o = []
+    for q_t, k_t, v_t, decay_t, beta_t, restart in zip(*tokens, strengths, restarts, strict=True):
+        carried = zero if restart else decay_t[..., None] * state
+        change = v_t
+        if beta_t is not None:
+            change = beta_t[..., None] * (v_t - (k_t[..., None, :] @ carried).squeeze(-2))
+        state = carried + k_t[..., None] * change[..., None, :]
+        o.append((q_t[..., None, :] @ state).squeeze(-2))
+    return (scale * torch.stack(o, dim=1)).to(v.dtype), state
+
+
+def naive_short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    pieces: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """window = [S_{t−1}; x_t],    y_t = bias + Σ_j weight[:, 0, j] ⊙ window_j,    S_t = window less its first row."""
+    check_conv(x, weight, bias, scale, pieces)
+    dtype = accumulation_dtype(x.dtype)
+    zero = x.new_zeros(x.shape[0], weight.shape[2] - 1, x.shape[2], dtype=dtype)
+    if initial_state is not None:
+        check_conv_state(initial_state, "initial_state", x, weight)
+    state = zero if initial_state is None else initial_state[:, 0].to(dtype)
+    taps = weight[:, 0].mT.to(dtype)
+    restarts = [False] * x.shape[1] if pieces is None else find_restarts(pieces).tolist()
+    y = []
+    for x_t, restart in zip(x.to(dtype).unbind(1), restarts, strict=True):
+        window = torch.cat([zero if restart else state, x_t[:, None]], dim=1)
+        y.append(bias.to(dtype) + (taps * window).sum(1))
+        state = window[:, 1:]
+    return torch.stack(y, dim=1).to(x.dtype), state[:, None]
+
+
+def naive_unmasked(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """o_i = scale · Σ_j (q_i · k_j) v_j over all tokens j, earlier and later ones; the state is Σ_j k_j v_jᵀ."""
+    check_unmasked(q, k, v)
+    if initial_state is not None:
+        raise ValueError("initial_state: an unmasked operator has none, since each token reads the whole sequence")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = (x.to(accumulation_dtype(v.dtype)) for x in (q, k, v))
+    scores = torch.einsum("bihk,bjhk->bhij", query, key)
+    o = scale * torch.einsum("bhij,bjhv->bihv", scores, value)
+    return o.to(v.dtype), torch.einsum("bjhk,bjhv->bhkv", key, value)
+
+
+_NAIVE = {
+    "gla": naive_gla,
+    "scalar_decay": naive_scalar_decay,
+    "fixed_decay": naive_fixed_decay,
+    "delta": naive_delta,
+    "gated_delta": naive_gated_delta,
+    "kda": naive_gated_delta,
+    "short_conv": naive_short_conv,
+    "unmasked": naive_unmasked,
+}
+
+
+def naive_of(operator: Operator) -> Recurrence:
+    """The recurrence of an operator, of other passes or names of operands too."""
+    return next(naive for name, naive in _NAIVE.items() if OPERATORS[name].step is operator.step)
+
+
+def recurrence(
+    operator: str,
+    operands: Mapping[str, Tensor],
+    do: Tensor,
+    starts: Iterable[int] = (),
+    carry_in: Tensor | None = None,
+    dcarry_out: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """o, the gradients of the operands, carry_out and dcarry_in of consecutive tokens.
+
+    `starts`: the tokens before which the state restarts.
+    """
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in operands.items()}
+    shape = OPERATORS[operator].state_shape([*operands.values()])
+    before = do.new_zeros(shape) if carry_in is None else carry_in.detach().clone()
+    of_documents = {}
+    if restarts := [*starts]:
+        of_documents["pieces"] = torch.zeros(do.shape[1], dtype=torch.int32).index_fill(0, torch.tensor(restarts), 1)
+        of_documents["pieces"] = of_documents["pieces"].cumsum(0, dtype=torch.int32)
+    initial = {} if OPERATORS[operator].reads_whole else {"initial_state": before.requires_grad_()}
+    o, after = naive_of(OPERATORS[operator])(*leaves.values(), **initial, **of_documents)
+    dcarry_out = torch.zeros_like(after) if dcarry_out is None else dcarry_out
+    inputs = [*leaves.values(), *initial.values()]
+    found = torch.autograd.grad([o, after], inputs, [do, dcarry_out], materialize_grads=True)
+    names = [*(f"d{name}" for name in leaves), "dcarry_in"]
+    return {"o": o.detach(), "carry_out": after.detach(), **dict(zip(names, found, strict=False))}
