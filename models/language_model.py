@@ -67,7 +67,7 @@ class Block(nn.Module):
 
     def compile_compute(self, **options: Any) -> None:
         """Compile the block's compute; hooks and recomputation stay outside of the compiled region."""
-        self._with_middle = torch.compile(self._with_middle, fullgraph=True, **options)  # type: ignore[method-assign]
+        self._compute = torch.compile(self._compute, fullgraph=True, **options)  # type: ignore[method-assign]
 
     def forward(
         self, x: Tensor, place: Place, boundaries: Sequence[Boundary] = (), shared: Tensor | None = None
@@ -86,29 +86,13 @@ class Block(nn.Module):
         shared: Tensor | None,
         is_read: bool = True,
     ) -> tuple[Tensor, ...]:
-        return self._with_middle(x, place, boundaries, shared, is_read)[1:]
-
-    def _with_middle(
-        self,
-        x: Tensor,
-        place: Place,
-        boundaries: Sequence[Boundary],
-        shared: Tensor | None,
-        is_read: bool,
-    ) -> tuple[Tensor, ...]:
-        """The block's results, and before them the residual stream in its middle; without gradients an empty tensor.
-
-        Callers do not use it. As an output the compiler computes it once and saves it for the backward pass; otherwise
-        it would save the mixer's output and repeat the addition in every kernel that reads the sum.
-        """
         y, crossings = self.attn(self._before(self.attn_norm, x), place, boundaries, shared)
         x = x + self._after(self.attn_norm, y)
         states = [tensor for crossing in crossings for tensor in crossing]
-        middle = x.detach() if torch.is_grad_enabled() else x.new_empty(0)
         if self.has_mlp and self.recompute is Recompute.selective and torch.is_grad_enabled():
             # The output is read here: `is_read` is False only where a whole block is recomputed.
-            return middle, checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *states
-        return middle, self._mlp(x, is_read), *states
+            return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *states
+        return self._mlp(x, is_read), *states
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """Map x [B, 1, D] → y [B, 1, D]; see `Mixer.step`."""

@@ -17,7 +17,7 @@ from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.build import build_model
+from zeco_train.training.build import build_model, build_step
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.step import TrainingStep
 
@@ -115,3 +115,34 @@ def test_compiled_blocks_have_the_gradients_of_launched_ones(name: str) -> None:
         assert (launched is None) == (compiled is None)
         if launched is not None:
             assert float((compiled - launched).norm()) <= 1e-4 * float(launched.norm())
+
+
+@pytest.mark.parametrize("name", ["gla_1b", "kda_1b"])
+def test_compiled_models_have_the_gradient_of_launched_ones(name: str) -> None:
+    """In bf16, with nothing recomputed: other layers run between a block's two passes and use the memory it has freed.
+
+    With torch 2.11 the gradient of gla_1b was off by 1.2 of its norm while a compiled block also returned the detached
+    residual sum in its middle; blocks alone, fp32, and whole blocks recomputed showed nothing.
+    """
+    mesh = init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(seconds=60))
+    settings = [
+        f"model={name}",
+        "model.num_layers=2",
+        "train.dtype=bf16",
+        "sp=dp",
+        "data.seq_len=8192",
+        "name=compiled",
+    ]
+    found = []
+    for compiled in ("never", "always"):
+        torch.compiler.reset()
+        config = load_config([*settings, f"train.compile={compiled}"])
+        model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
+        optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
+        step = build_step(config, model, optimizer, local_exchange(), mesh)
+        step.backward(batches(SEQ_LEN // 8192)[:1], last=True)
+        found.append([parameter.grad.to_local().cpu() for parameter in model.parameters()])
+    launched, compiled_ones = found
+    off = sum(float((a - b).norm()) ** 2 for a, b in zip(compiled_ones, launched, strict=True))
+    # Measured: 1.8e-2, as by recomputation; other orders of bf16 rounding.
+    assert off <= 0.05**2 * sum(float(x.norm()) ** 2 for x in launched)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Boundary, Place
+from zeco_train.ops.seam import Place
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -85,36 +83,3 @@ def test_kept_activations_by_recompute_setting() -> None:
     assert none - selective == tokens * (3 * TINY.intermediate_size + width + 1)
     # The block's input and the received state.
     assert full == tokens * width + TINY.num_heads * TINY.head_k_dim * TINY.head_v_dim
-
-
-@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
-def test_compiled_blocks_keep_the_residual_stream_in_their_middle(recompute: Recompute) -> None:
-    """Else each kernel that reads it adds it up again, from the block's input and the mixer's output."""
-    torch._dynamo.reset()
-    scan, block = local_exchange(), Block(TINY, GatedLinearAttention, 0).bfloat16()
-    block.recompute = recompute
-    block.compile_compute(backend="aot_eager_decomp_partition")
-    compiled, saved, middles = block._with_middle, set(), []
-
-    def noted(*arguments: Any) -> tuple[Tensor, ...]:
-        middle, *results = compiled(*arguments)
-        middles.append(middle)
-        return middle, *results
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    x = torch.randn(1, 100, TINY.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    with (
-        mock.patch.object(block, "_with_middle", noted),
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-    ):
-        block(x, Place(scan.number))
-    (middle,) = middles
-    assert middle.shape == x.shape
-    assert not middle.requires_grad
-    assert middle.untyped_storage().data_ptr() in saved
-    with torch.no_grad():
-        assert not compiled(x, Place(scan.number), (Boundary(),), None, True)[0].numel()
-    torch._dynamo.reset()
