@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
+from tests.support.recurrence import naive_of
 from zeco_train.bench import operator
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Shape, context_parallel
@@ -42,7 +43,7 @@ def _chunk_kda(*operands: Tensor, cp_context: SimpleNamespace) -> tuple[Tensor, 
     whole = [_gathered(x, cp_context.group) for x in operands]
     assert cp_context.cu_seqlens.tolist() == cp_context.cu_seqlens_cpu.tolist() == [0, whole[0].shape[1]]
     tokens, rank = operands[0].shape[1], dist.get_rank(cp_context.group)
-    return OPERATORS["kda"].naive(*whole)[0][:, rank * tokens : (rank + 1) * tokens], None
+    return naive_of(OPERATORS["kda"])(*whole)[0][:, rank * tokens : (rank + 1) * tokens], None
 
 
 def _import(session: Session, module: str, variant: str = "fla") -> Any:

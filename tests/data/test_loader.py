@@ -362,7 +362,7 @@ def test_embedded_corpus_is_prepared_and_split(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loader_benchmark_runs_on_two_ranks(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    case = ["-m", "zeco_train.bench", "loader", "tokens=65536", "device=cpu", f"out={tmp_path / 'out'}"]
+    case = ["-m", "lab.loader", "tokens=65536", "device=cpu", f"out={tmp_path / 'out'}"]
     with Command([*launcher, *case], tmp_path) as command:
         outcome = command.wait()
     assert outcome.code == 0, outcome

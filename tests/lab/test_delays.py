@@ -34,7 +34,7 @@ from zeco_train.system.numbers import relative_error
 
 MODEL = [text.replace("model.num_layers=", "layers=") for text in TINY if not text.startswith("heads")]
 QUICK = [*MODEL, "model.num_heads=2", "device=cpu", "dtype=fp32", "warmup=1", "runs=3", "steps=3", "flush_mb=1"]
-QUICK += ["hops=5", "heads=[2]", "tokens=[32]", "drift_tokens=32", "delays_us=[10000,20000]", "drift_us=[20000]"]
+QUICK += ["hops=5", "heads=[2]", "tokens=[32]", "drift_tokens=32", "delays_us=[10000,100000]", "drift_us=[20000]"]
 
 
 @pytest.mark.few(6)
@@ -224,7 +224,7 @@ def test_delays_case_on_two_ranks(tmp_path: Path) -> None:
         assert row["median_ms"] == median(map(max, *row["samples_ms_by_rank"]))
     # Each of the operator's scans waits for the delay, of which nothing here hides much.
     for row in rows:
-        if row["part"] == "operator" and row["delay_us"] == 20_000:
+        if row["part"] == "operator" and row["delay_us"] == 100_000:
             # On a busy machine the run without delay may be the late one.
             assert row["share"] > 0.3
     drift = {(row["strategy"], row["pass"], row["pattern"]) for row in rows if row["part"] == "drift"}
