@@ -12,7 +12,7 @@ unset PYTHONDONTWRITEBYTECODE
 marks="not slow"
 [ "${1:-}" != --all ] || { marks="" && shift; }
 # Distribute by file, since a file's tests share fixtures, in the order of tests/conftest.py. Each worker runs one test
-# at a time, which may start several ranks; half of them wait for processes or timers: two workers more than cores.
+# at a time, which may start several ranks; half of them wait for processes or timers: one worker more than cores.
 cores="$(getconf _NPROCESSORS_ONLN)"
-workers=$((cores < 6 ? cores + 2 : 8))
+workers=$((cores < 5 ? cores + 1 : 8))
 exec python -m pytest -m "$marks" --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"
