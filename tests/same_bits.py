@@ -119,7 +119,7 @@ def cases(dtypes: list[str], on_gpu: bool) -> Iterator[Case]:
 
 @dataclass
 class Worker:
-    """Runs cases with the sources on its path; for the other process, whose `__file__` may be of another version."""
+    """Runs cases with the sources of one version, in the process that has them on its path."""
 
     tree: Path
     device: str

@@ -134,7 +134,7 @@ class Wire:
         tensors = [message.tensor for _, message in messages]
         return [Transfer(self, work, ", ".join(names), None, *tensors) for work in works]
 
-    def open_exchange(self, received: Sequence[Message], tag: int) -> Exchange:
+    def open_exchange(self, received: Sequence[Message], tag: int) -> MutualMessages:
         """Messages both ways between ranks, whose receives are posted at once where that is possible.
 
         The requirements of `exchange` hold.
@@ -143,7 +143,7 @@ class Wire:
             received: messages to receive.
             tag: that no other messages between these ranks have.
         """
-        return Exchange(self, received, tag)
+        return MutualMessages(self, received, tag)
 
     def broadcast(self, tensor: Tensor, position: int, what: str) -> Transfer:
         """Start to copy `tensor` of the rank at `position` into that of every other rank."""
@@ -230,7 +230,7 @@ class Wire:
         return message.strip().splitlines()[0] if message.strip() else "failed without a message"
 
 
-class Exchange:
+class MutualMessages:
     """Messages between ranks that send to each other; see `Wire.open_exchange`.
 
     gloo finds a message's receive by its tag, so receives can wait from the start. NCCL matches the messages of two

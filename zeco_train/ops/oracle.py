@@ -131,7 +131,7 @@ class ExactTokens:
         return state
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Fill the operands' gradients, given that of the state after these tokens; that of the state before them."""
+        """Fill the operands' gradients, given the gradient of the state after these tokens; return the one before them."""
         for a, b in reversed(self._pieces):
             into = self._cut(self._grads, a, b)
             leaves = {name: x.clone() for name, x in self._cut(self._operands, a, b).items()}

@@ -50,7 +50,7 @@ def build_exchange(
         mesh: the ranks.
         needs_halo: the model has states that cross one border only.
         softmax: size of its softmax layers, see `choose`; None if it has none.
-        deterministic: gradients have the same bits in each run, those of softmax layers, too.
+        deterministic: gradients have the same bits in each run, also in softmax layers.
 
     Raises:
         ConfigError: the ranks do not support the configuration, or cannot share the softmax layers' heads.

@@ -26,11 +26,11 @@ class TappedScan:
         """Called before each launch."""
 
     def received(self, request: ScanRequest, state: Tensor) -> Tensor:
-        """The result of `wait`, given that of the other scan."""
+        """The result of `wait`, given the other scan's."""
         return state
 
     def carried(self, request: ScanRequest, state: Tensor) -> Tensor:
-        """The result of `carry_out`, given that of the other scan."""
+        """The result of `carry_out`, given the other scan's."""
         return state
 
 

@@ -78,7 +78,7 @@ class PendingNumbers:
 
     Args:
         values: on the device, in the order of `StepNumbers`.
-        timeout: longest wait for them; None: that of the communication that they wait for.
+        timeout: longest wait for them; None: the timeout of the communication that they wait for.
     """
 
     def __init__(self, values: Iterable[Tensor], *, timeout: timedelta | None = None) -> None:

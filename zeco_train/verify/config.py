@@ -66,7 +66,7 @@ class VerifyConfig:
     operator; then operators, scans, methods and training steps in fp64 on up to 6 ranks of its own, on the CPU.
 
     Attributes:
-        operator: one of those listed; null: the first, and then softmax with the fewest tokens.
+        operator: one of those listed; null: the first listed, and then softmax with the fewest tokens.
         backends: how ranks exchange states; subset of those listed.
         methods: how they exchange what softmax attention reads; subset of those listed.
         dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
