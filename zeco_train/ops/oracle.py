@@ -131,7 +131,7 @@ class ExactTokens:
         return state
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Fill the operands' gradients, given the gradient of the state after these tokens; return the one before them."""
+        """Fill the gradients of the operands, given the state's after these tokens; return the state's before them."""
         for a, b in reversed(self._pieces):
             into = self._cut(self._grads, a, b)
             leaves = {name: x.clone() for name, x in self._cut(self._operands, a, b).items()}
