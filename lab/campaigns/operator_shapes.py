@@ -381,7 +381,7 @@ def found_by(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     shard = _shard(case)
     if case.operator == "softmax":
         borders = torch.tensor(case.documents) if case.documents else None
-        place = Place(shard.exchange.number, offset=0, seq_len=case.T, borders=borders)
+        place = Place(shard.exchange.handle(tensors["q"].device), offset=0, seq_len=case.T, borders=borders)
         scale = case.K**-0.5
         return differentiate(case, tensors, lambda operands, carry: (_attended(operands, scale, place), None))
     return differentiate(case, tensors, lambda operands, carry: _mixed(case, operands, shard, carry))

@@ -156,5 +156,5 @@ def test_lightning_layers_equal_minimax() -> None:
             module.weight.copy_(weight)
         x, scan = torch.randn(2, 50, 24, generator=generator), local_exchange()
         expected, _ = theirs(x, position_embeddings=None, attention_mask=None)
-        y, _ = ours(x, Place(scan.number), (Boundary(),), None)
+        y, _ = ours(x, Place(scan.handle(x.device)), (Boundary(),), None)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

@@ -68,7 +68,7 @@ def part(mixer: Mixer, bounds: Tensor | None) -> Tensor | None:
 
 
 def place(start: int, stop: int) -> Place:
-    return Place(SCAN.number, positions=FIRST + torch.arange(start, stop))
+    return Place(SCAN.handle(torch.device("cpu")), positions=FIRST + torch.arange(start, stop))
 
 
 def whole(mixer: Mixer, x: Tensor, bounds: Tensor | None) -> Tensor:

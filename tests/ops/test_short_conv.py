@@ -212,7 +212,7 @@ def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
     pieces = None if documents is None else find_pieces(torch.tensor([*documents, 9]), 1, 9, torch.device("cpu"))
     operands = [values["x"].float(), values["weight"].bfloat16(), values["bias"].float()]
     leaves = [tensor.requires_grad_() for tensor in operands]
-    carry_in, place = values["carry_in"].float(), (scan.number, pieces)
+    carry_in, place = values["carry_in"].float(), (scan.handle(torch.device("cpu")), pieces)
     arguments = (leaves, "short_conv", 1.0, *place, None, carry_in.requires_grad_(), True)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)

@@ -134,7 +134,7 @@ class Whole:
         """By a method, through the op, checked against a replay, which gives the same bits."""
         start, stop = self.shards[rank]
         exchange = local_exchange().replaced(attention=method)
-        place = Place(exchange.number, offset=start, seq_len=self.tokens, borders=self.borders)
+        place = Place(exchange.handle(torch.device("cpu")), offset=start, seq_len=self.tokens, borders=self.borders)
         boundaries = Boundary(), Boundary()
         found: list[dict[str, Tensor]] = []
         for _ in ("first", "replay"):
@@ -242,7 +242,7 @@ def frugal(rank: int, world_size: int) -> list[int]:
         recorded, whole = Recorded(method), Whole(case, world_size)
         start, stop = whole.shards[rank]
         exchange = local_exchange().replaced(attention=method)
-        place = Place(exchange.number, offset=start, seq_len=whole.tokens, borders=whole.borders)
+        place = Place(exchange.handle(torch.device("cpu")), offset=start, seq_len=whole.tokens, borders=whole.borders)
         attend_at(
             *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, place, [Boundary()] * 2, case.window
         )

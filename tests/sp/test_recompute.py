@@ -71,7 +71,8 @@ def kept(recompute: Recompute, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        y, *_ = block(torch.randn(1, tokens, TINY.hidden_size).requires_grad_(), Place(scan.number))
+        place = Place(scan.handle(torch.device("cpu")))
+        y, *_ = block(torch.randn(1, tokens, TINY.hidden_size).requires_grad_(), place)
     y.sum().backward()
     return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
 

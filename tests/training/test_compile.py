@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.library import opcheck
 
 from models.attn import AttnConfig
@@ -31,8 +33,9 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.linear.rows import quantise_rows
+from zeco_train.ops.mix import mix_at
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Boundary, Exchange, SequenceShard, exchange_of
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.nonfinite import explain
@@ -143,6 +146,40 @@ def test_another_exchange_does_not_recompile() -> None:
     assert first.events == others[0].events == others[1].events
 
 
+def test_a_handle_and_a_copy_of_it_name_the_exchange_as_long_as_it_lives() -> None:
+    exchange, device = local_exchange(), torch.device("cpu")
+    handle = exchange.handle(device)
+    assert exchange.handle(device) is handle
+    assert exchange_of(handle) is exchange is exchange_of(handle.clone())
+    other = exchange.replaced(is_last=False)
+    assert exchange_of(other.handle(device)) is other
+    assert exchange_of(handle) is exchange
+    del exchange
+    with pytest.raises(RuntimeError):
+        exchange_of(handle)
+
+
+@pytest.mark.gpu
+def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
+    """Of an op with an input on the CPU Inductor would not, and its kernels read them more slowly."""
+    exchange, device = local_exchange(), torch.device("cuda")
+    place = SequenceShard(exchange, 0, 256).place(256, device)
+    q, k, v = (torch.randn(1, 256, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    g = -torch.rand(1, 256, 2, 64, device=device, requires_grad=True)
+
+    def layer(*operands: Tensor) -> Tensor:
+        o, _ = mix_at("gla", operands, 0.125, place, Boundary())
+        return (o.float() * o.float().square().mean(-1, keepdim=True).rsqrt()).sum()
+
+    _, codes = run_fw_bw_and_get_code(lambda: torch.compile(layer)(q, k, v, g))
+    kernels = re.findall(r"'signature': \{(.*?)\}.*?'configs': \[\{(.*?)\}\]", "".join(codes))
+    assert kernels
+    for signature, aligned in kernels:
+        kinds = [kind.split("'")[3] for kind in signature.split(", ")]
+        for position, kind in enumerate(kinds):
+            assert not kind.startswith("*") or f"({position},): [['tt.divisibility', 16]]" in aligned, (kinds, aligned)
+
+
 def _two_ranks(rank: int, world_size: int, store: str) -> None:
     mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
     for name, case in {
@@ -236,7 +273,8 @@ def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tens
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("documents", [False, True])
 def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: bool) -> None:
-    scan = local_exchange()
+    exchange = local_exchange()
+    handle = exchange.handle(torch.device("cpu"))
     inputs, do, state = _tokens(dtype, tokens)
     borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
     pieces = find_pieces(borders, 0, tokens, torch.device("cpu"))
@@ -245,7 +283,7 @@ def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: boo
             leaves = [tensor.clone().requires_grad_() for tensor in inputs]
             carry_in = state.clone().requires_grad_() if carry else None
             incoming_state = 2 * state if replay else None
-            arguments = (leaves, "gla", 0.5, scan.number, pieces, incoming_state, carry_in, carry)
+            arguments = (leaves, "gla", 0.5, handle, pieces, incoming_state, carry_in, carry)
             tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
             if not (replay and carry):
                 # This check compares outputs, and the carry_out of a replay is NaN.
@@ -256,7 +294,7 @@ def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: boo
             received = received if incoming_state is None else incoming_state
             dcarry_out = -state if carry else None
             kept = inputs, do, saved, transition, received, dcarry_out
-            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, scan.number, pieces, carry))
+            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle, pieces, carry))
 
 
 def test_projections_pass_opcheck() -> None:

@@ -87,8 +87,8 @@ def _attend_after(
     return attend(q, keys, values, span, first, scale).o
 
 
-def _method(number: Tensor) -> AttentionMethod:
-    method = exchange_of(number).attention
+def _method(handle: Tensor) -> AttentionMethod:
+    method = exchange_of(handle).attention
     assert method is not None, "an exchange for softmax layers has a method"
     return method
 
@@ -101,7 +101,7 @@ def _attend(
     known_o: Tensor | None,
     known_lse: Tensor | None,
     scale: float,
-    number: Tensor,
+    handle: Tensor,
     offset: int,
     seq_len: int,
     borders: Tensor | None,
@@ -112,7 +112,7 @@ def _attend(
         # The outputs of a custom op must not alias its inputs.
         return known_o.clone(), known_lse.clone()
     span = Span(offset, offset + q.shape[1], borders, window)
-    o, lse = _method(number).forward(q, k, v, span, seq_len, scale)
+    o, lse = _method(handle).forward(q, k, v, span, seq_len, scale)
     return o.contiguous(), lse.contiguous()
 
 
@@ -131,14 +131,14 @@ def _attend_backward(
     o: Tensor,
     lse: Tensor,
     scale: float,
-    number: Tensor,
+    handle: Tensor,
     offset: int,
     seq_len: int,
     borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     span = Span(offset, offset + q.shape[1], borders, window)
-    grads = _method(number).backward(do, q, k, v, Attended(o, lse), span, seq_len, scale)
+    grads = _method(handle).backward(do, q, k, v, Attended(o, lse), span, seq_len, scale)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
@@ -149,15 +149,15 @@ def _attend_backward_shapes(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, _, _, scale, number, offset, seq_len, borders, window = inputs
-    ctx.save_for_backward(q, k, v, *output, number, borders)
+    q, k, v, _, _, scale, handle, offset, seq_len, borders, window = inputs
+    ctx.save_for_backward(q, k, v, *output, handle, borders)
     ctx.mark_non_differentiable(output[1])
     ctx.scale, ctx.offset, ctx.seq_len, ctx.window = scale, offset, seq_len, window
 
 
 def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, number, borders = ctx.saved_tensors
-    grads = _attend_backward(do.contiguous(), *tensors, ctx.scale, number, ctx.offset, ctx.seq_len, borders, ctx.window)
+    *tensors, handle, borders = ctx.saved_tensors
+    grads = _attend_backward(do.contiguous(), *tensors, ctx.scale, handle, ctx.offset, ctx.seq_len, borders, ctx.window)
     return *grads, *(None,) * 8
 
 

@@ -76,7 +76,7 @@ def mix(
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
     o, crossing = mix_at(operator, operands, scale, place, boundary)
     if o.grad_fn is not None:
-        # The op refers to the exchange by its number only, and a caller may drop the shard before the backward pass.
+        # The op refers to the exchange by its handle only, and a caller may drop the shard before the backward pass.
         metadata: Any = o.grad_fn.metadata
         metadata["exchange"] = shard.exchange
     return o, crossing.carry_out if want_carry else None
@@ -113,7 +113,7 @@ def _mix(
     operands: list[Tensor],
     operator: str,
     scale: float,
-    number: Tensor,
+    handle: Tensor,
     pieces: Tensor | None,
     incoming_state: Tensor | None,
     carry_in: Tensor | None,
@@ -123,7 +123,7 @@ def _mix(
 
     Absent tensors are [0].
     """
-    chosen, exchange = operator_of(operator, operands), exchange_of(number)
+    chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     chosen.check_carries(carry_in, want_carry)
     with _alone(operands[0]):
         local = chosen.select(operands).forward(operands, scale, pieces)
@@ -190,12 +190,12 @@ def _mix_backward(
     dcarry_out: Tensor | None,
     operator: str,
     scale: float,
-    number: Tensor,
+    handle: Tensor,
     pieces: Tensor | None,
     want_dcarry: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
-    chosen, exchange = operator_of(operator, operands), exchange_of(number)
+    chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     with _alone(do):
         local = chosen.select(operands).backward(operands, do, saved, incoming_state, scale, pieces)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
@@ -229,7 +229,7 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any,
         operator: str,
         scale: float,
-        number: Tensor,
+        handle: Tensor,
         pieces: Tensor | None,
         incoming_state: Tensor | None,
         carry_in: Tensor | None,
@@ -239,7 +239,7 @@ class _Differentiable(torch.autograd.Function):
         # Otherwise the call would be dispatched to the autograd kernel, that is, here again.
         with torch._C._AutoDispatchBelowAutograd():
             o, received, carry_out, transition, saved = torch.ops.zeco.mix.default(
-                list(operands), operator, scale, number, pieces, incoming_state, carry_in, want_carry
+                list(operands), operator, scale, handle, pieces, incoming_state, carry_in, want_carry
             )
         ctx.mark_non_differentiable(received, transition, *saved)
         ctx.set_materialize_grads(False)
@@ -247,14 +247,14 @@ class _Differentiable(torch.autograd.Function):
         incoming_state = received if incoming_state is None else incoming_state
         kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
         incoming_state = incoming_state if passes.needs_incoming else None
-        ctx.save_for_backward(number, *kept, *saved, transition, incoming_state, pieces)
+        ctx.save_for_backward(handle, *kept, *saved, transition, incoming_state, pieces)
         ctx.operator, ctx.scale, ctx.want_carry = operator, scale, want_carry
         ctx.num_operands, ctx.replaced = len(operands), passes.replaced
         return o, received, carry_out, transition, *saved
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
-        number, *kept, transition, incoming_state, pieces = ctx.saved_tensors
+        handle, *kept, transition, incoming_state, pieces = ctx.saved_tensors
         num_kept = ctx.num_operands - len(ctx.replaced)
         operands, saved = kept[:num_kept], kept[num_kept:]
         # The first saved tensors take the place of the operands that were not kept (`Passes.replaced`).
@@ -265,7 +265,7 @@ class _Differentiable(torch.autograd.Function):
         do = torch.zeros_like(operands[operator_of(ctx.operator, operands).output]) if do is None else do
         # A compiler passes zeros for undefined gradients.
         dcarry_out = dcarry_out if ctx.want_carry else None
-        where = ctx.operator, ctx.scale, number, pieces
+        where = ctx.operator, ctx.scale, handle, pieces
         grads, dcarry_in = _mix_backward(
             operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry
         )

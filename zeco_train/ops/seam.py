@@ -9,7 +9,7 @@ In reverse the scan runs from the last rank to the first, over gradients with re
 are separate, so that communication overlaps the compute between them. Backends hold no autograd state. They are in
 `zeco_train.sp`; models depend only on the types of this file.
 
-A custom op takes tensors and plain values but no objects, so an `Exchange` is passed as the tensor of its number. A
+A custom op takes tensors and plain values but no objects, so an `Exchange` is passed as a tensor, its handle. A
 compiled graph does not depend on a tensor's value: it runs with any `Exchange`, and keeps none alive.
 """
 
@@ -147,8 +147,10 @@ class AttentionMethod(Protocol):
 
 
 _numbers = itertools.count()
-# Weak: graphs, which contain numbers, keep no groups alive.
+# Weak: graphs, which contain handles, keep no groups alive.
 _BY_NUMBER: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
+# By the address of a handle in use: to read a number from a GPU waits for its queued work.
+_BY_ADDRESS: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 
 
 class Exchange:
@@ -161,7 +163,6 @@ class Exchange:
         halo: scan of states that cross one border only, as those of a convolution; `states` itself, or a cheaper one.
         attention: method of softmax layers; None: the model has none.
         is_first, is_last: whether this rank has the first, and the last, tokens of the sequence.
-        number: [] int64 on the CPU, for `exchange_of`.
     """
 
     states: StateScan
@@ -169,7 +170,8 @@ class Exchange:
     attention: AttentionMethod | None
     is_first: bool
     is_last: bool
-    number: Tensor
+    _number: int
+    _handles: dict[torch.device, Tensor]
 
     def __init__(
         self, states: StateScan, halo: StateScan, attention: AttentionMethod | None, *, is_first: bool, is_last: bool
@@ -181,11 +183,21 @@ class Exchange:
         raise AttributeError(f"{name}: an exchange is frozen, take `replaced`")
 
     def _register(self) -> None:
-        number = next(_numbers)
-        # A tensor made in inference mode could not be saved for a backward pass later.
-        with torch.inference_mode(False):
-            vars(self)["number"] = torch.tensor(number, device="cpu")
-        _BY_NUMBER[number] = self
+        vars(self).update(_number=next(_numbers), _handles={})
+        _BY_NUMBER[self._number] = self
+
+    def handle(self, device: torch.device) -> Tensor:
+        """[] int64 on `device`, that of the tokens, for `exchange_of`: what an op takes in place of this record.
+
+        A compiler does not specialise on it as on an int. On the tokens' device, since Inductor takes the outputs of an
+        op for unaligned if one of its inputs is on the CPU, and reads them more slowly.
+        """
+        if device not in self._handles:
+            # A tensor made in inference mode could not be saved for a backward pass later.
+            with torch.inference_mode(False):
+                handle = self._handles[device] = torch.tensor(self._number, device=device)
+            _BY_ADDRESS[handle.data_ptr()] = self
+        return self._handles[device]
 
     def replaced(self, **changes: object) -> Self:
         """Another exchange, with other values of some attributes."""
@@ -207,15 +219,16 @@ class Exchange:
             self.halo.drain()
 
 
-def exchange_of(number: Tensor) -> Exchange:
-    """Look up an `Exchange`.
+def exchange_of(handle: Tensor) -> Exchange:
+    """Look up an `Exchange` by its handle, or by a copy of it.
 
     Raises:
         RuntimeError: it was freed.
     """
-    found = _BY_NUMBER.get(int(number))
+    found = _BY_ADDRESS.get(handle.data_ptr())
+    found = _BY_NUMBER.get(int(handle)) if found is None else found
     if found is None:
-        raise RuntimeError(f"exchange {int(number)} is gone: keep it until the backward pass is over")
+        raise RuntimeError(f"exchange {int(handle)} is gone: keep it until the backward pass is over")
     return found
 
 
@@ -223,7 +236,7 @@ class Place(NamedTuple):
     """A `SequenceShard` as the operator sees it.
 
     Attributes:
-        exchange: its number, see `Exchange`.
+        exchange: see `Exchange.handle`.
         pieces: [T], see `zeco_train.ops.documents`, on the device of the tokens; None without documents.
         positions: [T] int64, of the tokens in the whole sequence; None for a model that does not read them.
         offset, seq_len, borders, segment: see `SequenceShard`.
@@ -296,7 +309,7 @@ class SequenceShard:
     def place(self, num_tokens: int, device: torch.device, *, with_positions: bool = False) -> Place:
         """The shard as traceable values for the operator; arguments and errors of `pieces`."""
         return Place(
-            exchange=self.exchange.number,
+            exchange=self.exchange.handle(device),
             pieces=self.pieces(num_tokens, device),
             positions=self.positions(num_tokens, device) if with_positions else None,
             offset=self.offset,

@@ -95,7 +95,7 @@ def run_method(
     q, k, v = (tokens[name].detach().requires_grad_() for name in ("q", "k", "v"))
     exchange = local_exchange().replaced(attention=method)
     place = seam.Place(
-        exchange.number,
+        exchange.handle(q.device),
         offset=start,
         seq_len=sequence.seq_len,
         borders=sequence.span(0, sequence.seq_len).borders,
