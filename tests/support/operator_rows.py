@@ -1,40 +1,54 @@
-"""Runs one version's operator repeatedly: a row with the seconds of each call, see tests/same_speed.py.
+"""Runs one version's gla operator repeatedly: a row with the seconds of each call, see tests/same_speed.py.
 
-usage: operator_rows.py FILE [heads=H] [key_dim=K] [value_dim=V] [tokens=T] [dtype=bf16] [device=cuda]
+usage: operator_rows.py FILE [heads=H] [key_dim=K] [value_dim=V] [tokens=T] [dtype=bfloat16] [device=cuda]
 
 A call is forward and backward pass. It is timed on the host, with the device synchronised before and after.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-# From whichever version is first on the path; `bench operator` uses the same two.
-from zeco_train.bench import operator
+# From whichever version is first on the path.
+from zeco_train.ops.mix import mix
+from zeco_train.ops.seam import SequenceShard
 
-_DEFAULTS = {"heads": "16", "key_dim": "64", "value_dim": "128", "tokens": "16384", "dtype": "bf16", "device": "cuda"}
+_DEFAULTS = {"heads": "16", "key_dim": "64", "value_dim": "128", "tokens": "16384", "dtype": "bfloat16"}
 _CALLS_A_ROW = 20
+
+
+def _one_rank() -> Any:
+    """What connects the tokens of one rank; until f356e4f a scan."""
+    try:
+        return importlib.import_module("zeco_train.sp.exchange").local_exchange()
+    except ModuleNotFoundError:
+        return importlib.import_module("zeco_train.sp.dp").LocalScan()
 
 
 def main() -> None:
     """Write rows until this process is ended."""
-    settings = _DEFAULTS | dict(argument.split("=") for argument in sys.argv[2:])
-    shape = operator.Shape(*(int(settings[name]) for name in ("heads", "key_dim", "value_dim", "tokens")))
-    device = torch.device(settings["device"])
-    inputs = operator.Inputs.random(shape, operator.Dtype[settings["dtype"]], 0, device)
-    attention = operator._attention("dp", shape, None)  # type: ignore[arg-type]
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    settings = _DEFAULTS | {"device": "cuda"} | dict(argument.split("=") for argument in sys.argv[2:])
+    heads, key_dim, value_dim, tokens = (int(settings[name]) for name in ("heads", "key_dim", "value_dim", "tokens"))
+    options: dict[str, Any] = {"device": settings["device"], "dtype": getattr(torch, settings["dtype"])}
+    q, k, g = (torch.randn(1, tokens, heads, key_dim, **options) for _ in range(3))
+    v, do = (torch.randn(1, tokens, heads, value_dim, **options) for _ in range(2))
+    g = torch.nn.functional.logsigmoid(g.float()) / 16
+    operands = [x.requires_grad_() for x in (q, k, v, g)]
+    shard = SequenceShard(_one_rank(), 0, tokens)
+    wait = torch.cuda.synchronize if settings["device"] == "cuda" else lambda: None
     with Path(sys.argv[1]).open("a", buffering=1) as file:
         while True:
             wait()
             began = time.perf_counter()
             for _ in range(_CALLS_A_ROW):
-                inputs.results(attention)
+                torch.autograd.grad(mix("gla", operands, shard)[0], operands, do)
             wait()
             file.write(json.dumps({"step_seconds": (time.perf_counter() - began) / _CALLS_A_ROW}) + "\n")
 
