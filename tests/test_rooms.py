@@ -80,7 +80,7 @@ def test_the_product_imports_nothing_of_lab() -> None:
 
 
 def test_nobody_but_mixers_names_an_operator() -> None:
-    """Other rooms read an operator's facts (`zeco_train.ops.passes.Operator`), and take it from the registry."""
+    """Other rooms read an operator's facts (`zeco_train.ops.operator.Operator`), and take it from the registry."""
     folders = tuple({operator.step.__module__.rpartition(".")[0] for operator in OPERATORS.values()})
     found = set()
     for path in (path for package in PRODUCT for path in (REPOSITORY / package).rglob("*.py")):

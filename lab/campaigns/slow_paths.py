@@ -26,7 +26,7 @@ from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, SequenceShard
-from zeco_train.ops.selection import SlowDown, SlowDowns
+from zeco_train.ops.slow_paths import SlowDown, SlowDowns
 from zeco_train.ops.softmax import attention, sdpa
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.environment import environment

@@ -30,7 +30,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.ops.selection import check_kernels, find_slow_paths
+from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 

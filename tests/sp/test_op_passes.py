@@ -21,7 +21,7 @@ from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.mix import mix
-from zeco_train.ops.passes import Kind
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.seam import SequenceShard

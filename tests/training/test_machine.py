@@ -7,7 +7,7 @@ import torch
 
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
-from zeco_train.ops.selection import stored_slow_downs
+from zeco_train.ops.slow_paths import stored_slow_downs
 from zeco_train.training.machine import check_machine, slow_paths
 
 FP8 = ["name=x", "train.matmul=fp8"]

@@ -26,7 +26,7 @@ from zeco_train.distributed.mesh import Launch
 from zeco_train.ops import oracle
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.selection import find_slow_paths
+from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.jsonable import jsonable
 from zeco_train.verify import cases, command, huge

@@ -55,7 +55,7 @@ from zeco_train.bench.variants import PRODUCTS, gathered_exchange, is_dp
 from zeco_train.config.schema import Config, Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.selection import find_slow_paths
+from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.system.numbers import relative_error
 from zeco_train.tracking.recorder import peak_flops
 from zeco_train.training.machine import kernel_calls

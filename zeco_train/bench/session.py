@@ -15,7 +15,7 @@ from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
 from zeco_train.ops.seam import Exchange
-from zeco_train.ops.selection import Calls, Kernels, SlowPath, check_kernels, warn_of
+from zeco_train.ops.slow_paths import Calls, Kernels, SlowPath, check_kernels, warn_of
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.exchange import build_exchange

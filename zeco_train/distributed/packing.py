@@ -19,7 +19,7 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor
 
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 
 KERNELS = KernelRule()
 # Addresses of the buffers to which the next copy adds.

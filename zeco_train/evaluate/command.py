@@ -22,7 +22,7 @@ from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
-from zeco_train.ops.selection import check_kernels, warn_of
+from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
 

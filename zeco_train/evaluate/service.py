@@ -22,7 +22,7 @@ from zeco_train.evaluate.requests import Score, ScoreRequest, score
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.trained import load_trained
-from zeco_train.ops.selection import check_kernels, warn_of
+from zeco_train.ops.slow_paths import check_kernels, warn_of
 
 T = TypeVar("T")
 _END = "end"

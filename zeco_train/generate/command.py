@@ -23,7 +23,7 @@ from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
-from zeco_train.ops.selection import check_kernels, warn_of
+from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest
 from zeco_train.training.exchange import connect_model

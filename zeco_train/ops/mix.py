@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.passes import Kind, Operator
+from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import (
     Boundary,

@@ -21,7 +21,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.selection import SlowPath, check_kernels, find_slow_paths
+from zeco_train.ops.slow_paths import SlowPath, check_kernels, find_slow_paths
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
 from zeco_train.training.exchange import check_softmax

@@ -42,7 +42,7 @@ from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
 from zeco_train.ops.seam import Exchange
-from zeco_train.ops.selection import warn_of
+from zeco_train.ops.slow_paths import warn_of
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment

@@ -16,7 +16,7 @@ from zeco_train.distributed.device import total_memory
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.linear.scaled import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE
-from zeco_train.ops.selection import Call, SlowPath, check_kernels
+from zeco_train.ops.slow_paths import Call, SlowPath, check_kernels
 from zeco_train.training.optim import adamw
 
 

@@ -14,7 +14,7 @@ from zeco_train.config.overrides import describe_settings
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.registry import DEFAULT, OPERATORS
-from zeco_train.ops.selection import Call, Kernels
+from zeco_train.ops.slow_paths import Call, Kernels
 from zeco_train.ops.softmax import attention
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather

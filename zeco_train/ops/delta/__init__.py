@@ -27,9 +27,9 @@ from torch import Tensor
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.passes import Passes
 
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
 _KERNELS = KernelRule(largest=256)

@@ -14,9 +14,9 @@ from torch import Tensor
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
 from zeco_train.ops.gla.step import STEP_KERNELS, recurrent_step
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.passes import Passes
 
 _KERNELS = KernelRule()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeco_train.ops.checks import check_state
 from zeco_train.ops.gla.checks import check_inputs
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 
 STEP_KERNELS = KernelRule()
 

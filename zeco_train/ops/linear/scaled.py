@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.linear.rows import Rows
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 
 # Compute capability of the first GPUs with fp8 products (Ada; Hopper has 9.0).
 FIRST_CAPABILITY = (8, 9)

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
+from zeco_train.ops.passes import Passes
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
 from zeco_train.ops.scalar_decay.step import fixed_step, scalar_step
-from zeco_train.ops.selection import KernelRule
 
 # A kernel holds one of the state's two dims whole, in shared memory.
 _KERNELS = KernelRule(largest=256)

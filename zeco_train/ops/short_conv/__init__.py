@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zeco_train.ops.operator import KernelRule, Kind, Operator
 from zeco_train.ops.oracle import by_windows
-from zeco_train.ops.passes import Kind, Operator, Passes
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.passes import Passes
 from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
 from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.ops.short_conv.step import convolution_step

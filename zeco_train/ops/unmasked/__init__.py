@@ -9,8 +9,8 @@ after the whole sequence (`Operator.reads_whole`). On GPUs too the products are 
 
 from __future__ import annotations
 
+from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.oracle import by_pairs
-from zeco_train.ops.passes import Kind, Operator
 from zeco_train.ops.scalar_decay import FIXED_TIME
 from zeco_train.ops.unmasked.flops import forward_flops, recomputed_flops
 from zeco_train.ops.unmasked.passes import UNMASKED_PASSES

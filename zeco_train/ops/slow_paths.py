@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from zeco_train.errors import ConfigError
+from zeco_train.ops.operator import KernelRule, _name, _problem
 
 logger = logging.getLogger(__name__)
 
@@ -34,59 +34,6 @@ class Kernels(Enum):
 
     auto = "auto"
     require = "require"
-
-
-@dataclass(frozen=True, eq=False)
-class KernelRule:
-    """The calls of an operator that its kernels on GPUs serve.
-
-    Attributes:
-        dtypes: of tokens; empty: there are no kernels. Decays and strengths are fp32.
-        largest: largest K and V; None: any.
-        row_bytes: of which a row of K or V channels is a multiple.
-    """
-
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
-    largest: int | None = None
-    row_bytes: int = 1
-
-    def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor) -> bool:
-        """Whether kernels serve these tensors, or PyTorch does.
-
-        Args:
-            tokens: [..., K].
-            values: [..., V].
-            wide: decays and strengths.
-        """
-        # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
-        is_limited = self.largest is not None or self.row_bytes > 1
-        dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
-        return _problem(self, tokens.device.type, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
-
-
-@cache
-def _problem(
-    rule: KernelRule, device: str, key_dim: int, value_dim: int, tokens: torch.dtype, *wide: torch.dtype
-) -> str | None:
-    """Why kernels do not serve a call; None: they do. Cached, since every call of an operator asks."""
-    if device != "cuda":
-        return f"there are no kernels on {device.upper()}s"
-    if not rule.dtypes:
-        return "there is no kernel for it"
-    if tokens not in rule.dtypes:
-        return f"{_name(tokens)} has no kernels, only {', '.join(map(_name, rule.dtypes))}"
-    if any(dtype is not torch.float32 for dtype in wide):
-        return "decays and strengths have kernels in fp32 only"
-    dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
-    if rule.largest is not None and max(key_dim, value_dim) > rule.largest:
-        return f"{dims}, at most {rule.largest} each"
-    if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
-        return f"{dims}, only multiples of {rule.row_bytes // tokens.itemsize}"
-    return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 class Call(NamedTuple):

@@ -1,0 +1,200 @@
+"""The facts of an operator, and which calls its kernels on GPUs serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.passes import Passes
+
+
+@dataclass(frozen=True, eq=False)
+class KernelRule:
+    """The calls of an operator that its kernels on GPUs serve.
+
+    Attributes:
+        dtypes: of tokens; empty: there are no kernels. Decays and strengths are fp32.
+        largest: largest K and V; None: any.
+        row_bytes: of which a row of K or V channels is a multiple.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    largest: int | None = None
+    row_bytes: int = 1
+
+    def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor) -> bool:
+        """Whether kernels serve these tensors, or PyTorch does.
+
+        Args:
+            tokens: [..., K].
+            values: [..., V].
+            wide: decays and strengths.
+        """
+        # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
+        is_limited = self.largest is not None or self.row_bytes > 1
+        dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
+        return _problem(self, tokens.device.type, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
+
+
+@cache
+def _problem(
+    rule: KernelRule, device: str, key_dim: int, value_dim: int, tokens: torch.dtype, *wide: torch.dtype
+) -> str | None:
+    """Why kernels do not serve a call; None: they do. Cached, since every call of an operator asks."""
+    if device != "cuda":
+        return f"there are no kernels on {device.upper()}s"
+    if not rule.dtypes:
+        return "there is no kernel for it"
+    if tokens not in rule.dtypes:
+        return f"{_name(tokens)} has no kernels, only {', '.join(map(_name, rule.dtypes))}"
+    if any(dtype is not torch.float32 for dtype in wide):
+        return "decays and strengths have kernels in fp32 only"
+    dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
+    if rule.largest is not None and max(key_dim, value_dim) > rule.largest:
+        return f"{dims}, at most {rule.largest} each"
+    if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
+        return f"{dims}, only multiples of {rule.row_bytes // tokens.itemsize}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+# recurrence(*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last
+# token, [B, H, K, V] in fp64 or fp32; differentiable by autograd.
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Kind(Enum):
+    """The kinds of transitions, see `zeco_train.ops.transition`."""
+
+    diagonal = "diagonal"
+    matrix = "matrix"
+
+
+class OperatorTime(NamedTuple):
+    """Measured seconds of an operator alone per token and head, forward + backward, for the planner.
+
+    Attributes:
+        operator: that was measured.
+        seconds: at K `key_dim` and V `value_dim`; other head dims are scaled by K + V.
+        forward: the forward pass's share.
+        key_dim, value_dim: of the measurement.
+    """
+
+    operator: str
+    seconds: float
+    forward: float
+    key_dim: int
+    value_dim: int
+
+
+class Peer(NamedTuple):
+    """Function of flash-linear-attention for the same operator, to which `bench` compares it.
+
+    Attributes:
+        module, function: its name; it takes the operands that have tokens, in the operator's order.
+        decay: for which constant decays, by their name in `bench`; None: the operator has none.
+        options: keyword arguments.
+        takes_context: it has context parallelism, by the argument `cp_context`.
+    """
+
+    module: str
+    function: str
+    decay: str | None = None
+    options: tuple[tuple[str, bool], ...] = ()
+    takes_context: bool = False
+
+
+def one_a_multiprocessor(key_dim: int, value_dim: int) -> int:
+    """`Operator.walk_programs` of programs that take a multiprocessor each."""
+    return 132
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator as the rest of the project sees it.
+
+    Attributes:
+        operands: names of the operands, in call order; q, k, v first.
+        dims: their dimensions, a letter each: B, T; H heads, of which consecutive ones may share one of G; K, V; of a
+            convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
+        kind: of its transition.
+        select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
+            a backward pass.
+        oracle: the formula that `verify` and `bench` compare with (`zeco_train.ops.oracle`), of the operands by name.
+        step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
+        forward_flops: (H, K, V) → FLOPs per token of the forward pass.
+        recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
+        output: position of the operand whose shape and dtype the outputs have.
+        neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
+            halo scan (`Exchange.halo`).
+        reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
+            reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
+        kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.
+        step_kernels: the same for `step`.
+        walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
+            kernels that keep the states that the walks start from; None: they keep the states of all chunks.
+        time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
+            default operator's for None.
+        peers: functions of flash-linear-attention; empty: `bench operator` does not measure it.
+    """
+
+    operands: tuple[str, ...]
+    dims: tuple[str, ...]
+    kind: Kind
+    select: Callable[[Sequence[Tensor]], Passes]
+    oracle: Recurrence
+    step: Callable[..., Tensor]
+    forward_flops: Callable[[int, int, int], float]
+    recomputed_flops: Callable[[int, int, int], float]
+    output: int = 2
+    neighbours: bool = False
+    reads_whole: bool = False
+    kernels: KernelRule | None = None
+    step_kernels: KernelRule = KernelRule(dtypes=())
+    walk_programs: Callable[[int, int], int] | None = one_a_multiprocessor
+    time: OperatorTime | None = None
+    cpu_time: OperatorTime | None = None
+    peers: tuple[Peer, ...] = ()
+
+    @property
+    def dims_of(self) -> dict[str, str]:
+        """`dims` by operand."""
+        return dict(zip(self.operands, self.dims, strict=True))
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether heads of values may share one of keys."""
+        return any("G" in dims for dims in self.dims)
+
+    def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
+        """Refuse states of other segments for an operator that reads the whole sequence.
+
+        Raises:
+            ValueError: names the argument, and the setting that it comes from.
+        """
+        if self.reads_whole and (carry_in is not None or want_carry):
+            name = "want_carry" if carry_in is None else "carry_in"
+            raise ValueError(f"{name}: an unmasked operator reads the whole sequence at once, not by train.segments")
+
+    def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
+        """(B, H, K, V)."""
+        query, _, value, *_ = operands
+        return value.shape[0], value.shape[2], query.shape[3], value.shape[3]
+
+    def transition_shape(self, operands: Sequence[Tensor]) -> tuple[int, ...]:
+        """(B, H, K) or (B, H, K, K)."""
+        *outer, key_dim, _ = self.state_shape(operands)
+        return (*outer, key_dim) if self.kind is Kind.diagonal else (*outer, key_dim, key_dim)
+
+    def cuts(self, operands: Sequence[Tensor]) -> bool:
+        """Whether shapes alone say that the transition is 0: the state after these tokens is theirs alone."""
+        return False
