@@ -167,7 +167,7 @@ def _wrong_segments(rank: int, world_size: int, rules: list[str]) -> list[str]:
         results = []
         for dtype, passes in ((torch.float64, None), (torch.float32, _kernels(rule))):
             leaves = {name: tensors[name].to(dtype).detach().requires_grad_() for name in (*case.names, "R")}
-            kept = OPERATORS[rule] if passes is None else replace(OPERATORS[rule], select=lambda _, found=passes: found)
+            kept = OPERATORS[rule] if passes is None else replace(OPERATORS[rule], portable=passes, cuda=None)
             with mock.patch.dict(OPERATORS, {rule: kept}):
                 o, end = _over_segments(rule, leaves, scan, with_replay=passes is not None)
                 ends = [tensors["do"].to(dtype), tensors["D_in"].to(dtype)]

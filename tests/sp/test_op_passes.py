@@ -45,8 +45,8 @@ TOLERANCE = 1e-13
 
 # Operands are named as in `tensors`, where scalar decays have names of their own for other shapes.
 OPS = {
-    "slow gla": replace(GLA, select=lambda operands: op_passes(naive_of(GLA), Kind.diagonal)),
-    "slow delta": replace(DELTA, select=lambda operands: op_passes(naive_of(DELTA), Kind.matrix)),
+    "slow gla": replace(GLA, portable=op_passes(naive_of(GLA), Kind.diagonal), cuda=None),
+    "slow delta": replace(DELTA, portable=op_passes(naive_of(DELTA), Kind.matrix), cuda=None),
     "delta": DELTA,
     "gated_delta": replace(GATED_DELTA, operands=("shared_q", "shared_unit_k", "v", "scalar_g", "beta")),
     "kda": KDA,

@@ -224,7 +224,7 @@ def _measure(
             name = row["variant"]
             rest = {"pass": kind, "tokens": tokens, "peak_gb": peaks[name], "relative_error": checked[name]}
             call = config.shape(name, tokens).call(config.dtype)
-            slow = find_slow_paths([("", call)] if name != TORCH else [], session.device, tokens)
+            slow = find_slow_paths([("", call)] if name != TORCH else [], session.target, tokens)
             row |= _compared(name, row["median_ms"], tokens, rates) | profiles[name] | rest
             rows.append(marked(row, slow))
     shape = {"heads": config.heads, "key_heads": config.num_key_heads, "head_dim": config.head_dim}

@@ -326,7 +326,7 @@ class _Measurement:
         row |= {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
         if contender.name == PRODUCTS or is_peer(contender.name):
             return row
-        return marked(row, find_slow_paths(kernel_calls(self._run), self._session.device, count))
+        return marked(row, find_slow_paths(kernel_calls(self._run), self._session.target, count))
 
     def _add(self, rows: Sequence[Row]) -> None:
         """Add rows with one number of tokens."""

@@ -182,7 +182,7 @@ def _measure_shape(
         except ConfigError as error:
             report.note(f"{name} is not measured, {shape}: {error}")
             del attentions[name]
-    slow = find_slow_paths([("", shape.call(config.dtype))], session.device, shape.tokens)
+    slow = find_slow_paths([("", shape.call(config.dtype))], session.target, shape.tokens)
     rows: list[Row] = []
     for kind in config.passes:
         peaks, sent, subjects = {}, {}, []

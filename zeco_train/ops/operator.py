@@ -1,8 +1,12 @@
-"""The facts of an operator, and which calls its kernels on GPUs serve."""
+"""What an operator is to the rest of the project, and which implementation of it serves a call.
+
+The choice is a function of shapes, dtypes and a `Target`, so that it can be asked about a GPU that is not there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -11,12 +15,55 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zeco_train.ops.checks import WIDE
 from zeco_train.ops.passes import Passes
+
+
+class Target(NamedTuple):
+    """What a call runs on, by which its implementation is chosen.
+
+    Attributes:
+        kind: of device, as `torch.device.type`.
+        architecture: compute capability of a GPU, by which kernels take their options; elsewhere that of Hopper, whose
+            options Triton's interpreter takes.
+    """
+
+    kind: str
+    architecture: tuple[int, int] = (9, 0)
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """What calls on tensors of a device run on: the device itself, or what `assume` puts in its place."""
+        return _of(device) if _assumed is None else _assumed
+
+
+@cache
+def _of(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return Target(device.type)
+    return Target(device.type, torch.cuda.get_device_capability(device))
+
+
+_assumed: Target | None = None
+
+
+@contextmanager
+def assume(target: Target) -> Iterator[None]:
+    """While entered, calls are taken to run on a target that need not be there, whichever device their tensors are on.
+
+    For fake tensors, of which only shapes and dtypes are asked, and for Triton's interpreter.
+    """
+    global _assumed
+    before, _assumed = _assumed, target
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 @dataclass(frozen=True, eq=False)
 class KernelRule:
-    """The calls of an operator that its kernels on GPUs serve.
+    """The calls that kernels on GPUs serve.
 
     Attributes:
         dtypes: of tokens; empty: there are no kernels. Decays and strengths are fp32.
@@ -28,31 +75,42 @@ class KernelRule:
     largest: int | None = None
     row_bytes: int = 1
 
-    def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor) -> bool:
+    def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor, target: Target | None = None) -> bool:
         """Whether kernels serve these tensors, or PyTorch does.
 
         Args:
             tokens: [..., K].
             values: [..., V].
             wide: decays and strengths.
+            target: to run on; None: that of the tensors' device.
         """
         # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
         is_limited = self.largest is not None or self.row_bytes > 1
         dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
-        return _problem(self, tokens.device.type, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
+        target = Target.of(tokens.device) if target is None else target
+        return problem(self, target, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
 
 
 @cache
-def _problem(
-    rule: KernelRule, device: str, key_dim: int, value_dim: int, tokens: torch.dtype, *wide: torch.dtype
+def problem(
+    rule: KernelRule, target: Target, key_dim: int, value_dim: int, tokens: torch.dtype, *wide: torch.dtype
 ) -> str | None:
-    """Why kernels do not serve a call; None: they do. Cached, since every call of an operator asks."""
-    if device != "cuda":
-        return f"there are no kernels on {device.upper()}s"
+    """Why kernels do not serve a call; None: they do. Cached, since every call of an operator asks.
+
+    Args:
+        rule: of the kernels.
+        target: to run on.
+        key_dim: K; any number where the rule has no limit.
+        value_dim: V, likewise.
+        tokens: dtype of the tokens.
+        wide: dtypes of decays and strengths.
+    """
+    if target.kind != "cuda":
+        return f"there are no kernels on {target.kind.upper()}s"
     if not rule.dtypes:
         return "there is no kernel for it"
     if tokens not in rule.dtypes:
-        return f"{_name(tokens)} has no kernels, only {', '.join(map(_name, rule.dtypes))}"
+        return f"{dtype_name(tokens)} has no kernels, only {', '.join(map(dtype_name, rule.dtypes))}"
     if any(dtype is not torch.float32 for dtype in wide):
         return "decays and strengths have kernels in fp32 only"
     dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
@@ -63,7 +121,8 @@ def _problem(
     return None
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in settings: bf16, fp32 or fp64."""
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
@@ -127,8 +186,7 @@ class Operator:
         dims: their dimensions, a letter each: B, T; H heads, of which consecutive ones may share one of G; K, V; of a
             convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
         kind: of its transition.
-        select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
-            a backward pass.
+        portable: the implementation in PyTorch, for any device and dtype.
         oracle: the formula that `verify` and `bench` compare with (`zeco_train.ops.oracle`), of the operands by name.
         step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
@@ -138,7 +196,9 @@ class Operator:
             halo scan (`Exchange.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
-        kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.
+        cuda: returns the implementation on kernels, whose import needs Triton; None: there is none, and PyTorch's
+            products are as fast.
+        kernels: which calls `cuda` serves; None without it.
         step_kernels: the same for `step`.
         walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
             kernels that keep the states that the walks start from; None: they keep the states of all chunks.
@@ -150,7 +210,7 @@ class Operator:
     operands: tuple[str, ...]
     dims: tuple[str, ...]
     kind: Kind
-    select: Callable[[Sequence[Tensor]], Passes]
+    portable: Passes
     oracle: Recurrence
     step: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]
@@ -158,12 +218,26 @@ class Operator:
     output: int = 2
     neighbours: bool = False
     reads_whole: bool = False
+    cuda: Callable[[], Passes] | None = None
     kernels: KernelRule | None = None
     step_kernels: KernelRule = KernelRule(dtypes=())
     walk_programs: Callable[[int, int], int] | None = one_a_multiprocessor
     time: OperatorTime | None = None
     cpu_time: OperatorTime | None = None
     peers: tuple[Peer, ...] = ()
+
+    def select(self, operands: Sequence[Tensor], target: Target | None = None) -> Passes:
+        """The implementation that serves a call: the only place that chooses by device, shapes and dtypes.
+
+        Args:
+            operands: in their order, or those of a backward pass (`Passes.replaced`).
+            target: to run on; None: that of the operands' device.
+        """
+        if self.cuda is None or self.kernels is None:
+            return self.portable
+        wide = (x for name, x in zip(self.operands, operands, strict=True) if name in WIDE)
+        is_served = self.kernels.serves(operands[0], operands[self.output], *wide, target=target)
+        return self.cuda() if is_served else self.portable
 
     @property
     def dims_of(self) -> dict[str, str]:

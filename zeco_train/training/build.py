@@ -41,6 +41,7 @@ from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
+from zeco_train.ops.operator import Target
 from zeco_train.ops.seam import Exchange
 from zeco_train.ops.slow_paths import warn_of
 from zeco_train.sp.exposed import ExposedMeter
@@ -156,7 +157,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         logger.log(level, "%s", message)
     if folder is not None:
         _warn(config, data, folder)
-        warn_of(slow_paths(config, mesh.device))
+        warn_of(slow_paths(config, Target.of(mesh.device)))
     return OpenedRun(config, data, path, folder, log)
 
 

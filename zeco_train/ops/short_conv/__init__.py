@@ -24,8 +24,6 @@ from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
 from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.ops.short_conv.step import convolution_step
 
-_KERNELS = KernelRule()
-
 
 class ShortConv(Operator):
     """The operator; its state's shape is given by x and the width."""
@@ -41,25 +39,23 @@ class ShortConv(Operator):
         return x.shape[1] >= weight.shape[2] - 1
 
 
-def _select(operands: Sequence[Tensor]) -> Passes:
-    x = operands[0]
-    if _KERNELS.serves(x, x):
-        from zeco_train.ops.short_conv.cuda import CUDA  # imports Triton
+def _cuda() -> Passes:
+    from zeco_train.ops.short_conv.cuda import CUDA  # imports Triton
 
-        return CUDA
-    return PLAIN
+    return CUDA
 
 
 SHORT_CONV = ShortConv(
     operands=("x", "weight", "bias"),
     dims=("BTC", "C1W", "C"),
     kind=Kind.matrix,
-    select=_select,
+    portable=PLAIN,
     oracle=by_windows,
     step=convolution_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     output=0,
-    kernels=_KERNELS,
+    cuda=_cuda,
+    kernels=KernelRule(),
     neighbours=True,
 )
