@@ -29,8 +29,7 @@ from torch.distributed import ProcessGroup
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
 from zeco_train.errors import CommunicationError
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import fold
+from zeco_train.ops.seam import ScanRequest, fold
 from zeco_train.system import background
 
 

@@ -36,8 +36,7 @@ from zeco_train.collectives.one_kernel import Cut, Kernel, Tuning, power_of_2
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
 from zeco_train.errors import CommunicationError
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import is_matrix
+from zeco_train.ops.seam import ScanRequest, is_matrix
 
 # Tests run the kernels on a CPU under Triton's interpreter.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

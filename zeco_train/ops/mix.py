@@ -32,9 +32,9 @@ from zeco_train.ops.seam import (
     Place,
     ScanRequest,
     SequenceShard,
+    adjoint,
     exchange_of,
 )
-from zeco_train.ops.transition import adjoint
 
 
 def mix(

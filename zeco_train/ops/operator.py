@@ -132,7 +132,7 @@ Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Kind(Enum):
-    """The kinds of transitions, see `zeco_train.ops.transition`."""
+    """The kinds of transitions, see `zeco_train.ops.seam`."""
 
     diagonal = "diagonal"
     matrix = "matrix"

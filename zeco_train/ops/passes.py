@@ -19,7 +19,7 @@ class ForwardPass(Protocol):
 
     Attributes:
         state: [B, H, K, V], S_loc: this rank's contribution to the state after its tokens.
-        transition: [B, H, K] or [B, H, K, K], how they change an incoming state (`zeco_train.ops.transition`). A matrix
+        transition: [B, H, K] or [B, H, K, K], how they change an incoming state (`zeco_train.ops.seam`). A matrix
             is costly: it may be computed when first read, and is not read where no state passes through this rank.
     """
 

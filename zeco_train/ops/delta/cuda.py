@@ -28,7 +28,7 @@ from zeco_train.ops.delta.kernels.launch import Launcher, Systems, decay_sums_of
 from zeco_train.ops.delta.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.transition import adjoint, fold
+from zeco_train.ops.seam import adjoint, fold
 
 
 class CudaForward:
