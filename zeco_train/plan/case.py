@@ -22,7 +22,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import SlowPath, check_kernels, find_slow_paths
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
-from zeco_train.training.exchange import check_softmax
+from zeco_train.training.connect import check_softmax
 from zeco_train.training.graphs import capture_problem
 from zeco_train.training.machine import kernel_calls
 
