@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lab.campaigns import slow_paths
 from tests.support.commands import REPOSITORY
 from zeco_train.ops import gated_norm
-from zeco_train.ops.checks import WIDE
 from zeco_train.ops.gla.kernels import tuning
 from zeco_train.ops.mix import mix
-from zeco_train.ops.operator import KernelRule, Target, assume
+from zeco_train.ops.operator import WIDE, KernelRule, Target, assume
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.slow_paths import (

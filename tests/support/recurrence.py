@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.delta.checks import check_inputs as check_delta
 from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.gla.checks import check_inputs as check_gla
 from zeco_train.ops.operator import Operator, Recurrence
+from zeco_train.ops.passes import check_state
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay.checks import check_inputs as check_scalar
 from zeco_train.ops.short_conv.inputs import check_inputs as check_conv

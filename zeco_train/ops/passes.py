@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -102,3 +103,9 @@ class Passes(NamedTuple):
     saved_like: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = nothing_saved
     replaced: tuple[int, ...] = ()
     needs_incoming: bool = True
+
+
+def check_state(state: Tensor, name: str, shape: torch.Size) -> None:
+    """Raise a ValueError naming the state if its shape is not [B, H, K, V] = `shape`."""
+    if state.shape != shape:
+        raise ValueError(f"{name}: expected shape [B, H, K, V] = {list(shape)}, got {list(state.shape)}")

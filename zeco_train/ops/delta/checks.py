@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zeco_train.ops.checks import check_operands
+from zeco_train.ops.operator import check_operands
 
 
 def check_inputs(pieces: Tensor | None, **tensors: Tensor) -> None:

@@ -19,12 +19,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.chunks import add_later_tokens, matrices, to_tokens
 from zeco_train.ops.delta.checks import check_inputs
 from zeco_train.ops.delta.chunk_states import ChunkGrads, Chunks
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_state
 
 
 class _Forward:

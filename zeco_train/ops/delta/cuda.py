@@ -22,12 +22,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.delta.checks import check_inputs
 from zeco_train.ops.delta.kernels.launch import Launcher, Systems, decay_sums_of
 from zeco_train.ops.delta.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_state
 from zeco_train.ops.seam import adjoint, fold
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.delta.checks import check_inputs
+from zeco_train.ops.passes import check_state
 
 
 def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, scale: float | None = None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zeco_train.ops.checks import check_operands
+from zeco_train.ops.operator import check_operands
 
 _DIMS = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "g": "BTHK", "do": "BTHV"}
 

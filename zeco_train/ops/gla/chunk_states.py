@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.chunks import (
     ChunkDecays,
     chunk_decays,
@@ -22,6 +21,7 @@ from zeco_train.ops.chunks import (
     to_chunks,
 )
 from zeco_train.ops.gla.checks import check_inputs
+from zeco_train.ops.passes import check_state
 
 
 @dataclass(frozen=True)

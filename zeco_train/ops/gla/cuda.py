@@ -20,12 +20,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.gla.checks import check_inputs
 from zeco_train.ops.gla.kernels.launch import Launcher
 from zeco_train.ops.gla.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_state
 
 
 def _launcher(k: Tensor, v: Tensor, pieces: Tensor | None, scale: float) -> Launcher:

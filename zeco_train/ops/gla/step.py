@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.gla.checks import check_inputs
 from zeco_train.ops.operator import KernelRule
+from zeco_train.ops.passes import check_state
 
 STEP_KERNELS = KernelRule()
 

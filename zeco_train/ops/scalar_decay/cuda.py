@@ -19,9 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_state
 from zeco_train.ops.scalar_decay.kernels.launch import Launcher, decay_sums
 from zeco_train.ops.scalar_decay.kernels.tuning import Tuning, options_for
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.checks import check_state
+from zeco_train.ops.passes import check_state
 from zeco_train.ops.scalar_decay.checks import check_inputs
 
 
