@@ -81,7 +81,7 @@ def test_the_product_imports_nothing_of_lab() -> None:
 
 def test_nobody_but_mixers_names_an_operator() -> None:
     """Other rooms read an operator's facts (`zeco_train.ops.operator.Operator`), and take it from the registry."""
-    folders = tuple({operator.step.__module__.rpartition(".")[0] for operator in OPERATORS.values()})
+    folders = tuple({operator.one_token.__module__.rpartition(".")[0] for operator in OPERATORS.values()})
     found = set()
     for path in (path for package in PRODUCT for path in (REPOSITORY / package).rglob("*.py")):
         module = _module(path)

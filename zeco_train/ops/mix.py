@@ -124,6 +124,7 @@ def _mix(
     Absent tensors are [0].
     """
     chosen, exchange = operator_of(operator, operands), exchange_of(number)
+    chosen.check(operands, pieces)
     chosen.check_carries(carry_in, want_carry)
     with _alone(operands[0]):
         local = chosen.select(operands).forward(operands, scale, pieces)
@@ -196,6 +197,7 @@ def _mix_backward(
 ) -> tuple[list[Tensor], Tensor]:
     """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
     chosen, exchange = operator_of(operator, operands), exchange_of(number)
+    chosen.check(operands, pieces, do)
     with _alone(do):
         local = chosen.select(operands).backward(operands, do, saved, incoming_state, scale, pieces)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,16 +132,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
-def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Check the tensors of a phase against each other.
+def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Check the tensors of a call against each other.
 
     Args:
         pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
-        dims: the dimensions of each tensor, a letter each, "BTHK" for example. Equal letters have equal sizes.
+        dims: the dimensions of each tensor, a letter each, "BTHK" for example. Equal letters have equal sizes, and G
+            divides H.
         tensors: by their names.
-
-    Returns:
-        The size of each dimension.
 
     Raises:
         ValueError: naming the tensor, the expected shape or dtype, and the actual one.
@@ -161,13 +159,14 @@ def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapp
             raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
         if name in WIDE and x.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
+    if "G" in sizes and sizes["H"] % sizes["G"]:
+        raise ValueError(f"q: expected a number of groups that divides the {sizes['H']} heads of v, got {sizes['G']}")
     if pieces is None:
-        return sizes
+        return
     if sizes["B"] != 1:
         raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {sizes['B']}")
     if pieces.numel() != sizes["T"]:
         raise ValueError(f"cu_seqlens: describes {pieces.numel()} tokens, but there are {sizes['T']}")
-    return sizes
 
 
 # recurrence(*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last
@@ -232,7 +231,7 @@ class Operator:
         kind: of its transition.
         portable: the implementation in PyTorch, for any device and dtype.
         oracle: the formula that `verify` and `bench` compare with (`zeco_train.ops.oracle`), of the operands by name.
-        step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
+        one_token: (operands of one token [B, 1, …], state updated in place, scale) → o, [B, 1, H, V]; see `step`.
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
         output: position of the operand whose shape and dtype the outputs have.
@@ -243,7 +242,7 @@ class Operator:
         cuda: returns the implementation on kernels, whose import needs Triton; None: there is none, and PyTorch's
             products are as fast.
         kernels: which calls `cuda` serves; None without it.
-        step_kernels: the same for `step`.
+        step_kernels: the same for `one_token`.
         walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
             kernels that keep the states that the walks start from; None: they keep the states of all chunks.
         time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
@@ -256,7 +255,7 @@ class Operator:
     kind: Kind
     portable: Passes
     oracle: Recurrence
-    step: Callable[..., Tensor]
+    one_token: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]
     recomputed_flops: Callable[[int, int, int], float]
     output: int = 2
@@ -282,6 +281,30 @@ class Operator:
         wide = (x for name, x in zip(self.operands, operands, strict=True) if name in WIDE)
         is_served = self.kernels.serves(operands[0], operands[self.output], *wide, target=target)
         return self.cuda() if is_served else self.portable
+
+    def check(self, operands: Sequence[Tensor], pieces: Tensor | None, do: Tensor | None = None) -> None:
+        """Check the operands of a call, and the gradient of the outputs, against `dims` and each other.
+
+        Raises:
+            ValueError: naming the tensor, the expected shape or dtype, and the actual one.
+        """
+        dims, tensors = self.dims_of, dict(zip(self.operands, operands, strict=True))
+        if do is not None:
+            dims["do"], tensors["do"] = self.dims[self.output], do
+        check_operands(pieces, dims, tensors)
+
+    def step(self, *operands_and_state: Any) -> Tensor:
+        """The output of one token of each sequence: `one_token` of checked operands; no gradients.
+
+        Args:
+            operands_and_state: operands, [B, 1, …]; the state, updated in place; the factor of the output, K^-1/2
+                unless it is given.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit; the message names the tensor.
+        """
+        self.check(operands_and_state[: len(self.operands)], None)
+        return self.one_token(*operands_and_state)
 
     @property
     def dims_of(self) -> dict[str, str]:

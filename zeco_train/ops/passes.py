@@ -88,7 +88,8 @@ class Passes(NamedTuple):
     - scale: factor of the outputs;
     - pieces: [T], see `zeco_train.ops.documents`; None without documents.
 
-    An invalid shape or dtype raises a ValueError that names the tensor.
+    Operands are checked before (`zeco_train.ops.operator.Operator.check`); a received state of another shape raises a
+    ValueError that names it.
 
     Attributes:
         forward, backward: the passes.

@@ -33,6 +33,9 @@ class ShortConv(Operator):
         x, weight, _ = operands
         return x.shape[0], 1, weight.shape[2] - 1, x.shape[2]
 
+    def check(self, operands: Sequence[Tensor], pieces: Tensor | None, do: Tensor | None = None) -> None:
+        """Its implementations do: the parameters have dtypes of their own, and the width is at least 2."""
+
     def cuts(self, operands: Sequence[Tensor]) -> bool:
         """Whether the shard is as long as the state: nothing from before it is left then."""
         x, weight, _ = operands
@@ -51,7 +54,7 @@ SHORT_CONV = ShortConv(
     kind=Kind.matrix,
     portable=PLAIN,
     oracle=by_windows,
-    step=convolution_step,
+    one_token=convolution_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     output=0,
