@@ -29,7 +29,7 @@ from zeco_train.bench.session import Session
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
-from zeco_train.ops.transition import fold
+from zeco_train.ops.seam import fold
 from zeco_train.system.environment import process_memory
 from zeco_train.system.ranges import check_least
 from zeco_train.system.signals import run_command

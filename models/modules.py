@@ -190,7 +190,7 @@ class _EmbeddingFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
         # The CUDA kernel sums in fp32 itself.
-        wide = dy if dy.is_cuda else dy.to(accumulation_dtype(dy.dtype))
+        wide = dy if dy.device.type == "cuda" else dy.to(accumulation_dtype(dy.dtype))
         return None, torch.ops.aten.embedding_dense_backward(wide, ids, ctx.rows, -1, False).to(dy.dtype)
 
 

@@ -27,11 +27,11 @@ from models.projections import set_matmul
 from models.registry import LAYERS
 from zeco_train.ops import gated_norm
 from zeco_train.ops.linear import Matmul
-from zeco_train.ops.passes import Kind
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Place
-from zeco_train.ops.selection import Call
+from zeco_train.ops.slow_paths import Call
 from zeco_train.ops.softmax import attention, cache
 
 Shape = tuple[int, ...]

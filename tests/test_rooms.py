@@ -80,8 +80,8 @@ def test_the_product_imports_nothing_of_lab() -> None:
 
 
 def test_nobody_but_mixers_names_an_operator() -> None:
-    """Other rooms read an operator's facts (`zeco_train.ops.passes.Operator`), and take it from the registry."""
-    folders = tuple({operator.step.__module__.rpartition(".")[0] for operator in OPERATORS.values()})
+    """Other rooms read an operator's facts (`zeco_train.ops.operator.Operator`), and take it from the registry."""
+    folders = tuple({operator.one_token.__module__.rpartition(".")[0] for operator in OPERATORS.values()})
     found = set()
     for path in (path for package in PRODUCT for path in (REPOSITORY / package).rglob("*.py")):
         module = _module(path)
@@ -93,6 +93,32 @@ def test_nobody_but_mixers_names_an_operator() -> None:
         allowed = MIXERS.keys() if module in NAME_MIXERS else ()
         found |= {f"{module}: {name}" for name in OPERATORS.keys() & constants - set(allowed)}
     assert not found
+
+
+# Modules below communication that read the kind of a device for another reason than to choose an implementation: what
+# PyTorch's own kernels round or take there, and what would make the host wait.
+READS_DEVICE = {
+    "models.modules",
+    "zeco_train.kernels.adamw.launch",
+    "zeco_train.ops.delta.chunk_states",
+    "zeco_train.ops.loss",
+    "zeco_train.ops.mix",
+    "zeco_train.ops.softmax.sdpa",
+}
+CHOOSES = "zeco_train.ops.operator"
+
+
+def test_implementations_are_chosen_in_one_place() -> None:
+    """By `Operator.select` and `KernelRule.serves`, of a `Target`."""
+    readers = set()
+    for path in (path for package in PRODUCT for path in (REPOSITORY / package).rglob("*.py")):
+        module = _module(path)
+        attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        assert "is_cuda" not in {node.attr for node in attributes}, f"{module}: take a `Target`, or `device.type`"
+        if _is_of(module, ("models", "zeco_train.ops", "zeco_train.kernels")):
+            read = {ast.unparse(node) for node in attributes}
+            readers |= {module for name in read if name.endswith(("device.type", "get_device_capability"))}
+    assert readers == READS_DEVICE | {CHOOSES}
 
 
 def _is_of(module: str, rooms: tuple[str, ...]) -> bool:

@@ -26,7 +26,7 @@ from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, SequenceShard
-from zeco_train.ops.selection import SlowDown, SlowDowns
+from zeco_train.ops.slow_paths import SlowDown, SlowDowns
 from zeco_train.ops.softmax import attention, sdpa
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.environment import environment
@@ -92,8 +92,7 @@ def _in_pytorch(name: str, inputs: Inputs) -> AbstractContextManager[object]:
         return nullcontext()
     if name == SOFTMAX:
         return mock.patch.object(attention, "_kernels", return_value=sdpa)
-    plain = OPERATORS[name].select([x.to("meta") for x in inputs.operands.values()])
-    return mock.patch.dict(OPERATORS, {name: replace(OPERATORS[name], select=lambda operands: plain)})
+    return mock.patch.dict(OPERATORS, {name: replace(OPERATORS[name], cuda=None)})
 
 
 def _milliseconds(step: Attention, inputs: Inputs, device: torch.device) -> float:

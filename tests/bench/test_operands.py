@@ -27,10 +27,11 @@ from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator import Target
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.ops.selection import check_kernels, find_slow_paths
+from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 
@@ -170,10 +171,10 @@ def test_rows_that_run_in_pytorch_on_a_gpu_are_marked_and_its_peers_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The shapes are asked about as on a GPU, and timed on the CPU."""
-    gpu = torch.device("cuda")
+    gpu = Target("cuda")
     patched = {
-        "operator.find_slow_paths": lambda calls, device, tokens: find_slow_paths(calls, gpu, tokens),
-        "session.check_kernels": lambda field, wanted, calls, device: check_kernels(field, wanted, calls, gpu),
+        "operator.find_slow_paths": lambda calls, target, tokens: find_slow_paths(calls, gpu, tokens),
+        "session.check_kernels": lambda field, wanted, calls, target: check_kernels(field, wanted, calls, gpu),
     }
     for name, function in patched.items():
         monkeypatch.setattr(f"zeco_train.bench.{name}", function)

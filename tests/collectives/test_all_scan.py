@@ -137,12 +137,12 @@ def refused_capture(algorithm: str) -> None:
     for shape, options in ((2, {}), (1, {"want_carry": True})):
         inputs = state[:, :shape], log_decay[:, :shape]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(symmetric, "_is_capturing", lambda device: True)
+            patch.setattr(symmetric, "is_capturing", lambda device: True)
             with pytest.raises(RuntimeError, match=rf"none like this one has: symmetric_{algorithm} .*want_carry="):
                 lane.launch(algorithm, *inputs, **options)
         assert torch.equal(lane.launch(algorithm, *inputs, **options).wait(), expected[:, :shape]), algorithm
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(symmetric, "_is_capturing", lambda device: True)
+            patch.setattr(symmetric, "is_capturing", lambda device: True)
             assert torch.equal(lane.launch(algorithm, *inputs, **options).wait(), expected[:, :shape]), algorithm
     lane.courier.drain()
 

@@ -9,8 +9,7 @@ from tests.support.virtual import run_virtual
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.registry import SCANS
 from zeco_train.collectives.topology import Topology
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import fold
+from zeco_train.ops.seam import ScanRequest, fold
 
 pytestmark = pytest.mark.numeric
 

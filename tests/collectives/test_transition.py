@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.collectives.test_collectives import Pairs
-from zeco_train.ops.transition import adjoint, compose, fold
+from zeco_train.ops.seam import adjoint, compose, fold
 
 
 @pytest.mark.parametrize("matrices", [False, True])

@@ -16,8 +16,7 @@ from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.registry import SCANS
 from zeco_train.collectives.rounds import count_rounds
 from zeco_train.collectives.topology import Topology
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import fold
+from zeco_train.ops.seam import ScanRequest, fold
 
 pytestmark = pytest.mark.numeric
 

@@ -14,7 +14,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.plan.attention import method_of
 from zeco_train.sp.attention.registry import METHODS, choose
 from zeco_train.training.build import init
-from zeco_train.training.exchange import softmax_load
+from zeco_train.training.connect import softmax_load
 
 HYBRID = "model.attn.every=2"
 HUGE = "model.num_layers=1000000000000"

@@ -21,6 +21,7 @@ from zeco_train.distributed import packing
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh, world_mesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards, parallelize
 from zeco_train.distributed.whole import local
+from zeco_train.ops.operator import Target, assume
 
 pytestmark = pytest.mark.numeric
 
@@ -157,7 +158,7 @@ def _bits_of_kernels(rank: int, world_size: int) -> None:
     patch_bf16()
     mesh = _mesh("cpu")
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(packing, "_on_gpu", return_value=True))
+        stack.enter_context(assume(Target("cuda")))
         pack, cast = (
             stack.enter_context(mock.patch.object(launch, name, side_effect=getattr(launch, name)))
             for name in ("pack", "cast")

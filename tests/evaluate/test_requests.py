@@ -19,7 +19,7 @@ from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.training.exchange import connect_model
+from zeco_train.training.connect import connect_model
 from zeco_train.training.forward import SequenceForward
 
 # (tokens, first scored): one scored token, one token of context, longer than a rank's limit, and equal lengths.

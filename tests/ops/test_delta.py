@@ -16,7 +16,7 @@ from tests.support.recurrence import naive_gla, naive_of
 from zeco_train.ops.delta import chunked
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.documents import find_pieces
-from zeco_train.ops.passes import Kind
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
 
 pytestmark = pytest.mark.numeric

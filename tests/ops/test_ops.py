@@ -18,6 +18,7 @@ from tests.support.comparison import largest
 from tests.support.recurrence import naive_gla
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import chunked
+from zeco_train.ops.registry import OPERATORS
 
 pytestmark = pytest.mark.numeric
 
@@ -377,7 +378,7 @@ def test_invalid_tensors_are_named(name: str, wrong: dict[str, Tensor]) -> None:
     if "initial_state" in wrong:
         return
     with pytest.raises(ValueError, match=f"^{name}: "):
-        chunked.intra_grads(**arguments, do=case.do, pieces=pieces, scale=1.0)
+        OPERATORS["gla"].check([*arguments.values()], pieces, case.do)
 
 
 def test_invalid_state_is_named() -> None:
@@ -401,4 +402,4 @@ def test_cu_seqlens_of_other_length_are_refused() -> None:
     pieces = find_pieces(torch.tensor([0, 11]), 0, 11, torch.device("cpu"))
     assert find_pieces(None, 0, 10, torch.device("cpu")) is None
     with pytest.raises(ValueError, match=r"^cu_seqlens: describes 11 tokens, but there are 10"):
-        chunked.local_states(case.k, case.v, case.g, pieces)
+        OPERATORS["gla"].check((case.q, case.k, case.v, case.g), pieces)

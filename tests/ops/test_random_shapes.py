@@ -7,20 +7,13 @@ do; what it cannot see is the code that ptxas makes of them (`tests.support.desc
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
-from torch import Tensor
 
 from lab.campaigns.operator_shapes import DELTA, Case, draw, errors_of
 from tests.support import interpreter
 from tests.support.distributed import run_distributed
-from zeco_train.ops.passes import Passes
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator import Target, assume
 
 pytestmark = pytest.mark.numeric
 
@@ -30,27 +23,12 @@ PAIRS = [(64, 8), (40, 8), (1, 1), (5, 72), (33, 20), (16, 4), (72, 5), (24, 40)
 LENGTHS = (129, 130, 150, 192, 193)
 
 
-def _selecting_kernels() -> dict[str, Any]:
-    from zeco_train.ops.delta.cuda import CUDA_DELTA, CUDA_GATED  # late: Triton's mode is fixed at its import
-    from zeco_train.ops.gla.cuda import CUDA
-    from zeco_train.ops.scalar_decay.cuda import CUDA_FIXED, CUDA_SCALAR
-
-    def select(kernels: Passes, otherwise: Callable[..., Passes]) -> Callable[[Sequence[Tensor]], Passes]:
-        return lambda operands: otherwise(operands) if operands[0].dtype == torch.float64 else kernels
-
-    kernels = {"gla": CUDA, "scalar_decay": CUDA_SCALAR, "fixed_decay": CUDA_FIXED, "delta": CUDA_DELTA}
-    return {
-        name: dataclasses.replace(OPERATORS[name], select=select(kernels.get(name, CUDA_GATED), OPERATORS[name].select))
-        for name in WITH_KERNELS
-    }
-
-
 def _failures(rank: int, world_size: int, cases: list[Case]) -> list[str]:
     torch.set_num_threads(1)
     interpreter.patch_bf16()
     interpreter.skip_overflow_checks()
     wrong = []
-    with mock.patch.dict(OPERATORS, _selecting_kernels()):
+    with assume(Target("cuda")):
         for case in cases:
             off = {name: error for name, error in errors_of(case).items() if not error <= case.limit(name)}
             if off:

@@ -15,7 +15,7 @@ from tests.support.scalar_cases import HEADS, KEY_DIM, VALUE_DIM, Case, log_deca
 from zeco_train.ops import CHUNK
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
-from zeco_train.ops.passes import Operator
+from zeco_train.ops.operator import Operator
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.scalar_decay.chunk_states import decay_matrix
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_SCALAR

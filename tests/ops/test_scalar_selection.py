@@ -53,7 +53,7 @@ def test_invalid_shapes_are_named(position: int, shape: tuple[int, ...], message
     with pytest.raises(ValueError, match=f"^{message}"):
         naive_of(SCALAR_DECAY)(*operands)
     with pytest.raises(ValueError, match=f"^{message}"):
-        CHUNKED_SCALAR.forward(operands, 1.0, None)
+        mix("scalar_decay", operands, SequenceShard(local_exchange(), 0, 4))
 
 
 def test_log_decays_of_other_heads_or_dtypes_are_refused() -> None:
@@ -63,4 +63,4 @@ def test_log_decays_of_other_heads_or_dtypes_are_refused() -> None:
         (operands[3].bfloat16(), "log_decay: expected float32 or float64"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            CHUNKED_FIXED.forward([*operands[:3], wrong], 1.0, None)
+            mix("fixed_decay", [*operands[:3], wrong], SequenceShard(local_exchange(), 0, 4))

@@ -11,13 +11,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab.campaigns import slow_paths
-from zeco_train.ops import gated_norm, selection
+from tests.support.commands import REPOSITORY
+from zeco_train.ops import gated_norm
+from zeco_train.ops.gla.kernels import tuning
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator import WIDE, KernelRule, Target, assume
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.ops.selection import (
+from zeco_train.ops.slow_paths import (
     Call,
-    KernelRule,
     Kernels,
     SlowDown,
     SlowDowns,
@@ -28,47 +30,93 @@ from zeco_train.ops.selection import (
 from zeco_train.ops.softmax import attention, cache, flash, sdpa
 from zeco_train.sp.exchange import local_exchange
 
-GPU = torch.device("cuda")
+CPU, GPU = Target("cpu"), Target("cuda")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 LIMITED = ("scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
 
 
-def _operands(name: str, dtype: torch.dtype, wide: torch.dtype, key_dim: int, value_dim: int) -> list[Tensor]:
-    """Of one token on a GPU that need not be there, to be made inside `FakeTensorMode`."""
-    dims = {"q": (1, 1, 2, key_dim), "k": (1, 1, 2, key_dim), "v": (1, 1, 2, value_dim)}
-    dims |= {"x": (1, 1, 8), "weight": (8, 1, 4), "bias": (8,), "log_decay": (2,), "beta": (1, 1, 2)}
-    dims["g"] = (1, 1, 2, key_dim) if name in ("gla", "kda") else (1, 1, 2)
+# Of each operator and target: K, V, dtype of the tokens and of decays and strengths, and whether kernels serve it.
+CASES = [
+    (64, 64, BF16, FP32, True),
+    (4, 4, BF16, FP32, True),
+    (33, 20, FP32, FP32, True),
+    (256, 256, BF16, FP32, True),
+    (64, 64, FP64, FP64, False),
+    (64, 64, torch.float16, FP32, False),
+]
+# Convolutions have neither heads nor decays.
+OF_WIDE = [(64, 64, BF16, FP64, False), (64, 64, FP32, BF16, False)]
+WIDE_HEADS = [(64, 257, BF16, FP32), (257, 64, FP32, FP32), (512, 512, BF16, FP32)]
+TABLE = {
+    "gla": [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)],
+    "short_conv": CASES,
+    "unmasked": [(*case[:4], False) for case in CASES],
+    **{name: [*CASES, *OF_WIDE, *((*case, False) for case in WIDE_HEADS)] for name in LIMITED},
+}
+
+
+def _operands(name: str, key_dim: int, value_dim: int, dtype: torch.dtype, wide: torch.dtype) -> list[Tensor]:
+    sizes = {"B": 1, "T": 1, "G": 1, "H": 2, "K": key_dim, "V": value_dim, "C": 8, "W": 4, "1": 1}
     return [
-        torch.empty(dims[each], dtype=wide if each in ("g", "beta", "log_decay") else dtype, device=GPU)
-        for each in OPERATORS[name].operands
+        torch.empty([sizes[dim] for dim in dims], dtype=wide if operand in WIDE else dtype, device="meta")
+        for operand, dims in OPERATORS[name].dims_of.items()
     ]
 
 
-@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.kernels is not None])
-def test_select_follows_the_rule_that_is_asked_before_a_run(name: str) -> None:
-    rule, in_pytorch = OPERATORS[name].kernels, OPERATORS[name].select([torch.zeros(1)] * len(OPERATORS[name].operands))
-    assert rule is not None
-    largest = 256 if name in LIMITED else 512
+@pytest.mark.parametrize("name", OPERATORS)
+def test_choice_of_an_implementation_by_target(name: str) -> None:
+    operator = OPERATORS[name]
+    on_kernels = None if operator.cuda is None else operator.cuda()
+    for key_dim, value_dim, dtype, wide, is_served in TABLE[name]:
+        operands = _operands(name, key_dim, value_dim, dtype, wide)
+        for target, served in ((CPU, False), (GPU, is_served), (Target("cuda", (8, 0)), is_served)):
+            case = target, key_dim, value_dim, dtype, wide
+            expected = on_kernels if served else operator.portable
+            assert operator.select(operands, target) is expected, case
+            with assume(target):
+                assert operator.select(operands) is expected, case
+            # The rule that a run is checked by before it starts; it is not told of other decays than mixers have.
+            if operator.kernels is not None and wide is (FP64 if dtype is FP64 else FP32):
+                call = Call(name, operator.kernels, dtype, key_dim, value_dim)
+                assert (call.problem(target) is None) == served, case
+
+
+def _saved(name: str) -> list[tuple[int, ...]]:
+    """Shapes of what autograd keeps of a call on fake tensors."""
+    found = []
+    shard = SequenceShard(local_exchange(), 0, 1)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for dtype, key_dim, value_dim in (
-            (BF16, 256, largest), (FP32, largest, 64), (FP64, 64, 64), (BF16, 64, 257), (FP32, 257, 64), (BF16, 4, 4),
-        ):  # fmt: skip
-            served = dtype is not FP64 and (name not in LIMITED or max(key_dim, value_dim) <= 256)
-            wide = FP64 if dtype is FP64 else FP32
-            selected = OPERATORS[name].select(_operands(name, dtype, wide, key_dim, value_dim))
-            assert (selected is not in_pytorch) == served, (dtype, key_dim, value_dim)
-            assert (Call(name, rule, dtype, key_dim, value_dim).problem(GPU) is None) == served
-        # Decays and strengths of another dtype than the mixers': the rule sees them in `select` only.
-        if name != "short_conv":
-            assert OPERATORS[name].select(_operands(name, BF16, FP64, 64, 64)) is in_pytorch
+        operands = [torch.empty_like(x, device="cpu").requires_grad_() for x in _operands(name, 64, 64, BF16, FP32)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(tuple(x.shape)), lambda x: x):
+            mix(name, operands, shard)
+    return found
+
+
+def test_fake_tensors_on_a_cpu_keep_what_an_assumed_gpu_keeps() -> None:
+    scores = 1, 1, 2, 64, 64
+    assert scores not in _saved("gla")
+    with assume(GPU):
+        assert scores in _saved("gla")
+        assert _saved("kda") != _saved("gla")
+    assert scores not in _saved("gla")
+
+
+def test_options_of_kernels_are_of_the_assumed_architecture() -> None:
+    k = torch.empty(1, 1, 1, 128, dtype=BF16)
+    for architecture in ((9, 0), (8, 0)):
+        with assume(Target("cuda", architecture)):
+            assert tuning.options_for(k, k) == tuning.find(architecture, BF16, 128)
+    assert tuning.find((9, 0), BF16, 128) != tuning.find((8, 0), BF16, 128)
 
 
 def test_softmax_takes_flash_attention_only_where_its_launch_does_not_refuse() -> None:
-    with FakeTensorMode():
-        for dtype, dim in ((BF16, 8), (BF16, 256), (BF16, 264), (BF16, 36), (FP32, 64), (FP64, 64)):
-            q = torch.empty(1, 1, 2, dim, dtype=dtype, device=GPU)
+    for dtype, dim in ((BF16, 8), (BF16, 256), (BF16, 264), (BF16, 36), (FP32, 64), (FP64, 64)):
+        q = torch.empty(1, 1, 2, dim, dtype=dtype, device="meta")
+        with assume(GPU):
             served = dtype is BF16 and dim <= 256 and dim % 8 == 0
             assert attention._kernels(q, q) is (flash if served else sdpa), (dtype, dim)
+        with assume(CPU):
+            assert attention._kernels(q, q) is sdpa
 
 
 @pytest.mark.parametrize(
@@ -83,7 +131,7 @@ def test_each_slow_path_is_found_once_and_on_gpus_only() -> None:
     calls = [("layer 0 (x)", Call("gla", KernelRule(), BF16, 64, 64)), slow, slow]
     (found,) = find_slow_paths(calls, GPU)
     assert (found.where, found.slow_down) == ("layer 1 (x)", None)
-    assert not find_slow_paths(calls, torch.device("cpu"))
+    assert not find_slow_paths(calls, CPU)
     assert check_kernels("kernels", Kernels.require, calls[:1], GPU) == []
 
 
@@ -122,7 +170,7 @@ def test_campaign_writes_the_file_that_is_read(tmp_path: Path, capsys: pytest.Ca
     assert SlowDowns.read(tmp_path / "table.json") == table
     assert {row.operator for row in table.rows} == {*LIMITED, "gla", "softmax"}
     assert capsys.readouterr().out.count(" ms = ") == len(table.rows)
-    stored = json.loads(Path(selection.__file__).with_name("slow_paths.json").read_text())
+    stored = json.loads((REPOSITORY / "zeco_train/ops/slow_paths.json").read_text())
     assert stored.keys() == json.loads((tmp_path / "table.json").read_text()).keys()
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.planning import GLA_1B, make_case, planned
 from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import ConfigError
-from zeco_train.ops.passes import OperatorTime
+from zeco_train.ops.operator import OperatorTime
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration
 from zeco_train.plan.step_time import drift_seconds, exposed_scan_seconds, operator_seconds

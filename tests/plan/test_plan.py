@@ -20,7 +20,7 @@ from zeco_train.collectives.cost_model import Link
 from zeco_train.config.schema import group_options
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.selection import stored_slow_downs
+from zeco_train.ops.slow_paths import stored_slow_downs
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import divisors, legal_segments
 from zeco_train.plan.case import Case, build_case

@@ -21,7 +21,7 @@ from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.mix import mix
-from zeco_train.ops.passes import Kind
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.seam import SequenceShard
@@ -45,8 +45,8 @@ TOLERANCE = 1e-13
 
 # Operands are named as in `tensors`, where scalar decays have names of their own for other shapes.
 OPS = {
-    "slow gla": replace(GLA, select=lambda operands: op_passes(naive_of(GLA), Kind.diagonal)),
-    "slow delta": replace(DELTA, select=lambda operands: op_passes(naive_of(DELTA), Kind.matrix)),
+    "slow gla": replace(GLA, portable=op_passes(naive_of(GLA), Kind.diagonal), cuda=None),
+    "slow delta": replace(DELTA, portable=op_passes(naive_of(DELTA), Kind.matrix), cuda=None),
     "delta": DELTA,
     "gated_delta": replace(GATED_DELTA, operands=("shared_q", "shared_unit_k", "v", "scalar_g", "beta")),
     "kda": KDA,

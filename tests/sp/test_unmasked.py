@@ -147,5 +147,5 @@ def test_documents_segments_and_generation_are_refused_by_name() -> None:
 def test_operands_of_other_shapes_are_refused_by_name(position: int) -> None:
     operands = [tensors(8)[name] for name in NAMES]
     operands[position] = operands[position][:, :-1]
-    with pytest.raises(ValueError, match=rf"^{NAMES[position]} must fit q"):
+    with pytest.raises(ValueError, match=rf"^{NAMES[position]}: expected shape"):
         mix("unmasked", operands, SequenceShard(local_exchange(), 0, 8))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from zeco_train.ops.passes import Operator
+from zeco_train.ops.operator import Operator
 from zeco_train.ops.registry import OPERATORS
 
 HEADS, KEY_DIM, VALUE_DIM = 4, 6, 5

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.passes import Kind, Passes, Recurrence
+from zeco_train.ops.operator import Kind, Recurrence
+from zeco_train.ops.passes import Passes
 
 
 def op_passes(op: Recurrence, kind: Kind) -> Passes:

@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.checks import check_state
-from zeco_train.ops.delta.checks import check_inputs as check_delta
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.gla.checks import check_inputs as check_gla
-from zeco_train.ops.passes import Operator, Recurrence
+from zeco_train.ops.operator import Operator, Recurrence
+from zeco_train.ops.passes import check_state
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.scalar_decay.checks import check_inputs as check_scalar
 from zeco_train.ops.short_conv.inputs import check_inputs as check_conv
 from zeco_train.ops.short_conv.inputs import check_state as check_conv_state
 from zeco_train.ops.unmasked.passes import check_inputs as check_unmasked
@@ -41,7 +38,7 @@ def naive_gla(
     pieces: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t (arXiv 2312.06635, section 4.1)."""
-    check_gla(pieces, q=q, k=k, v=v, g=g)
+    OPERATORS["gla"].check((q, k, v, g), pieces)
     return _run(q, k, v, g, None, scale, initial_state, pieces)
 
 
@@ -56,7 +53,7 @@ def naive_scalar_decay(
     pieces: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`naive_gla` with one decay a head, and queries and keys of a group for each head (arXiv 2405.21060)."""
-    check_scalar(pieces, q=q, k=k, v=v, g=g)
+    OPERATORS["scalar_decay"].check((q, k, v, g), pieces)
     return _run(q, k, v, g, None, scale, initial_state, pieces)
 
 
@@ -71,7 +68,7 @@ def naive_fixed_decay(
     pieces: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`naive_scalar_decay` with g_t = log_decay for all tokens; log_decay [H], a constant."""
-    check_scalar(pieces, q=q, k=k, v=v, log_decay=log_decay)
+    OPERATORS["fixed_decay"].check((q, k, v, log_decay), pieces)
     return _run(q, k, v, log_decay.detach().expand(v.shape[:3]), None, scale, initial_state, pieces)
 
 
@@ -87,7 +84,7 @@ def naive_gated_delta(
     pieces: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ (arXiv 2412.06464; by channel 2510.26692)."""
-    check_delta(pieces, q=q, k=k, v=v, g=g, beta=beta)
+    OPERATORS["kda" if g.dim() == 4 else "gated_delta"].check((q, k, v, g, beta), pieces)
     return _run(q, k, v, g, beta, scale, initial_state, pieces)
 
 
@@ -102,6 +99,7 @@ def naive_delta(
     pieces: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`naive_gated_delta` without decay: g = 0 (arXiv 2102.11174)."""
+    OPERATORS["delta"].check((q, k, v, beta), pieces)
     g = beta.detach().new_zeros(1).expand(beta.shape)
     return naive_gated_delta(q, k, v, g, beta, scale=scale, initial_state=initial_state, pieces=pieces)
 
@@ -195,7 +193,7 @@ _NAIVE = {
 
 def naive_of(operator: Operator) -> Recurrence:
     """The recurrence of an operator, of other passes or names of operands too."""
-    return next(naive for name, naive in _NAIVE.items() if OPERATORS[name].step is operator.step)
+    return next(naive for name, naive in _NAIVE.items() if OPERATORS[name].one_token is operator.one_token)
 
 
 def recurrence(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.ops.passes import Operator
+from zeco_train.ops.operator import Operator
 from zeco_train.ops.scalar_decay import FIXED_DECAY
 
 HEADS, KEY_DIM, VALUE_DIM = 6, 5, 7

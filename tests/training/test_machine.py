@@ -7,7 +7,9 @@ import torch
 
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
-from zeco_train.ops.selection import stored_slow_downs
+from zeco_train.ops import operator
+from zeco_train.ops.operator import Target
+from zeco_train.ops.slow_paths import stored_slow_downs
 from zeco_train.training.machine import check_machine, slow_paths
 
 FP8 = ["name=x", "train.matmul=fp8"]
@@ -15,7 +17,7 @@ FP8 = ["name=x", "train.matmul=fp8"]
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
     monkeypatch.setattr("zeco_train.training.machine.total_memory", lambda device: (1 << 40, "this toy"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(operator, "_of", lambda device: Target(device.type, capability))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Toy")
     return torch.device("cuda", 0)
 
@@ -48,7 +50,7 @@ def test_gpu_without_fp8_products_is_refused_by_name(monkeypatch: pytest.MonkeyP
     ],
 )  # fmt: skip
 def test_what_kernels_do_not_serve_is_named_and_refused_on_request(settings: list[str], expected: list[str]) -> None:
-    gpu = torch.device("cuda")
+    gpu = Target("cuda")
     found = slow_paths(load_config(["name=x", "train.dtype=bf16", *settings]), gpu)
     assert [f"{path.where}: {path.call.operator}" for path in found] == expected
     required = load_config(["name=x", "train.dtype=bf16", *settings, "train.kernels=require"])
@@ -62,7 +64,7 @@ def test_what_kernels_do_not_serve_is_named_and_refused_on_request(settings: lis
 
 def test_published_shapes_name_the_measured_slow_down() -> None:
     retnet = load_config(["name=x", "model=retnet_1b", "model.num_heads=8", "train.dtype=bf16"])
-    (path,) = slow_paths(retnet, torch.device("cuda"))
+    (path,) = slow_paths(retnet, Target("cuda"))
     # Of the nearest measured head dims.
     assert path.slow_down in {row.slow_down for row in stored_slow_downs().rows if row.operator == "fixed_decay"}
     what = "layers 0 to 19 (retnet): fixed_decay of K 256, V 512 in bf16"
@@ -72,7 +74,7 @@ def test_published_shapes_name_the_measured_slow_down() -> None:
 
 def test_cpus_are_not_warned_of_but_refused_where_kernels_are_required() -> None:
     cpu = torch.device("cpu")
-    assert not slow_paths(load_config(["name=x", "train.dtype=fp64"]), cpu)
+    assert not slow_paths(load_config(["name=x", "train.dtype=fp64"]), Target("cpu"))
     with pytest.raises(ConfigError, match=r"^train\.kernels=require: there are no kernels on CPUs"):
         check_machine(load_config(["name=x", "train.kernels=require"]), cpu)
 

@@ -24,9 +24,10 @@ from tests.support.recurrence import recurrence
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops import oracle
+from zeco_train.ops.operator import Target
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.selection import find_slow_paths
+from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.jsonable import jsonable
 from zeco_train.verify import cases, command, huge
@@ -67,7 +68,7 @@ def run_command(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
 
 def test_kernels_are_asked_about_for_each_operator_and_dtype() -> None:
     config = load_settings(VerifyConfig, ["key_dim=300"]).resolve(torch.device("cuda"), 1)
-    found = find_slow_paths(config.calls, torch.device("cuda"))
+    found = find_slow_paths(config.calls, Target("cuda"))
     # GLA's kernels have no largest head dim; FlashAttention is of bf16.
     assert [str(path.call) for path in found] == [f"softmax of K 300, V 300 in {dtype}" for dtype in ("fp32", "bf16")]
 

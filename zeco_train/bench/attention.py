@@ -47,7 +47,7 @@ from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.oracle import exact_results, exact_softmax
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.selection import Kernels, find_slow_paths
+from zeco_train.ops.slow_paths import Kernels, find_slow_paths
 from zeco_train.sp.attention.pipelined import LEAST_TOKENS
 from zeco_train.system.ranges import check_least
 
@@ -224,7 +224,7 @@ def _measure(
             name = row["variant"]
             rest = {"pass": kind, "tokens": tokens, "peak_gb": peaks[name], "relative_error": checked[name]}
             call = config.shape(name, tokens).call(config.dtype)
-            slow = find_slow_paths([("", call)] if name != TORCH else [], session.device, tokens)
+            slow = find_slow_paths([("", call)] if name != TORCH else [], session.target, tokens)
             row |= _compared(name, row["median_ms"], tokens, rates) | profiles[name] | rest
             rows.append(marked(row, slow))
     shape = {"heads": config.heads, "key_heads": config.num_key_heads, "head_dim": config.head_dim}

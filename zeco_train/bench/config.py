@@ -14,7 +14,7 @@ from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.ops.registry import DEFAULT, OPERATORS
-from zeco_train.ops.selection import Kernels
+from zeco_train.ops.slow_paths import Kernels
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path, is_plain_name
 from zeco_train.system.ranges import check_least

@@ -55,7 +55,7 @@ from zeco_train.bench.variants import PRODUCTS, gathered_exchange, is_dp
 from zeco_train.config.schema import Config, Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.selection import find_slow_paths
+from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.system.numbers import relative_error
 from zeco_train.tracking.recorder import peak_flops
 from zeco_train.training.machine import kernel_calls
@@ -326,7 +326,7 @@ class _Measurement:
         row |= {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
         if contender.name == PRODUCTS or is_peer(contender.name):
             return row
-        return marked(row, find_slow_paths(kernel_calls(self._run), self._session.device, count))
+        return marked(row, find_slow_paths(kernel_calls(self._run), self._session.target, count))
 
     def _add(self, rows: Sequence[Row]) -> None:
         """Add rows with one number of tokens."""

@@ -24,9 +24,9 @@ from zeco_train.bench.variants import FLA_CP
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
-from zeco_train.ops.passes import Kind
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import DEFAULT, OPERATORS
-from zeco_train.ops.selection import Call
+from zeco_train.ops.slow_paths import Call
 from zeco_train.ops.softmax import attention
 
 # (operands in the operator's order) → o.

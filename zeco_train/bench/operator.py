@@ -34,7 +34,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
-from zeco_train.ops.selection import find_slow_paths
+from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 
 # Rounding of the inputs' dtype, with fp32 accumulation; products of fp32 inputs may be in tf32 parts.
@@ -182,7 +182,7 @@ def _measure_shape(
         except ConfigError as error:
             report.note(f"{name} is not measured, {shape}: {error}")
             del attentions[name]
-    slow = find_slow_paths([("", shape.call(config.dtype))], session.device, shape.tokens)
+    slow = find_slow_paths([("", shape.call(config.dtype))], session.target, shape.tokens)
     rows: list[Row] = []
     for kind in config.passes:
         peaks, sent, subjects = {}, {}, []

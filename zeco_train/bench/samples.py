@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zeco_train.ops.selection import SlowPath
+from zeco_train.ops.slow_paths import SlowPath
 
 Row = dict[str, Any]
 

@@ -14,8 +14,9 @@ from zeco_train.bench.variants import sp_config
 from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
+from zeco_train.ops.operator import Target
 from zeco_train.ops.seam import Exchange
-from zeco_train.ops.selection import Calls, Kernels, SlowPath, check_kernels, warn_of
+from zeco_train.ops.slow_paths import Calls, Kernels, SlowPath, check_kernels, warn_of
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.exchange import build_exchange
@@ -67,13 +68,18 @@ class Session:
         """Whether the ranks' devices are GPUs."""
         return self.device.type == "cuda"
 
+    @property
+    def target(self) -> Target:
+        """What calls run on."""
+        return Target.of(self.device)
+
     def check_kernels(self, wanted: Kernels, calls: Calls) -> list[SlowPath]:
         """What of the calls runs in PyTorch on these GPUs, after a warning of each (`LogLines` prints it once).
 
         Raises:
             ConfigError: see `check_kernels`.
         """
-        found = check_kernels("kernels", wanted, calls, self.device)
+        found = check_kernels("kernels", wanted, calls, self.target)
         warn_of(found)
         return found
 

@@ -19,7 +19,7 @@ import torch
 from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.courier import ScanJob
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.ops.transition import as_columns, fold, from_columns
+from zeco_train.ops.seam import as_columns, fold, from_columns
 
 
 class _Gather(ScanJob):

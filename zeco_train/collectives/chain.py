@@ -25,8 +25,7 @@ from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
 from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import fold
+from zeco_train.ops.seam import ScanRequest, fold
 
 
 def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> PendingScan:

@@ -27,10 +27,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeco_train.collectives.topology import Topology
-from zeco_train.collectives.wire import Wire
+from zeco_train.collectives.wire import Wire, has_streams, is_capturing
 from zeco_train.errors import CommunicationError
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import fold
+from zeco_train.ops.seam import ScanRequest, fold
 from zeco_train.system import background
 
 
@@ -45,7 +44,7 @@ class Promise:
 
     def deliver(self, value: Tensor, is_ready: bool = False) -> None:
         """Set the value; unless `is_ready`, it may still be computed by work queued on the current stream."""
-        if value.is_cuda and not is_ready:
+        if has_streams(value.device) and not is_ready:
             self._ready = torch.cuda.Event()
             self._ready.record()
         self._value = value
@@ -250,7 +249,7 @@ class Courier:
         with self._launching(request):
             job.post()
             self.submit(job.run, scan.promises, request.state.device)
-            if request.state.is_cuda and torch.cuda.is_current_stream_capturing():
+            if is_capturing(request.state.device):
                 # A capture must end with all its streams joined, even if this rank's sends are never waited for.
                 scan.ended = torch.cuda.Event()
                 scan.ended.record()
@@ -261,7 +260,8 @@ class Courier:
         """Context manager around a launch and its inputs: on CUDA it runs on the courier's stream."""
         self.check()
         tensors = [x for x in (request.state, request.transition, request.carry_in) if x is not None]
-        with torch.no_grad(), self._side_stream(tensors) if tensors[0].is_cuda else contextlib.nullcontext():
+        has_stream = has_streams(request.state.device)
+        with torch.no_grad(), self._side_stream(tensors) if has_stream else contextlib.nullcontext():
             try:
                 yield
             except CommunicationError as error:
@@ -306,7 +306,7 @@ class Courier:
     def submit(self, run: Callable[[], None], promises: list[Promise], device: torch.device) -> None:
         """Schedule `run`, which delivers the promises, after all earlier jobs."""
         job = run, promises
-        if device.type == "cuda":
+        if has_streams(device):
             _run(job, self._lane)
             return
         if self._thread is None or not self._thread.is_alive():

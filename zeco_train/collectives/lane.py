@@ -31,8 +31,7 @@ from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import compose, fold
+from zeco_train.ops.seam import ScanRequest, compose, fold
 
 # Tags of the two exchanges, before those of the rounds.
 _EXCHANGES = 2

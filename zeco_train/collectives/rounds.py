@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs
 from zeco_train.collectives.wire import Transfer, Wire
-from zeco_train.ops.transition import compose, fold
+from zeco_train.ops.seam import compose, fold
 
 # A state and its transition; None once the pair reaches back to the first place.
 Pair = tuple[Tensor, Tensor | None]

@@ -17,8 +17,7 @@ from torch import Tensor
 from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import fold
+from zeco_train.ops.seam import ScanRequest, fold
 
 # Both sides wait for each message before the next one, so all can share one tag.
 _TAG = 0

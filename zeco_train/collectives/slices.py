@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from zeco_train.collectives.cost_model import Load
-from zeco_train.ops.transition import cut as transition_rows
-from zeco_train.ops.transition import join
+from zeco_train.ops.seam import cut as transition_rows
+from zeco_train.ops.seam import join
 
 
 class Slices:

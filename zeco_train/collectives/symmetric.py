@@ -34,10 +34,9 @@ from zeco_train.collectives.arena import (
 from zeco_train.collectives.courier import Courier, PendingScan, ScanJob, scan_alone
 from zeco_train.collectives.one_kernel import Cut, Kernel, Tuning, power_of_2
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.collectives.wire import Wire
+from zeco_train.collectives.wire import Wire, has_streams, is_capturing
 from zeco_train.errors import CommunicationError
-from zeco_train.ops.seam import ScanRequest
-from zeco_train.ops.transition import is_matrix
+from zeco_train.ops.seam import ScanRequest, is_matrix
 
 # Tests run the kernels on a CPU under Triton's interpreter.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -174,7 +173,7 @@ class SymmetricScans:
             # A tensor made in inference mode could not be saved for a backward pass later.
             with torch.inference_mode(False):
                 zeros = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
-            if state.is_cuda:
+            if has_streams(state.device):
                 # Delivered without an event from now on, to any stream.
                 torch.cuda.current_stream().synchronize()
             self._zeros[key] = zeros
@@ -189,7 +188,7 @@ class SymmetricScans:
         key = (kernel.name, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
         plan = self._plans.get(key)
         if plan is None:
-            if _is_capturing(state.device):
+            if is_capturing(state.device):
                 raise RuntimeError(
                     "a scan has to run once before it is captured into a CUDA graph, and none like this one has: "
                     f"{wire.operation}, {list(state.shape)}, {state.dtype}, {blocks=}, {has_carry=}, {want_carry=}"
@@ -232,10 +231,6 @@ class SymmetricScans:
         self._arenas.append((wire, arena))
         logger.info("%s: %.3g MB of symmetric memory", wire.operation, arena.layout.size / 1e6)
         return arena
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class _Launch:

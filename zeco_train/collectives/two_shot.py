@@ -24,7 +24,7 @@ from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire
-from zeco_train.ops.transition import fold
+from zeco_train.ops.seam import fold
 
 
 class _Exchange(ScanJob):

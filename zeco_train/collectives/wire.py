@@ -21,6 +21,16 @@ from zeco_train.errors import CommunicationError
 _T = TypeVar("_T")
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work is queued on a device's streams, and NCCL carries its messages; else calls block, and gloo does."""
+    return device.type == "cuda"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on a device is being captured into a CUDA graph."""
+    return has_streams(device) and torch.cuda.is_current_stream_capturing()
+
+
 class Message(NamedTuple):
     """A message of `Wire.exchange`.
 
@@ -42,7 +52,7 @@ class Transfer:
         self._wire, self._work, self._what, self._peer = wire, work, what, peer
         self._tensors, self._device = tensors, tensors[0].device
         # With a timeout NCCL's wait would block the host until the message is complete.
-        self._bound = () if tensors[0].is_cuda else (wire.timeout,)
+        self._bound = () if has_streams(self._device) else (wire.timeout,)
 
     def wait(self) -> None:
         """Wait for completion; on CUDA the current stream waits, not the caller.
@@ -240,7 +250,7 @@ class MutualMessages:
     def __init__(self, wire: Wire, received: Sequence[Message], tag: int) -> None:
         self._wire, self._tag, self._received = wire, tag, received
         self._posted: list[Transfer] | None = None
-        if not any(message.tensor.is_cuda for message in received):
+        if not any(has_streams(message.tensor.device) for message in received):
             self._posted = [wire.receive(*message[:2], tag, message.what) for message in received]
 
     def start(self, sent: Sequence[Message]) -> tuple[list[Transfer], list[Transfer]]:

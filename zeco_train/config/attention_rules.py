@@ -10,7 +10,7 @@ from models.attn import AttnConfig
 from models.config import LanguageModelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import SPConfig
-from zeco_train.training.exchange import check_softmax
+from zeco_train.training.connect import check_softmax
 
 # Of section `model.attn`: they choose the layers; the others shape them.
 _CHOOSING = ("every", "offset", "layers")

@@ -39,7 +39,7 @@ from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.selection import Kernels
+from zeco_train.ops.slow_paths import Kernels
 from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor
 
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 
 KERNELS = KernelRule()
 # Addresses of the buffers to which the next copy adds.
@@ -85,8 +85,4 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) ->
 
 def _has_kernel(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can read and write them."""
-    return all(_on_gpu(tensor) and tensor.is_contiguous() and tensor.dtype in KERNELS.dtypes for tensor in tensors)
-
-
-def _on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+    return all(KERNELS.serves(tensor, tensor) and tensor.is_contiguous() for tensor in tensors)

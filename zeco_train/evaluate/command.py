@@ -22,7 +22,8 @@ from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
-from zeco_train.ops.selection import check_kernels, warn_of
+from zeco_train.ops.operator import Target
+from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
 
@@ -55,7 +56,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     count_shards(config.parallel.strategy, config.parallel.shard_size, job.launch.world_size, sp_size)
     device = find_device(config.train.device, job.launch, "train.device")
     calls = spec_of(trained.model).calls(config.train.dtype.compute)
-    slow = check_kernels("train.kernels", config.train.kernels, calls, device)
+    slow = check_kernels("train.kernels", config.train.kernels, calls, Target.of(device))
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     with job.joining(timeout):
         mesh = join_alike(to_plain(config), job.launch, sp_size, device, timeout)

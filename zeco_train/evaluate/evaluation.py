@@ -14,7 +14,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
 from zeco_train.ops.seam import Exchange
 from zeco_train.system.terminal import visible
-from zeco_train.training.exchange import connect_model
+from zeco_train.training.connect import connect_model
 from zeco_train.training.forward import SequenceForward
 
 # Parts of a run's configuration that an evaluation reads; overrides of others are rejected.

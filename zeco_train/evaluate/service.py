@@ -22,7 +22,8 @@ from zeco_train.evaluate.requests import Score, ScoreRequest, score
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.trained import load_trained
-from zeco_train.ops.selection import check_kernels, warn_of
+from zeco_train.ops.operator import Target
+from zeco_train.ops.slow_paths import check_kernels, warn_of
 
 T = TypeVar("T")
 _END = "end"
@@ -116,7 +117,7 @@ class Service:
         """Uses a copy of the model replicated on every rank, as decode steps need. The first use is collective."""
         evaluation, train = self._evaluation, self._evaluation.config.train
         steps = spec_of(evaluation.trained.model).calls(train.dtype.compute, steps=True)
-        slow = check_kernels("train.kernels", train.kernels, steps, evaluation.mesh.device)
+        slow = check_kernels("train.kernels", train.kernels, steps, Target.of(evaluation.mesh.device))
         if evaluation.mesh.is_main:
             warn_of(slow)
         model = load_trained(evaluation.trained, evaluation.mesh, dtype=train.dtype, strategy=None)

@@ -23,10 +23,11 @@ from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
-from zeco_train.ops.selection import check_kernels, warn_of
+from zeco_train.ops.operator import Target
+from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest
-from zeco_train.training.exchange import connect_model
+from zeco_train.training.connect import connect_model
 
 _ADVICE = Advice(
     lost_peer="generate again",
@@ -106,7 +107,7 @@ def _join(config: Config, options: Options, launch: Launch, timeout: timedelta) 
     spec, dtype = spec_of(config.model), config.train.dtype.compute
     # The prompts' passes, and a step for each token of the texts.
     calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
-    slow = check_kernels("train.kernels", config.train.kernels, calls, device)
+    slow = check_kernels("train.kernels", config.train.kernels, calls, Target.of(device))
     # Prompts and results are rank 0's alone; a model's path may differ between nodes.
     own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
     mesh = join_alike(to_plain(config), launch, sp_size, device, timeout, own)

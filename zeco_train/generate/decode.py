@@ -30,7 +30,8 @@ class Decoder:
         self, model: LanguageModel, states: Sequence[Tensor], positions: Tensor, cuda_graph: bool = True
     ) -> None:
         self._model, self._states, self._positions = model, list(states), positions.clone()
-        self._graph = _GraphedStep(model, self._states, self._positions) if cuda_graph and positions.is_cuda else None
+        has_graphs = positions.device.type == "cuda"
+        self._graph = _GraphedStep(model, self._states, self._positions) if cuda_graph and has_graphs else None
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, vocab] after these tokens, [B] int64; valid until the next step."""

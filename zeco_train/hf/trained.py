@@ -26,7 +26,7 @@ from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
-from zeco_train.ops.selection import Kernels
+from zeco_train.ops.slow_paths import Kernels
 from zeco_train.system.paths import check_path
 from zeco_train.tracking.run_folder import read_identity
 

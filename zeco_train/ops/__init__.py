@@ -2,10 +2,10 @@
 
 One folder per operator, all with the same files: `__init__` (an `Operator`, what other rooms read of it), `chunked` (in
 PyTorch), `cuda` (by the Triton kernels in `kernels/`), `step` (one token, for generation), `flops`; shared by them
-`chunks` (layout and decays of chunks), `pairs` (of the tokens inside them), `checks` (of shapes and dtypes),
-`selection` (by device and dtype) and `oracle` (exact results, to compare with). `registry` lists the operators. `mix`
-is the custom op seen by autograd and compilers, `seam` its interface to communication, `passes` its interface to an
-operator. The loss is here too.
+`operator` (its facts and the checks of operands), `passes` (the interface of an implementation), `chunks` (layout and
+decays of chunks), `pairs` (of the tokens inside them) and `oracle` (exact results, to compare with). `registry` lists
+the operators. `mix` is the custom op seen by autograd and compilers, `seam` its interface to communication,
+`slow_paths` names the calls of a run that kernels do not serve. The loss is here too.
 """
 
 from __future__ import annotations

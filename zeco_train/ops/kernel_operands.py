@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
-from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
+from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes, check_state
 
 # Head dims are multiples of it, in elements; tensors start at multiples of it, in bytes. Triton's own threshold.
 _ALIGNMENT = 16

@@ -68,7 +68,7 @@ def scale_into(sources: Sequence[Tensor], factor: Tensor, targets: Sequence[Tens
     for source, target in zip(sources, targets, strict=True):
         # GPUs would first round a factor without dimensions to the dtype of the source. CPUs do not, and one with a
         # dimension makes them copy the source.
-        torch.mul(source, factor.reshape(1) if source.is_cuda else factor, out=target)
+        torch.mul(source, factor.reshape(1) if source.device.type == "cuda" else factor, out=target)
 
 
 class LossParts(NamedTuple):
@@ -219,7 +219,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a b to `total`, in fp32 or fp64; on GPUs, and if all have one dtype, without rounding a b before."""
     if total.dtype is a.dtype:
         torch.addmm(total, a, b, out=total)
-    elif total.is_cuda:
+    elif total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b

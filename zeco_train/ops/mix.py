@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.passes import Kind, Operator
+from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import (
     Boundary,
@@ -32,9 +32,9 @@ from zeco_train.ops.seam import (
     Place,
     ScanRequest,
     SequenceShard,
+    adjoint,
     exchange_of,
 )
-from zeco_train.ops.transition import adjoint
 
 
 def mix(
@@ -124,6 +124,7 @@ def _mix(
     Absent tensors are [0].
     """
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
+    chosen.check(operands, pieces)
     chosen.check_carries(carry_in, want_carry)
     with _alone(operands[0]):
         local = chosen.select(operands).forward(operands, scale, pieces)
@@ -196,6 +197,7 @@ def _mix_backward(
 ) -> tuple[list[Tensor], Tensor]:
     """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
+    chosen.check(operands, pieces, do)
     with _alone(do):
         local = chosen.select(operands).backward(operands, do, saved, incoming_state, scale, pieces)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole

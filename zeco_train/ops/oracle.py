@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from zeco_train.ops.passes import Operator
+from zeco_train.ops.operator import Operator
 
 # Tokens of which all pairs are computed at once, and tokens that one backward pass recomputes.
 _BLOCK, _PIECE = 16, 256

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zeco_train.ops.passes import OperatorTime
+from zeco_train.ops.operator import OperatorTime
 from zeco_train.ops.registry import DEFAULT, OPERATORS
 
 # Tokens whose logits exist at a time, on CPUs and on GPUs (`zeco_train/ops/loss.py`).

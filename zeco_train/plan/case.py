@@ -6,8 +6,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import torch
-
 from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import Link, assumed_costs
@@ -21,10 +19,10 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.selection import SlowPath, check_kernels, find_slow_paths
+from zeco_train.ops.slow_paths import SlowPath, check_kernels, find_slow_paths
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
-from zeco_train.training.exchange import check_softmax
+from zeco_train.training.connect import check_softmax
 from zeco_train.training.graphs import capture_problem
 from zeco_train.training.machine import kernel_calls
 
@@ -171,21 +169,16 @@ class Case:
         """The model."""
         return spec_of(self.config.model)
 
-    @property
-    def device(self) -> torch.device:
-        """A device of the machine's type; it need not be here."""
-        return torch.device("cpu" if self.machine.is_cpu else "cuda")
-
     def in_pytorch(self, block: BlockSpec) -> bool:
         """Whether the block's operator runs in PyTorch: on CPUs, and where it has no kernels for these operands."""
         calls = block.calls(self.config.train.dtype.compute)
-        served = [call.operator for call in calls if call.problem(self.device) is None]
+        served = [call.operator for call in calls if call.problem(self.machine.target) is None]
         return self.machine.is_cpu or (bool(block.operators) and block.operators[-1] not in served)
 
     def slow_down(self, block: BlockSpec) -> float:
         """Time of the block's operator, or softmax attention, over that of kernels; 1 where it is not measured."""
         calls = [("", call) for call in block.calls(self.config.train.dtype.compute)]
-        found = {path.call.operator: path for path in find_slow_paths(calls, self.device, self.tokens)}
+        found = {path.call.operator: path for path in find_slow_paths(calls, self.machine.target, self.tokens)}
         path = found.get(block.operators[-1] if block.operators else "softmax")
         return 1.0 if path is None or path.slow_down is None else path.slow_down
 
@@ -196,8 +189,8 @@ class Case:
         Raises:
             ConfigError: `train.kernels=require` refuses it, or CPUs.
         """
-        config = self.config
-        return check_kernels("train.kernels", config.train.kernels, kernel_calls(config), self.device, self.tokens)
+        config, target = self.config, self.machine.target
+        return check_kernels("train.kernels", config.train.kernels, kernel_calls(config), target, self.tokens)
 
     @property
     def last_layers(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from enum import Enum
 
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link
 from zeco_train.config.schema import Dtype
+from zeco_train.ops.operator import Target
 from zeco_train.plan import calibration as known
 
 GIB = 1 << 30
@@ -29,6 +30,10 @@ _DATA_SHEETS = {
     Gpu.h100: (79.1, 989, 67, 67, 3.35, 450),
     Gpu.a100: (79.1, 312, 19.5, 19.5, 2.0, 300),
 }
+
+
+# Compute capabilities.
+_ARCHITECTURES = {"h200": (9, 0), "h100": (9, 0), "a100": (8, 0)}
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,11 @@ class Machine:
     def is_cpu(self) -> bool:
         """Whether a rank is a process on a CPU."""
         return self.name == Gpu.cpu.value
+
+    @property
+    def target(self) -> Target:
+        """What calls run on."""
+        return Target("cpu") if self.is_cpu else Target("cuda", _ARCHITECTURES[self.name])
 
 
 def machine(gpu: Gpu) -> Machine:

@@ -26,7 +26,7 @@ from models.spec import BlockSpec, Shape
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import CHUNK
 from zeco_train.ops.kernel_operands import padded_dim
-from zeco_train.ops.passes import Kind
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration

@@ -3,7 +3,7 @@
 products      FLOPs of the linear layers and the head, including recomputation / rate, that of fp8 for those in fp8
 attention     FLOPs of softmax attention, which grow with the sequence / an assumed rate; only for models that have it
 operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`);
-              in PyTorch on GPUs times the measured slow-down (`zeco_train.ops.selection`)
+              in PyTorch on GPUs times the measured slow-down (`zeco_train.ops.slow_paths`)
 elementwise   bytes of norms, gates, logits and rounding to fp8 / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
 parameters    FSDP's first gathers and last reductions; the others' cost to compute, or what no compute hides of them

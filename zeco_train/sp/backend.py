@@ -16,8 +16,7 @@ from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.spec import Choice, ScanSpec
 from zeco_train.collectives.topology import Topology
-from zeco_train.ops.seam import LaunchedScan, ScanRequest
-from zeco_train.ops.transition import is_matrix
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, is_matrix
 from zeco_train.sp.exposed import MEASURING
 
 

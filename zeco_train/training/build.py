@@ -41,15 +41,16 @@ from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
+from zeco_train.ops.operator import Target
 from zeco_train.ops.seam import Exchange
-from zeco_train.ops.selection import warn_of
+from zeco_train.ops.slow_paths import warn_of
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
-from zeco_train.training.exchange import check_softmax, connect_model
+from zeco_train.training.connect import check_softmax, connect_model
 from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
@@ -156,7 +157,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         logger.log(level, "%s", message)
     if folder is not None:
         _warn(config, data, folder)
-        warn_of(slow_paths(config, mesh.device))
+        warn_of(slow_paths(config, Target.of(mesh.device)))
     return OpenedRun(config, data, path, folder, log)
 
 

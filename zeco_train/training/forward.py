@@ -101,6 +101,6 @@ class SequenceForward:
 
 def to_device(tokens: Tensor, device: torch.device) -> Tensor:
     """Copy to the device; pinned, since a copy from pageable memory would wait for the device's queued work."""
-    if device.type == "cuda" and not tokens.is_cuda:
+    if device.type == "cuda" and tokens.device.type == "cpu":
         tokens = tokens.pin_memory()
     return tokens.to(device, non_blocking=True)

@@ -16,7 +16,8 @@ from zeco_train.distributed.device import total_memory
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.linear.scaled import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE
-from zeco_train.ops.selection import Call, SlowPath, check_kernels
+from zeco_train.ops.operator import Target
+from zeco_train.ops.slow_paths import Call, SlowPath, check_kernels
 from zeco_train.training.optim import adamw
 
 
@@ -29,16 +30,16 @@ def check_machine(config: Config, device: torch.device) -> None:
     _check_memory(config, device)
     _check_compiler(config.train.compile, device)
     _check_matmul(config, device)
-    slow_paths(config, device)
+    slow_paths(config, Target.of(device))
 
 
-def slow_paths(config: Config, device: torch.device) -> list[SlowPath]:
-    """What a run calls that kernels do not serve on such a device, which need not be there.
+def slow_paths(config: Config, target: Target) -> list[SlowPath]:
+    """What a run calls that kernels do not serve on a target, which need not be there.
 
     Raises:
         ConfigError: `train.kernels=require` refuses it.
     """
-    return check_kernels("train.kernels", config.train.kernels, kernel_calls(config), device)
+    return check_kernels("train.kernels", config.train.kernels, kernel_calls(config), target)
 
 
 def kernel_calls(config: Config) -> list[tuple[str, Call]]:
@@ -73,9 +74,10 @@ def _check_matmul(config: Config, device: torch.device) -> None:
     """Check that the device has fp8 products, and the model widths that they can have, also where they are emulated."""
     if config.train.matmul is not Matmul.fp8:
         return
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FIRST_CAPABILITY:
+    target = Target.of(device)
+    if target.kind == "cuda" and target.architecture < FIRST_CAPABILITY:
         name, (major, minor) = torch.cuda.get_device_name(device), FIRST_CAPABILITY
-        own = "{}.{}".format(*capability)
+        own = "{}.{}".format(*target.architecture)
         allowed = f"needs compute capability {major}.{minor}, {name} has {own}; take bf16"
         raise ConfigError("train.matmul", "fp8", allowed)
     products = {product for block in spec_of(config.model).blocks.values() for product in block.fp8_products}

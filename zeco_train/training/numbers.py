@@ -85,7 +85,7 @@ class PendingNumbers:
         self._timeout = timeout
         together = torch.stack([value.double() for value in values])
         self._values, self._ready = together, None
-        if together.is_cuda:
+        if together.device.type == "cuda":
             # A copy to pageable memory would make the host wait.
             self._values = torch.empty_like(together, device="cpu", pin_memory=True)
             self._values.copy_(together, non_blocking=True)

@@ -14,8 +14,9 @@ from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import find_device
 from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.ops.operator import Target
 from zeco_train.ops.registry import DEFAULT
-from zeco_train.ops.selection import check_kernels, warn_of
+from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
@@ -47,7 +48,7 @@ def _verify(arguments: list[str], job: Job) -> int:
     device = find_device(config.device, launch)
     everything = config.selects_nothing
     config = config.resolve(device, launch.world_size)
-    slow = check_kernels("kernels", config.kernels, config.calls, device)
+    slow = check_kernels("kernels", config.kernels, config.calls, Target.of(device))
     if launch.rank == 0:
         warn_of(slow)
     # The result on one device is a reference, too, so fp32 products must not use tf32.

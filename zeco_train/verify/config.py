@@ -14,7 +14,7 @@ from zeco_train.config.overrides import describe_settings
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.registry import DEFAULT, OPERATORS
-from zeco_train.ops.selection import Call, Kernels
+from zeco_train.ops.slow_paths import Call, Kernels
 from zeco_train.ops.softmax import attention
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
@@ -62,11 +62,11 @@ _OF_STATES, _OF_SOFTMAX = ("backends", "value_dim", "carry"), ("methods", "key_h
 class VerifyConfig:
     """Settings of `python -m zeco_train.verify`.
 
-    Without a setting that selects cases, all run: the first operator and softmax on the launched ranks, on GPUs every
+    Without a setting that selects cases, all run: operator DEFAULT and softmax on the launched ranks, on GPUs every
     operator; then operators, scans, methods and training steps in fp64 on up to 6 ranks of its own, on the CPU.
 
     Attributes:
-        operator: one of those listed; null: the first listed, and then softmax with the fewest tokens.
+        operator: one of those listed; null: DEFAULT, and then softmax with the fewest tokens.
         backends: how ranks exchange states; subset of those listed.
         methods: how they exchange what softmax attention reads; subset of those listed.
         dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
@@ -228,5 +228,5 @@ def describe() -> str:
     legal = "\n".join(f"{name}: {', '.join(names)}" for name, names in lists.items())
     return (
         "usage: torchrun --nproc-per-node N -m zeco_train.verify [KEY=VALUE ...]\n\n"
-        f"{legal}\n\n{describe_settings(VerifyConfig)}"
+        f"{legal}\n\n{describe_settings(VerifyConfig).replace('DEFAULT', DEFAULT)}"
     )

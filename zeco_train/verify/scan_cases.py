@@ -23,7 +23,7 @@ from torch import Tensor
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.mix import mix_at
-from zeco_train.ops.passes import Kind
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Exchange
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig

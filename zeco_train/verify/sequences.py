@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.passes import Kind
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.seam import Exchange, SequenceShard
 

@@ -48,7 +48,7 @@ from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.sp.registry import SHARING
 from zeco_train.training.build import build_model
-from zeco_train.training.exchange import connect_model
+from zeco_train.training.connect import connect_model
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
 from zeco_train.verify.covering import Cell, cover_pairs

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeco_train.ops.operator import Kind
 from zeco_train.ops.oracle import ExactTokens
-from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Exchange, SequenceShard
 

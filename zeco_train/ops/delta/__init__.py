@@ -18,18 +18,14 @@ The transition of a shard is a matrix, [B, H, K, K].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-
-from torch import Tensor
 
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.passes import Passes
 
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
 _KERNELS = KernelRule(largest=256)
@@ -37,24 +33,28 @@ _KERNELS = KernelRule(largest=256)
 _GATED_TIME = OperatorTime("gated_delta", 7.49e-9, 0.33, 128, 128)
 
 
-def _select(operands: Sequence[Tensor], *, gated: bool) -> Passes:
-    q, _, v, *wide = operands
-    if not _KERNELS.serves(q, v, *wide):
-        return CHUNKED_GATED if gated else CHUNKED_DELTA
-    from zeco_train.ops.delta.cuda import CUDA_DELTA, CUDA_GATED  # imports Triton
+def _cuda_delta() -> Passes:
+    from zeco_train.ops.delta.cuda import CUDA_DELTA  # imports Triton
 
-    return CUDA_GATED if gated else CUDA_DELTA
+    return CUDA_DELTA
+
+
+def _cuda_gated() -> Passes:
+    from zeco_train.ops.delta.cuda import CUDA_GATED  # imports Triton
+
+    return CUDA_GATED
 
 
 DELTA = Operator(
     operands=("q", "k", "v", "beta"),
     dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.matrix,
-    select=partial(_select, gated=False),
+    portable=CHUNKED_DELTA,
     oracle=by_blocks,
-    step=delta_step,
+    one_token=delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    cuda=_cuda_delta,
     kernels=_KERNELS,
     # Not measured; the most like it.
     time=_GATED_TIME,
@@ -65,11 +65,12 @@ GATED_DELTA = Operator(
     operands=("q", "k", "v", "g", "beta"),
     dims=("BTGK", "BTGK", "BTHV", "BTH", "BTH"),
     kind=Kind.matrix,
-    select=partial(_select, gated=True),
+    portable=CHUNKED_GATED,
     oracle=by_blocks,
-    step=gated_delta_step,
+    one_token=gated_delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    cuda=_cuda_gated,
     kernels=_KERNELS,
     time=_GATED_TIME,
     peers=(Peer("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),

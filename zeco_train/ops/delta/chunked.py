@@ -8,7 +8,7 @@ and none, which are decays of 1. The scan takes the transition M as a matrix, [B
 forward pass and kept, so that the backward pass scans with its transpose and never computes it again.
 
 The WY form is that of Yang et al. 2024 (arXiv 2406.06484), its gates of arXiv 2412.06464 and 2510.26692; the equations
-are in `chunk_states`. Invalid shapes or dtypes raise a ValueError that names the tensor.
+are in `chunk_states`. Operands are checked before (`Operator.check`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.chunks import add_later_tokens, matrices, to_tokens
-from zeco_train.ops.delta.checks import check_inputs
 from zeco_train.ops.delta.chunk_states import ChunkGrads, Chunks
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_state
 
 
 class _Forward:
@@ -34,7 +32,6 @@ class _Forward:
 
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, gated: bool) -> None:
         self._q, k, self._v, g, beta = _with_decays(operands, gated)
-        check_inputs(pieces, q=self._q, k=k, v=self._v, g=g, beta=beta)
         self._scale = scale
         self._chunks = Chunks(k, self._v, g, beta, pieces)
         self.state = self._chunks.state()
@@ -76,7 +73,6 @@ class _Backward:
         assert incoming_state is not None
         self._operands, self._gated, self._pieces = operands, gated, pieces
         q, k, v, g, beta = _with_decays(operands, gated)
-        check_inputs(pieces, q=q, k=k, v=v, g=g, beta=beta, do=do)
         self._scale, self._incoming, self._groups = scale, incoming_state, q.shape[2]
         self._chunks = Chunks(k, v, g, beta, pieces)
         self._grads = ChunkGrads(self._chunks, q, do, scale)

@@ -22,13 +22,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
-from zeco_train.ops.delta.checks import check_inputs
 from zeco_train.ops.delta.kernels.launch import Launcher, Systems, decay_sums_of
 from zeco_train.ops.delta.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes
-from zeco_train.ops.transition import adjoint, fold
+from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.seam import adjoint, fold
 
 
 class CudaForward:
@@ -36,7 +34,6 @@ class CudaForward:
 
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, gated: bool) -> None:
         q, k, v, *g, beta = operands
-        check_inputs(pieces, **dict(zip(_names(gated), operands, strict=True)))
         q, k, v, beta = (dense(x) for x in (q, k, v, beta))
         tuning, self._gated = options_for(k), gated
         self._sums = decay_sums_of(dense(g[0]), tuning) if gated else _no_decay(beta)
@@ -94,7 +91,6 @@ class CudaBackward:
     ) -> None:
         # With `gated` the fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
-        check_inputs(pieces, **dict(zip(_names(gated), operands, strict=True)), do=do)
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, do))
         scores, inverses, self._starts, self._transitions = saved
         self._systems = Systems(scores, inverses)

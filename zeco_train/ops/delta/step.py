@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.checks import check_state
-from zeco_train.ops.delta.checks import check_inputs
+from zeco_train.ops.passes import check_state
 
 
 def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
@@ -39,9 +38,8 @@ def gated_delta_step(
         o: [B, 1, H, V] in the dtype of v.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
+        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
     """
-    check_inputs(None, q=q, k=k, v=v, g=g, beta=beta)
     batch, num_tokens, groups, key_dim = q.shape
     check_state(state, "state", torch.Size((batch, v.shape[2], key_dim, v.shape[3])))
     dtype = accumulation_dtype(v.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 
 KERNELS = KernelRule()
 

@@ -7,24 +7,15 @@ q, k, g [B, T, H, K]; v, o [B, T, H, V]; g is log-decays, fp32 or fp64, finite a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
 from zeco_train.ops.gla.step import STEP_KERNELS, recurrent_step
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
-from zeco_train.ops.selection import KernelRule
-
-_KERNELS = KernelRule()
+from zeco_train.ops.passes import Passes
 
 
-def _select(operands: Sequence[Tensor]) -> Passes:
-    q, _, v, g = operands
-    if not _KERNELS.serves(q, v, g):
-        return CHUNKED
+def _cuda() -> Passes:
     from zeco_train.ops.gla.cuda import CUDA  # imports Triton
 
     return CUDA
@@ -34,12 +25,13 @@ GLA = Operator(
     operands=("q", "k", "v", "g"),
     dims=("BTHK", "BTHK", "BTHV", "BTHK"),
     kind=Kind.diagonal,
-    select=_select,
+    portable=CHUNKED,
     oracle=by_blocks,
-    step=recurrent_step,
+    one_token=recurrent_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
-    kernels=_KERNELS,
+    cuda=_cuda,
+    kernels=KernelRule(),
     step_kernels=STEP_KERNELS,
     walk_programs=None,
     # 0.745 ms for 16,384 tokens and 16 heads, 0.274 of them forward (docs/benchmarks.md); 60.7 ms for 4,096 tokens and

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.chunks import (
     ChunkDecays,
     chunk_decays,
@@ -21,7 +20,7 @@ from zeco_train.ops.chunks import (
     matrices,
     to_chunks,
 )
-from zeco_train.ops.gla.checks import check_inputs
+from zeco_train.ops.passes import check_state
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,7 @@ def local_states(k: Tensor, v: Tensor, g: Tensor, pieces: Tensor | None) -> Chun
         v: [B, T, H, V].
         g: [B, T, H, K], fp32 or fp64, finite, at most 0.
         pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
-    check_inputs(pieces, k=k, v=v, g=g)
     dtype = accumulation_dtype(v.dtype)
     decays = chunk_decays(g, pieces, dtype)
     keys = decays.to_end * to_chunks(k, dtype)
@@ -124,11 +119,7 @@ def local_state_grads(q: Tensor, do: Tensor, g: Tensor, pieces: Tensor | None, s
         g: [B, T, H, K], fp32 or fp64, finite, at most 0.
         pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
         scale: factor of the outputs.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
-    check_inputs(pieces, q=q, do=do, g=g)
     dtype = accumulation_dtype(do.dtype)
     from_start = chunk_decays_from_start(g, pieces, dtype)
     queries = (from_start * to_chunks(q, dtype)).mul_(scale)

@@ -16,8 +16,7 @@ and a backward, with R saved and `chunk_states` recomputed,
 
 Shapes: q, k, g [B, T, H, K]; v, o [B, T, H, V]; a state [B, H, K, V]; a log-decay [B, H, K]; T is any number of tokens.
 q, k, v, do share a dtype; g is fp32 or fp64. Arithmetic and states are fp64 if v is, else fp32. `pieces` marks where
-the state restarts (`zeco_train.ops.documents`); None means no restarts. Invalid shapes or dtypes raise a ValueError
-that names the tensor.
+the state restarts (`zeco_train.ops.documents`); None means no restarts. Operands are checked before (`Operator.check`).
 
 The chunkwise form is that of Yang et al. 2024 (arXiv 2312.06635, section 4.2 and appendix C); its split over ranks is
 ZeCO's. Time and memory are linear in T: per chunk a state, at most 64 × 64 scores, and a few copies of its tokens.
@@ -33,7 +32,6 @@ from torch import Tensor
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.chunks import add_later_tokens, matrices, to_chunks, to_tokens
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.gla.checks import check_inputs
 from zeco_train.ops.gla.chunk_states import ChunkStateGrads, ChunkStates, local_state_grads, local_states
 from zeco_train.ops.gla.intra import IntraGrads, intra_grads, intra_scores
 from zeco_train.ops.passes import Passes
@@ -67,9 +65,8 @@ def outputs(
         o: [B, T, H, V] in the dtype of v.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
+        ValueError: a received state of another shape.
     """
-    check_inputs(pieces, q=q, v=v, g=g)
     dtype = accumulation_dtype(v.dtype)
     states = chunk_states.take_corrected(incoming_state)
     queries = chunk_states.decays.from_start * to_chunks(q, dtype)
@@ -120,9 +117,8 @@ def input_grads(
         dq, dk, dv, dg: shapes and dtypes of q, k, v, g.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
+        ValueError: a received state of another shape.
     """
-    check_inputs(pieces, q=q, k=k, v=v, g=g, do=do)
     dtype = accumulation_dtype(v.dtype)
     states, grads = chunk_states.take_corrected(incoming_state), chunk_grads.take_corrected(incoming_grad)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)

@@ -20,12 +20,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
-from zeco_train.ops.gla.checks import check_inputs
 from zeco_train.ops.gla.kernels.launch import Launcher
 from zeco_train.ops.gla.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_state
 
 
 def _launcher(k: Tensor, v: Tensor, pieces: Tensor | None, scale: float) -> Launcher:
@@ -37,7 +35,6 @@ class CudaForward:
 
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
         q, k, v, g = operands
-        check_inputs(pieces, q=q, k=k, v=v, g=g)
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         self._launcher = _launcher(k, v, pieces, scale)
         self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
@@ -75,7 +72,6 @@ class CudaBackward:
     ) -> None:
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
-        check_inputs(pieces, q=q, k=k, v=v, do=do)
         self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
         self._states, self._scores = saved
         self._launcher = _launcher(k, v, pieces, scale)

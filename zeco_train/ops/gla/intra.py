@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.chunks import matrices, to_chunks
-from zeco_train.ops.gla.checks import check_inputs
 from zeco_train.ops.pairs import own_scores, pair_grads, pair_scores
 
 
@@ -43,11 +42,7 @@ def intra_scores(q: Tensor, k: Tensor, g: Tensor, pieces: Tensor | None, scale: 
 
     Returns:
         [N, B, H, C, C] in fp64 if q is fp64, else fp32; rows are queries.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
-    check_inputs(pieces, q=q, k=k, g=g)
     dtype = accumulation_dtype(q.dtype)
     return pair_scores(to_chunks(q, dtype), to_chunks(k, dtype), g, pieces).mul_(scale)
 
@@ -67,11 +62,7 @@ def intra_grads(
         do: [B, T, H, V], gradient of o.
         pieces: [T], see `zeco_train.ops.documents`.
         scale: factor of the outputs.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
-    check_inputs(pieces, q=q, k=k, v=v, g=g, do=do)
     dtype = accumulation_dtype(v.dtype)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
     output_grads = matrices(to_chunks(do, dtype))

@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
-from zeco_train.ops.gla.checks import check_inputs
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
+from zeco_train.ops.passes import check_state
 
 STEP_KERNELS = KernelRule()
 
@@ -33,9 +32,8 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, sc
         o: [B, 1, H, V] in the dtype of v.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
+        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
     """
-    check_inputs(None, q=q, k=k, v=v, g=g)
     check_state(state, "state", torch.Size((q.shape[0], *q.shape[2:], v.shape[-1])))
     if q.shape[1] != 1:
         raise ValueError(f"q: expected one token of each sequence, got {q.shape[1]}")

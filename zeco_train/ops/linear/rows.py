@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 
 DTYPE = torch.float8_e4m3fn
 _KERNELS = KernelRule()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.linear.rows import Rows
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule, Target, problem
 
 # Compute capability of the first GPUs with fp8 products (Ada; Hopper has 9.0).
 FIRST_CAPABILITY = (8, 9)
@@ -18,7 +18,7 @@ PRODUCTS = KernelRule((torch.bfloat16,))
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products with results of this dtype are emulated."""
-    return device.type != "cuda" or dtype not in PRODUCTS.dtypes
+    return problem(PRODUCTS, Target.of(device), 0, 0, dtype) is not None
 
 
 def product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:

@@ -12,16 +12,12 @@ refuses one that requires a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Kind, Operator, OperatorTime, Passes, Peer
+from zeco_train.ops.passes import Passes
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
 from zeco_train.ops.scalar_decay.step import fixed_step, scalar_step
-from zeco_train.ops.selection import KernelRule
 
 # A kernel holds one of the state's two dims whole, in shared memory.
 _KERNELS = KernelRule(largest=256)
@@ -33,19 +29,13 @@ def _walk_programs(key_dim: int, value_dim: int) -> int:
     return 264 if max(key_dim, value_dim) <= 128 else 132
 
 
-def _select_scalar(operands: Sequence[Tensor]) -> Passes:
-    q, _, v, g = operands
-    if not _KERNELS.serves(q, v, g):
-        return CHUNKED_SCALAR
+def _cuda_scalar() -> Passes:
     from zeco_train.ops.scalar_decay.cuda import CUDA_SCALAR  # imports Triton
 
     return CUDA_SCALAR
 
 
-def _select_fixed(operands: Sequence[Tensor]) -> Passes:
-    q, _, v, log_decay = operands
-    if not _KERNELS.serves(q, v, log_decay):
-        return CHUNKED_FIXED
+def _cuda_fixed() -> Passes:
     from zeco_train.ops.scalar_decay.cuda import CUDA_FIXED  # imports Triton
 
     return CUDA_FIXED
@@ -55,11 +45,12 @@ SCALAR_DECAY = Operator(
     operands=("q", "k", "v", "g"),
     dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.diagonal,
-    select=_select_scalar,
+    portable=CHUNKED_SCALAR,
     oracle=by_blocks,
-    step=scalar_step,
+    one_token=scalar_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    cuda=_cuda_scalar,
     kernels=_KERNELS,
     walk_programs=_walk_programs,
     # 16,384 tokens and 16 heads: 0.186 + 0.742 ms.
@@ -71,11 +62,12 @@ FIXED_DECAY = Operator(
     operands=("q", "k", "v", "log_decay"),
     dims=("BTGK", "BTGK", "BTHV", "H"),
     kind=Kind.diagonal,
-    select=_select_fixed,
+    portable=CHUNKED_FIXED,
     oracle=by_blocks,
-    step=fixed_step,
+    one_token=fixed_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    cuda=_cuda_fixed,
     kernels=_KERNELS,
     walk_programs=_walk_programs,
     time=FIXED_TIME,

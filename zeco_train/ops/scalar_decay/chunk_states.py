@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.chunks import ChunkDecays, block_sizes, halves, matrices, merge_blocks, to_chunks, token_decays
+from zeco_train.ops.passes import check_state
 
 
 @dataclass(frozen=True)

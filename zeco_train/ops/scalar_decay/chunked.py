@@ -7,8 +7,8 @@ q kᵀ is one product of a group; a head adds its matrix of decays, C × C. Noth
 gradients through A are summed over the heads of a group before the products with q and k.
 
 Arithmetic and states are fp64 if v is, else fp32. Layouts and letters are those of `chunk_states`. The chunkwise form
-is that of Dao & Gu 2024 (arXiv 2405.21060, section 6); its split over ranks is ZeCO's. Invalid shapes or dtypes raise a
-ValueError that names the tensor.
+is that of Dao & Gu 2024 (arXiv 2405.21060, section 6); its split over ranks is ZeCO's. Operands are checked
+before (`Operator.check`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from zeco_train.ops.chunks import (
     to_tokens,
 )
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.scalar_decay.checks import check_constant, check_inputs
 from zeco_train.ops.scalar_decay.chunk_states import (
     BoundaryStates,
     accumulate_states,
@@ -96,16 +95,17 @@ class _Forward:
 
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, fixed: bool) -> None:
         if fixed:
-            check_constant(operands[3])
+            if operands[3].requires_grad:
+                raise ValueError(
+                    "log_decay: expected a constant, got a tensor that requires a gradient; use scalar_decay"
+                )
             operands = _expanded(operands)
-        q, k, v, g = operands
-        check_inputs(pieces, q=q, k=k, v=v, g=g)
         self._chunks = _Chunks(operands, scale, pieces)
         self._states = self._chunks.local_states()
         self.state = self._states.at(-1)
         # All channels of a key decay alike; the scan takes one decay for each.
         total = self._states.log_decays[-1].flatten(1)
-        self.transition = total[..., None].expand(-1, -1, q.shape[-1]).contiguous()
+        self.transition = total[..., None].expand(-1, -1, operands[0].shape[-1]).contiguous()
         self.saved: tuple[Tensor, ...] = ()
 
     def overlap(self) -> None:
@@ -139,9 +139,7 @@ class _Backward:
         assert incoming_state is not None
         self._fixed, self._log_decays = fixed, operands[3]
         operands = _expanded(operands) if fixed else operands
-        q, k, v, g = operands
-        check_inputs(pieces, q=q, k=k, v=v, g=g, do=do)
-        self._tokens, self._do, self._incoming = (q, k, v), do, incoming_state
+        self._tokens, self._do, self._incoming = operands[:3], do, incoming_state
         self._chunks = _Chunks(operands, scale, pieces)
         self._grads = self._chunks.local_state_grads(do)
         self.state_grad = self._grads.at(0)
@@ -218,7 +216,6 @@ def _sum_enclosing(pair_terms: Tensor) -> Tensor:
 def _expanded(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The operands with g [B, T, H], a view, in place of log_decay [H]."""
     q, k, v, log_decay = operands
-    check_inputs(None, q=q, k=k, v=v, log_decay=log_decay)
     return q, k, v, log_decay.expand(v.shape[:3])
 
 

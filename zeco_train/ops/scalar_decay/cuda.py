@@ -19,9 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zeco_train.ops.checks import check_state
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_state
 from zeco_train.ops.scalar_decay.kernels.launch import Launcher, decay_sums
 from zeco_train.ops.scalar_decay.kernels.tuning import Tuning, options_for
 
@@ -37,7 +36,6 @@ class CudaForward:
 
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, fixed: bool) -> None:
         q, k, v, decays = operands
-        _check(pieces, fixed, q=q, k=k, v=v, decays=decays)
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         tuning, self._fixed = options_for(k, v), fixed
         self._decays = dense(decays) if fixed else decay_sums(dense(decays), tuning.chunk)
@@ -76,7 +74,6 @@ class CudaBackward:
     ) -> None:
         # Without `fixed` the fourth operand, g, has been replaced by its sums (`CUDA_SCALAR.replaced`).
         q, k, v, self._log_decays = operands
-        _check(pieces, fixed, q=q, k=k, v=v, decays=self._log_decays, do=do)
         self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
         (self._starts,) = saved
         decays = self._log_decays if fixed else self._log_decays.transpose(1, 2)
@@ -103,30 +100,6 @@ def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...
     # For the shapes only, which do not depend on documents or the scale.
     starts = decays.new_empty(_launcher(k, v, decays, None, 1.0, options_for(k, v), fixed).starts_shape)
     return (starts,) if fixed else (decays.new_empty(decays.mT.shape).mT, starts)
-
-
-def _check(pieces: Tensor | None, fixed: bool, **tensors: Tensor) -> None:
-    """Check the operands, and do, against each other.
-
-    Raises:
-        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
-    """
-    q, v = tensors["q"], tensors["v"]
-    for name, x in (("q", q), ("v", v)):
-        if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name}: expected four dimensions, none of them 0; got shape {list(x.shape)}")
-    B, T, H, V = v.shape
-    groups, key_dim = q.shape[2:]
-    if H % groups:
-        raise ValueError(f"q: its {groups} heads must divide the {H} of v")
-    keys = [B, T, groups, key_dim]
-    expected = {"q": keys, "k": keys, "v": [B, T, H, V], "do": [B, T, H, V], "decays": [H] if fixed else [B, T, H]}
-    for name, x in tensors.items():
-        dtype = torch.float32 if name == "decays" else q.dtype
-        if list(x.shape) != expected[name] or x.dtype != dtype:
-            raise ValueError(f"{name}: expected {expected[name]} of {dtype}, got {list(x.shape)} of {x.dtype}")
-    if pieces is not None and (B != 1 or pieces.numel() != T):
-        raise ValueError(f"cu_seqlens: describes {pieces.numel()} tokens of one sequence, got {B} of {T}")
 
 
 def _passes(fixed: bool) -> Passes:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.checks import check_state
-from zeco_train.ops.scalar_decay.checks import check_inputs
+from zeco_train.ops.passes import check_state
 
 
 def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
@@ -30,15 +29,13 @@ def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale
         o: [B, 1, H, V] in the dtype of v.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
+        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
     """
-    check_inputs(None, q=q, k=k, v=v, g=g)
     return _step(q, k, v, g, state, scale)
 
 
 def fixed_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
     """`scalar_step` with log_decay [H], fp32 or fp64, in place of g."""
-    check_inputs(None, q=q, k=k, v=v, log_decay=log_decay)
     return _step(q, k, v, log_decay.expand(v.shape[:3]), state, scale)
 
 

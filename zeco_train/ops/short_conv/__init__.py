@@ -17,14 +17,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zeco_train.ops.operator import KernelRule, Kind, Operator
 from zeco_train.ops.oracle import by_windows
-from zeco_train.ops.passes import Kind, Operator, Passes
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.passes import Passes
 from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
 from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.ops.short_conv.step import convolution_step
-
-_KERNELS = KernelRule()
 
 
 class ShortConv(Operator):
@@ -35,31 +33,32 @@ class ShortConv(Operator):
         x, weight, _ = operands
         return x.shape[0], 1, weight.shape[2] - 1, x.shape[2]
 
+    def check(self, operands: Sequence[Tensor], pieces: Tensor | None, do: Tensor | None = None) -> None:
+        """Its implementations do: the parameters have dtypes of their own, and the width is at least 2."""
+
     def cuts(self, operands: Sequence[Tensor]) -> bool:
         """Whether the shard is as long as the state: nothing from before it is left then."""
         x, weight, _ = operands
         return x.shape[1] >= weight.shape[2] - 1
 
 
-def _select(operands: Sequence[Tensor]) -> Passes:
-    x = operands[0]
-    if _KERNELS.serves(x, x):
-        from zeco_train.ops.short_conv.cuda import CUDA  # imports Triton
+def _cuda() -> Passes:
+    from zeco_train.ops.short_conv.cuda import CUDA  # imports Triton
 
-        return CUDA
-    return PLAIN
+    return CUDA
 
 
 SHORT_CONV = ShortConv(
     operands=("x", "weight", "bias"),
     dims=("BTC", "C1W", "C"),
     kind=Kind.matrix,
-    select=_select,
+    portable=PLAIN,
     oracle=by_windows,
-    step=convolution_step,
+    one_token=convolution_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     output=0,
-    kernels=_KERNELS,
+    cuda=_cuda,
+    kernels=KernelRule(),
     neighbours=True,
 )

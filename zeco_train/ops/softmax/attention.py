@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 from zeco_train.ops.softmax import flash, sdpa
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.span import Span

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 
 # Of PyTorch's fused attention with a mask; for other calls it takes plain products, without a word.
 STEP_KERNELS = KernelRule(row_bytes=16)

@@ -63,7 +63,7 @@ def attend_backward(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs [B, H, N, V] and their log-sum-exp [B, H, N]."""
-    if not q.is_cuda:
+    if q.device.type != "cuda":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     return _products(q, k, v, mask, scale)
@@ -80,7 +80,7 @@ def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, [B, H, tokens, D]."""
-    if not q.is_cuda:
+    if q.device.type != "cuda":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return op(do, q, k, v, o, lse, 0.0, False, attn_mask=mask, scale=scale)
     return _products_backward(do, q, k, v, o, lse, mask, scale)

@@ -9,8 +9,8 @@ after the whole sequence (`Operator.reads_whole`). On GPUs too the products are 
 
 from __future__ import annotations
 
+from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.oracle import by_pairs
-from zeco_train.ops.passes import Kind, Operator
 from zeco_train.ops.scalar_decay import FIXED_TIME
 from zeco_train.ops.unmasked.flops import forward_flops, recomputed_flops
 from zeco_train.ops.unmasked.passes import UNMASKED_PASSES
@@ -20,9 +20,9 @@ UNMASKED = Operator(
     operands=("q", "k", "v"),
     dims=("BTHK", "BTHK", "BTHV"),
     kind=Kind.diagonal,
-    select=lambda operands: UNMASKED_PASSES,
+    portable=UNMASKED_PASSES,
     oracle=by_pairs,
-    step=refuse_step,
+    one_token=refuse_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     reads_whole=True,

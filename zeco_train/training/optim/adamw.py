@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from zeco_train.distributed.whole import local
-from zeco_train.ops.selection import KernelRule
+from zeco_train.ops.operator import KernelRule
 from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Parameters, decay_groups
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class FusedUpdate:
             return
         grads = [gradient(parameter) for parameter in parameters]
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-        if not all(parameter.is_cuda and parameter.dtype in KERNELS.dtypes for parameter in parameters):
+        if not all(KERNELS.serves(parameter, parameter) for parameter in parameters):
             adamw(
                 [*parameters], grads, means, squares, [], steps,
                 fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=betas[0], beta2=betas[1],

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zeco_train.kernels.kept import KeptOptions, Key
 from zeco_train.ops.gla.kernels.tuning import Options
+from zeco_train.ops.kept import KeptOptions, Key
 
 # Largest K and V. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
 LARGEST_HEAD_DIM = 256

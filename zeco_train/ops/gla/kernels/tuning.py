@@ -13,6 +13,8 @@ from functools import cache
 import torch
 import triton
 
+from zeco_train.ops.operator import Target
+
 logger = logging.getLogger(__name__)
 
 
@@ -104,13 +106,11 @@ KEPT: dict[Key, Tuning] = {
 def options_for(k: torch.Tensor, v: torch.Tensor) -> Tuning:
     """The options for keys [B, T, H, K] and values [B, T, H, V] like these, of bf16 or fp32."""
     # Sizes may be symbols of a compiler, which are no keys of a cache.
-    return _find_on(k.device, k.dtype, int(k.shape[-1]), int(v.shape[-1]))
+    return _find_on(Target.of(k.device).architecture, k.dtype, int(k.shape[-1]), int(v.shape[-1]))
 
 
 @cache
-def _find_on(device: torch.device, dtype: torch.dtype, K: int, V: int) -> Tuning:
-    # under Triton's interpreter the device is a CPU, and only the tile sizes matter
-    architecture = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+def _find_on(architecture: tuple[int, int], dtype: torch.dtype, K: int, V: int) -> Tuning:
     found = _nearest(architecture, dtype, K)
     exact = found[0] == architecture and found[2] >= K
     logger.info(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from zeco_train.kernels.kept import KeptOptions, Key
+from zeco_train.ops.kept import KeptOptions, Key
 
 # No tile is narrower than this: see the note on miscompiled tiles of 32 keys in ops/gla/kernels/launch.py.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from zeco_train.ops.operator import Target
+
 logger = logging.getLogger(__name__)
 
 # (architecture or None, dtype, largest head dim of the entry). None: any other GPU, with less shared memory.
@@ -27,12 +29,12 @@ class KeptOptions(Generic[Tuning]):
 
     def __init__(self, kernels: str, entries: Mapping[Key, Tuning]) -> None:
         self._kernels, self._entries = kernels, entries
-        self._found: dict[tuple[torch.device, torch.dtype, int], Tuning] = {}
+        self._found: dict[tuple[tuple[int, int], torch.dtype, int], Tuning] = {}
 
     def options_for(self, k: torch.Tensor, v: torch.Tensor) -> Tuning:
         """The options for keys [B, T, G, K] and values [B, T, H, V] like these, of bf16 or fp32."""
         # Sizes may be symbols of a compiler, which are no keys of a cache.
-        case = k.device, k.dtype, int(max(k.shape[-1], v.shape[-1]))
+        case = Target.of(k.device).architecture, k.dtype, int(max(k.shape[-1], v.shape[-1]))
         if case not in self._found:
             self._found[case] = self._find_on(*case)
         return self._found[case]
@@ -41,9 +43,7 @@ class KeptOptions(Generic[Tuning]):
         """The options for head dims up to `largest` on GPUs of that compute capability."""
         return self._entries[self._nearest(architecture, dtype, largest)]
 
-    def _find_on(self, device: torch.device, dtype: torch.dtype, largest: int) -> Tuning:
-        # under Triton's interpreter the device is a CPU, and only the tile sizes matter
-        architecture = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    def _find_on(self, architecture: tuple[int, int], dtype: torch.dtype, largest: int) -> Tuning:
         found = self._nearest(architecture, dtype, largest)
         logger.info(
             "%s: %s, head dims up to %d on sm_%d%d take the kept options of %s, up to %d",

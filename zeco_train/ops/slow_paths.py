@@ -1,8 +1,8 @@
-"""Which calls the kernels on GPUs serve: decided from shapes, dtypes and the type of a device, before any launch.
+"""The calls of a run that kernels on GPUs do not serve, and what that costs.
 
-An operator has one `KernelRule`. Its `select` asks it about the tensors at hand. All calls of a run are checked when it
-starts (`check_kernels`), and by the planner for a GPU that need not be there: a call that kernels do not serve is a
-`SlowPath`. A warning names it, or `Kernels.require` refuses it.
+All calls are checked when a run starts (`check_kernels`), and by the planner for a GPU that need not be there, by the
+`KernelRule` that is asked about the tensors at hand later. A call that kernels do not serve is a `SlowPath`: a warning
+names it, or `Kernels.require` refuses it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from zeco_train.errors import ConfigError
+from zeco_train.ops.operator import KernelRule, Target, dtype_name, problem
 
 logger = logging.getLogger(__name__)
 
@@ -34,59 +34,6 @@ class Kernels(Enum):
 
     auto = "auto"
     require = "require"
-
-
-@dataclass(frozen=True, eq=False)
-class KernelRule:
-    """The calls of an operator that its kernels on GPUs serve.
-
-    Attributes:
-        dtypes: of tokens; empty: there are no kernels. Decays and strengths are fp32.
-        largest: largest K and V; None: any.
-        row_bytes: of which a row of K or V channels is a multiple.
-    """
-
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
-    largest: int | None = None
-    row_bytes: int = 1
-
-    def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor) -> bool:
-        """Whether kernels serve these tensors, or PyTorch does.
-
-        Args:
-            tokens: [..., K].
-            values: [..., V].
-            wide: decays and strengths.
-        """
-        # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
-        is_limited = self.largest is not None or self.row_bytes > 1
-        dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
-        return _problem(self, tokens.device.type, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
-
-
-@cache
-def _problem(
-    rule: KernelRule, device: str, key_dim: int, value_dim: int, tokens: torch.dtype, *wide: torch.dtype
-) -> str | None:
-    """Why kernels do not serve a call; None: they do. Cached, since every call of an operator asks."""
-    if device != "cuda":
-        return f"there are no kernels on {device.upper()}s"
-    if not rule.dtypes:
-        return "there is no kernel for it"
-    if tokens not in rule.dtypes:
-        return f"{_name(tokens)} has no kernels, only {', '.join(map(_name, rule.dtypes))}"
-    if any(dtype is not torch.float32 for dtype in wide):
-        return "decays and strengths have kernels in fp32 only"
-    dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
-    if rule.largest is not None and max(key_dim, value_dim) > rule.largest:
-        return f"{dims}, at most {rule.largest} each"
-    if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
-        return f"{dims}, only multiples of {rule.row_bytes // tokens.itemsize}"
-    return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 class Call(NamedTuple):
@@ -105,14 +52,14 @@ class Call(NamedTuple):
     key_dim: int = 0
     value_dim: int = 0
 
-    def problem(self, device: torch.device) -> str | None:
-        """Why the kernels do not serve it on such a device, which need not be there; None: they do."""
-        return _problem(self.rule, device.type, self.key_dim, self.value_dim, self.dtype)
+    def problem(self, target: Target) -> str | None:
+        """Why the kernels do not serve it on a target, which need not be there; None: they do."""
+        return problem(self.rule, target, self.key_dim, self.value_dim, self.dtype)
 
     def __str__(self) -> str:
         shape = f" of K {self.key_dim}, V {self.value_dim}" if self.key_dim else ""
         shape = shape or (f" of width {self.value_dim}" if self.value_dim else "")
-        return f"{self.operator}{shape} in {_name(self.dtype)}"
+        return f"{self.operator}{shape} in {dtype_name(self.dtype)}"
 
 
 class SlowPath(NamedTuple):
@@ -147,19 +94,19 @@ class SlowPath(NamedTuple):
 Calls = Iterable[tuple[str, Call]]
 
 
-def find_slow_paths(calls: Calls, device: torch.device, tokens: int | None = None) -> list[SlowPath]:
+def find_slow_paths(calls: Calls, target: Target, tokens: int | None = None) -> list[SlowPath]:
     """The calls that run in PyTorch on a GPU, each once; none on other devices, where all do.
 
     Args:
         calls: of the run.
-        device: of the ranks; it need not be there.
+        target: of the ranks; it need not be there.
         tokens: of a call, if known: the slow-down may depend on them.
     """
-    if device.type != "cuda":
+    if target.kind != "cuda":
         return []
     table, found = stored_slow_downs(), []
     for where, call in dict.fromkeys(calls):
-        if (problem := call.problem(device)) is not None:
+        if (problem := call.problem(target)) is not None:
             measured = table.nearest(call, tokens)
             source = "" if measured is None else f"K {measured.key_dim}, V {measured.value_dim} on {table.source}"
             found.append(SlowPath(where, call, problem, None if measured is None else measured.slow_down, source))
@@ -167,7 +114,7 @@ def find_slow_paths(calls: Calls, device: torch.device, tokens: int | None = Non
 
 
 def check_kernels(
-    field: str, wanted: Kernels, calls: Calls, device: torch.device, tokens: int | None = None
+    field: str, wanted: Kernels, calls: Calls, target: Target, tokens: int | None = None
 ) -> list[SlowPath]:
     """`find_slow_paths`, to be warned of (`warn_of`) once the log is set up.
 
@@ -175,17 +122,17 @@ def check_kernels(
         field: name of the setting.
         wanted: its value.
         calls: of the run.
-        device: of the ranks; it need not be there.
+        target: of the ranks; it need not be there.
         tokens: of a call, if known.
 
     Raises:
         ConfigError: `require`, and there are slow paths, of which the first is named; or a device without kernels.
     """
-    found = find_slow_paths(calls, device, tokens)
+    found = find_slow_paths(calls, target, tokens)
     if wanted is Kernels.require:
-        if device.type != "cuda":
+        if target.kind != "cuda":
             raise ConfigError(
-                field, wanted.value, f"there are no kernels on {device.type.upper()}s; take auto, or a GPU"
+                field, wanted.value, f"there are no kernels on {target.kind.upper()}s; take auto, or a GPU"
             )
         if found:
             first, more = found[0], f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -255,7 +202,7 @@ class SlowDowns:
 
         if not call.key_dim:
             return None
-        rows = [row for row in self.rows if (row.operator, row.dtype) == (call.operator, _name(call.dtype))]
+        rows = [row for row in self.rows if (row.operator, row.dtype) == (call.operator, dtype_name(call.dtype))]
         best = min(rows, key=distance, default=None)
         return best if best is not None and distance(best)[0] <= math.log2(_FARTHEST) else None
 

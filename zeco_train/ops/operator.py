@@ -1,0 +1,341 @@
+"""What an operator is to the rest of the project, and which implementation of it serves a call.
+
+The choice is a function of shapes, dtypes and a `Target`, so that it can be asked about a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.passes import Passes
+
+# Operands of a number a token and head, or channel, whose dtype is their own; and why it may not be narrow.
+WIDE = {
+    "g": "log-decays are summed over chunks",
+    "log_decay": "log-decays are summed over chunks",
+    "beta": "writing strengths are solved for over chunks",
+}
+
+
+class Target(NamedTuple):
+    """What a call runs on, by which its implementation is chosen.
+
+    Attributes:
+        kind: of device, as `torch.device.type`.
+        architecture: compute capability of a GPU, by which kernels take their options; elsewhere that of Hopper, whose
+            options Triton's interpreter takes.
+    """
+
+    kind: str
+    architecture: tuple[int, int] = (9, 0)
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """What calls on tensors of a device run on: the device itself, or what `assume` puts in its place."""
+        return _of(device) if _assumed is None else _assumed
+
+
+@cache
+def _of(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return Target(device.type)
+    return Target(device.type, torch.cuda.get_device_capability(device))
+
+
+_assumed: Target | None = None
+
+
+@contextmanager
+def assume(target: Target) -> Iterator[None]:
+    """While entered, calls are taken to run on a target that need not be there, whichever device their tensors are on.
+
+    For fake tensors, of which only shapes and dtypes are asked, and for Triton's interpreter.
+    """
+    global _assumed
+    before, _assumed = _assumed, target
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+@dataclass(frozen=True, eq=False)
+class KernelRule:
+    """The calls that kernels on GPUs serve.
+
+    Attributes:
+        dtypes: of tokens; empty: there are no kernels. Decays and strengths are fp32.
+        largest: largest K and V; None: any.
+        row_bytes: of which a row of K or V channels is a multiple.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    largest: int | None = None
+    row_bytes: int = 1
+
+    def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor, target: Target | None = None) -> bool:
+        """Whether kernels serve these tensors, or PyTorch does.
+
+        Args:
+            tokens: [..., K].
+            values: [..., V].
+            wide: decays and strengths.
+            target: to run on; None: that of the tensors' device.
+        """
+        # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
+        is_limited = self.largest is not None or self.row_bytes > 1
+        dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
+        target = Target.of(tokens.device) if target is None else target
+        return problem(self, target, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
+
+
+@cache
+def problem(
+    rule: KernelRule, target: Target, key_dim: int, value_dim: int, tokens: torch.dtype, *wide: torch.dtype
+) -> str | None:
+    """Why kernels do not serve a call; None: they do. Cached, since every call of an operator asks.
+
+    Args:
+        rule: of the kernels.
+        target: to run on.
+        key_dim: K; any number where the rule has no limit.
+        value_dim: V, likewise.
+        tokens: dtype of the tokens.
+        wide: dtypes of decays and strengths.
+    """
+    if target.kind != "cuda":
+        return f"there are no kernels on {target.kind.upper()}s"
+    if not rule.dtypes:
+        return "there is no kernel for it"
+    if tokens not in rule.dtypes:
+        return f"{dtype_name(tokens)} has no kernels, only {', '.join(map(dtype_name, rule.dtypes))}"
+    if any(dtype is not torch.float32 for dtype in wide):
+        return "decays and strengths have kernels in fp32 only"
+    dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
+    if rule.largest is not None and max(key_dim, value_dim) > rule.largest:
+        return f"{dims}, at most {rule.largest} each"
+    if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
+        return f"{dims}, only multiples of {rule.row_bytes // tokens.itemsize}"
+    return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in settings: bf16, fp32 or fp64."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Check the tensors of a call against each other.
+
+    Args:
+        pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
+        dims: the dimensions of each tensor, a letter each, "BTHK" for example. Equal letters have equal sizes, and G
+            divides H.
+        tensors: by their names.
+
+    Raises:
+        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
+    """
+    sizes: dict[str, int] = {}
+    first = next(iter(tensors))
+    for name, x in tensors.items():
+        shape = f"[{', '.join(dims[name])}]"
+        if x.dim() != len(dims[name]):
+            raise ValueError(f"{name}: expected shape {shape}, got {list(x.shape)}")
+        expected = [sizes.setdefault(dim, size) for dim, size in zip(dims[name], x.shape, strict=True)]
+        if expected != list(x.shape):
+            raise ValueError(f"{name}: expected shape {shape} = {expected}, got {list(x.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
+        if name not in WIDE and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
+            raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
+        if name in WIDE and x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
+    if "G" in sizes and sizes["H"] % sizes["G"]:
+        raise ValueError(f"q: expected a number of groups that divides the {sizes['H']} heads of v, got {sizes['G']}")
+    if pieces is None:
+        return
+    if sizes["B"] != 1:
+        raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {sizes['B']}")
+    if pieces.numel() != sizes["T"]:
+        raise ValueError(f"cu_seqlens: describes {pieces.numel()} tokens, but there are {sizes['T']}")
+
+
+# recurrence(*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last
+# token, [B, H, K, V] in fp64 or fp32; differentiable by autograd.
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Kind(Enum):
+    """The kinds of transitions, see `zeco_train.ops.seam`."""
+
+    diagonal = "diagonal"
+    matrix = "matrix"
+
+
+class OperatorTime(NamedTuple):
+    """Measured seconds of an operator alone per token and head, forward + backward, for the planner.
+
+    Attributes:
+        operator: that was measured.
+        seconds: at K `key_dim` and V `value_dim`; other head dims are scaled by K + V.
+        forward: the forward pass's share.
+        key_dim, value_dim: of the measurement.
+    """
+
+    operator: str
+    seconds: float
+    forward: float
+    key_dim: int
+    value_dim: int
+
+
+class Peer(NamedTuple):
+    """Function of flash-linear-attention for the same operator, to which `bench` compares it.
+
+    Attributes:
+        module, function: its name; it takes the operands that have tokens, in the operator's order.
+        decay: for which constant decays, by their name in `bench`; None: the operator has none.
+        options: keyword arguments.
+        takes_context: it has context parallelism, by the argument `cp_context`.
+    """
+
+    module: str
+    function: str
+    decay: str | None = None
+    options: tuple[tuple[str, bool], ...] = ()
+    takes_context: bool = False
+
+
+def one_a_multiprocessor(key_dim: int, value_dim: int) -> int:
+    """`Operator.walk_programs` of programs that take a multiprocessor each."""
+    return 132
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator as the rest of the project sees it.
+
+    Attributes:
+        operands: names of the operands, in call order; q, k, v first.
+        dims: their dimensions, a letter each: B, T; H heads, of which consecutive ones may share one of G; K, V; of a
+            convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
+        kind: of its transition.
+        portable: the implementation in PyTorch, for any device and dtype.
+        oracle: the formula that `verify` and `bench` compare with (`zeco_train.ops.oracle`), of the operands by name.
+        one_token: (operands of one token [B, 1, …], state updated in place, scale) → o, [B, 1, H, V]; see `step`.
+        forward_flops: (H, K, V) → FLOPs per token of the forward pass.
+        recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
+        output: position of the operand whose shape and dtype the outputs have.
+        neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
+            halo scan (`Exchange.halo`).
+        reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
+            reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
+        cuda: returns the implementation on kernels, whose import needs Triton; None: there is none, and PyTorch's
+            products are as fast.
+        kernels: which calls `cuda` serves; None without it.
+        step_kernels: the same for `one_token`.
+        walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
+            kernels that keep the states that the walks start from; None: they keep the states of all chunks.
+        time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
+            default operator's for None.
+        peers: functions of flash-linear-attention; empty: `bench operator` does not measure it.
+    """
+
+    operands: tuple[str, ...]
+    dims: tuple[str, ...]
+    kind: Kind
+    portable: Passes
+    oracle: Recurrence
+    one_token: Callable[..., Tensor]
+    forward_flops: Callable[[int, int, int], float]
+    recomputed_flops: Callable[[int, int, int], float]
+    output: int = 2
+    neighbours: bool = False
+    reads_whole: bool = False
+    cuda: Callable[[], Passes] | None = None
+    kernels: KernelRule | None = None
+    step_kernels: KernelRule = KernelRule(dtypes=())
+    walk_programs: Callable[[int, int], int] | None = one_a_multiprocessor
+    time: OperatorTime | None = None
+    cpu_time: OperatorTime | None = None
+    peers: tuple[Peer, ...] = ()
+
+    def select(self, operands: Sequence[Tensor], target: Target | None = None) -> Passes:
+        """The implementation that serves a call: the only place that chooses by device, shapes and dtypes.
+
+        Args:
+            operands: in their order, or those of a backward pass (`Passes.replaced`).
+            target: to run on; None: that of the operands' device.
+        """
+        if self.cuda is None or self.kernels is None:
+            return self.portable
+        wide = (x for name, x in zip(self.operands, operands, strict=True) if name in WIDE)
+        is_served = self.kernels.serves(operands[0], operands[self.output], *wide, target=target)
+        return self.cuda() if is_served else self.portable
+
+    def check(self, operands: Sequence[Tensor], pieces: Tensor | None, do: Tensor | None = None) -> None:
+        """Check the operands of a call, and the gradient of the outputs, against `dims` and each other.
+
+        Raises:
+            ValueError: naming the tensor, the expected shape or dtype, and the actual one.
+        """
+        dims, tensors = self.dims_of, dict(zip(self.operands, operands, strict=True))
+        if do is not None:
+            dims["do"], tensors["do"] = self.dims[self.output], do
+        check_operands(pieces, dims, tensors)
+
+    def step(self, *operands_and_state: Any) -> Tensor:
+        """The output of one token of each sequence: `one_token` of checked operands; no gradients.
+
+        Args:
+            operands_and_state: operands, [B, 1, …]; the state, updated in place; the factor of the output, K^-1/2
+                unless it is given.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit; the message names the tensor.
+        """
+        self.check(operands_and_state[: len(self.operands)], None)
+        return self.one_token(*operands_and_state)
+
+    @property
+    def dims_of(self) -> dict[str, str]:
+        """`dims` by operand."""
+        return dict(zip(self.operands, self.dims, strict=True))
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether heads of values may share one of keys."""
+        return any("G" in dims for dims in self.dims)
+
+    def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
+        """Refuse states of other segments for an operator that reads the whole sequence.
+
+        Raises:
+            ValueError: names the argument, and the setting that it comes from.
+        """
+        if self.reads_whole and (carry_in is not None or want_carry):
+            name = "want_carry" if carry_in is None else "carry_in"
+            raise ValueError(f"{name}: an unmasked operator reads the whole sequence at once, not by train.segments")
+
+    def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
+        """(B, H, K, V)."""
+        query, _, value, *_ = operands
+        return value.shape[0], value.shape[2], query.shape[3], value.shape[3]
+
+    def transition_shape(self, operands: Sequence[Tensor]) -> tuple[int, ...]:
+        """(B, H, K) or (B, H, K, K)."""
+        *outer, key_dim, _ = self.state_shape(operands)
+        return (*outer, key_dim) if self.kind is Kind.diagonal else (*outer, key_dim, key_dim)
+
+    def cuts(self, operands: Sequence[Tensor]) -> bool:
+        """Whether shapes alone say that the transition is 0: the state after these tokens is theirs alone."""
+        return False
