@@ -175,6 +175,7 @@ class Operator:
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
         output: position of the operand whose shape and dtype the outputs have.
+        has_scale: outputs have a factor; otherwise the only scale is 1.
         neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
             halo scan (`Exchange.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
@@ -197,6 +198,7 @@ class Operator:
     forward_flops: Callable[[int, int, int], float]
     recomputed_flops: Callable[[int, int, int], float]
     output: int = 2
+    has_scale: bool = True
     neighbours: bool = False
     reads_whole: bool = False
     kernels: KernelRule | None = None
@@ -215,6 +217,12 @@ class Operator:
     def is_grouped(self) -> bool:
         """Whether heads of values may share one of keys."""
         return any("G" in dims for dims in self.dims)
+
+    def scale_of(self, operands: Sequence[Tensor], scale: float | None) -> float:
+        """The factor of the outputs: `scale`; for None K^-1/2, or 1 for an operator that has none."""
+        if scale is not None:
+            return scale
+        return float(operands[0].shape[-1]) ** -0.5 if self.has_scale else 1.0
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
         """Refuse states of other segments for an operator that reads the whole sequence.

@@ -60,6 +60,7 @@ SHORT_CONV = ShortConv(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     output=0,
+    has_scale=False,
     kernels=_KERNELS,
     neighbours=True,
 )
