@@ -145,6 +145,7 @@ class Peer(NamedTuple):
         decay: for which constant decays, by their name in `bench`; None: the operator has none.
         options: keyword arguments.
         takes_context: it has context parallelism, by the argument `cp_context`.
+        joins_heads: its operands and outputs are [B, T, H·K], the heads' channels side by side.
     """
 
     module: str
@@ -152,6 +153,7 @@ class Peer(NamedTuple):
     decay: str | None = None
     options: tuple[tuple[str, bool], ...] = ()
     takes_context: bool = False
+    joins_heads: bool = False
 
 
 def one_a_multiprocessor(key_dim: int, value_dim: int) -> int:
@@ -183,7 +185,8 @@ class Operator:
         kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.
         step_kernels: the same for `step`.
         walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
-            kernels that keep the states that the walks start from; None: they keep the states of all chunks.
+            kernels that keep the states that the walks start from; 0: none but those in the mixers' `activations`;
+            None: the states of all chunks.
         time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
             default operator's for None.
         peers: functions of flash-linear-attention; empty: `bench operator` does not measure it.
