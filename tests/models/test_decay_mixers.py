@@ -1,4 +1,4 @@
-"""RetNet, Lightning Attention and HGRN2 against plain references in fp64; their decays; rotary embeddings far out."""
+"""RetNet, Lightning Attention, HGRN and HGRN2 against plain references in fp64; decays; rotary embeddings far out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from models.config import LanguageModelConfig
 from models.heads import ExpandedHeadsConfig
 from models.mixers import hgrn_base, lightning, retnet
 from models.mixers.base import Mixer
+from models.mixers.hgrn import HGRNConfig
 from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.hgrn_base import forget_gate
 from models.mixers.lightning import LightningConfig
@@ -32,12 +33,14 @@ pytestmark = pytest.mark.numeric
 # heads is no power of two.
 RETNET = RetNetConfig(hidden_size=20, num_heads=5, num_layers=3, expand_k=1.5, expand_v=1.75, norm_eps=1e-3)
 LIGHTNING = LightningConfig(hidden_size=20, num_heads=5, num_layers=3, expand_k=1.5, expand_v=1.75, norm_eps=1e-3)
+HGRN_SMALL = HGRNConfig(hidden_size=20, num_layers=3, expand_ratio=3, norm_eps=1e-3)
 HGRN2_SMALL = HGRN2Config(hidden_size=20, num_heads=5, num_layers=3, norm_eps=1e-3)
 CONFIGS: dict[str, LanguageModelConfig] = {
     "retnet": RETNET,
     "retnet without positions": dataclasses.replace(RETNET, rope_theta=None),
     "lightning": LIGHTNING,
     "lightning with positions": dataclasses.replace(LIGHTNING, rope_theta=100.0),
+    "hgrn": HGRN_SMALL,
     "hgrn2": HGRN2_SMALL,
 }
 BATCH, TOKENS, LAYER = 2, 75, 1
@@ -121,6 +124,19 @@ def reference_lightning(x: Tensor, p: Parameters, config: LightningConfig, bound
     return (normed / (1 + torch.exp(-(x @ p["g_proj.weight"].T)))) @ p["o_proj.weight"].T
 
 
+def reference_hgrn(x: Tensor, p: Parameters, config: HGRNConfig, bound: Tensor | None) -> Tensor:
+    """Token by token."""
+    assert bound is not None
+    forget = bound + (1 - bound) / (1 + torch.exp(-(x @ p["f_proj.weight"].T)))
+    written = F.silu(x @ p["i_proj.weight"].T) * (1 - forget)
+    state, outputs = x.new_zeros(60), []
+    for t in range(x.shape[0]):
+        state = forget[t] * state + written[t]
+        outputs.append(state)
+    normed = reference_norm(torch.stack(outputs), p["g_norm.weight"], config.norm_eps)
+    return (normed * F.silu(x @ p["g_proj.weight"].T)) @ p["o_proj.weight"].T
+
+
 def reference_hgrn2(x: Tensor, p: Parameters, config: HGRN2Config, bound: Tensor | None) -> Tensor:
     """Token by token."""
     assert bound is not None
@@ -143,6 +159,7 @@ def cut(x: Tensor, config: LanguageModelConfig) -> Tensor:
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "retnet": reference_retnet,
     "lightning": reference_lightning,
+    "hgrn": reference_hgrn,
     "hgrn2": reference_hgrn2,
 }
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab.campaigns import slow_paths
 from zeco_train.ops import gated_norm, selection
+from zeco_train.ops.checks import WIDE
 from zeco_train.ops.mix import mix
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard
@@ -35,12 +36,10 @@ LIMITED = ("scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
 
 def _operands(name: str, dtype: torch.dtype, wide: torch.dtype, key_dim: int, value_dim: int) -> list[Tensor]:
     """Of one token on a GPU that need not be there, to be made inside `FakeTensorMode`."""
-    dims = {"q": (1, 1, 2, key_dim), "k": (1, 1, 2, key_dim), "v": (1, 1, 2, value_dim)}
-    dims |= {"x": (1, 1, 8), "weight": (8, 1, 4), "bias": (8,), "log_decay": (2,), "beta": (1, 1, 2)}
-    dims["g"] = (1, 1, 2, key_dim) if name in ("gla", "kda") else (1, 1, 2)
+    sizes = {"B": 1, "T": 1, "G": 2, "H": 2, "K": key_dim, "V": value_dim, "C": 8, "W": 4, "1": 1}
     return [
-        torch.empty(dims[each], dtype=wide if each in ("g", "beta", "log_decay") else dtype, device=GPU)
-        for each in OPERATORS[name].operands
+        torch.empty([sizes[dim] for dim in dims], dtype=wide if each in WIDE else dtype, device=GPU)
+        for each, dims in OPERATORS[name].dims_of.items()
     ]
 
 
@@ -120,7 +119,7 @@ def test_stored_measurements_are_of_operators_that_are_asked_about() -> None:
 def test_campaign_writes_the_file_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = slow_paths.main([str(tmp_path / "table.json"), "--dry"])
     assert SlowDowns.read(tmp_path / "table.json") == table
-    assert {row.operator for row in table.rows} == {*LIMITED, "gla", "softmax"}
+    assert {row.operator for row in table.rows} == {*LIMITED, "gla", "hgrn", "softmax"}
     assert capsys.readouterr().out.count(" ms = ") == len(table.rows)
     stored = json.loads(Path(selection.__file__).with_name("slow_paths.json").read_text())
     assert stored.keys() == json.loads((tmp_path / "table.json").read_text()).keys()

@@ -22,6 +22,7 @@ from zeco_train.ops.checks import check_state
 from zeco_train.ops.delta.checks import check_inputs as check_delta
 from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.gla.checks import check_inputs as check_gla
+from zeco_train.ops.hgrn.checks import check_inputs as check_hgrn
 from zeco_train.ops.passes import Operator, Recurrence
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay.checks import check_inputs as check_scalar
@@ -181,6 +182,29 @@ def naive_unmasked(
     return o.to(v.dtype), torch.einsum("bjhk,bjhv->bhkv", key, value)
 
 
+def naive_hgrn(
+    x: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    pieces: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(g_t) ⊙ h_{t−1} + x_t (arXiv 2311.04823); states are [B, H, K, 1]."""
+    check_hgrn(scale, pieces, x=x, g=g)
+    dtype = accumulation_dtype(x.dtype)
+    zero = x.new_zeros(x.shape[0], *x.shape[2:], dtype=dtype)
+    if initial_state is not None:
+        check_state(initial_state, "initial_state", zero[..., None].shape)
+    h = zero if initial_state is None else initial_state.squeeze(-1).to(dtype)
+    restarts = [False] * x.shape[1] if pieces is None else find_restarts(pieces).tolist()
+    o = []
+    for x_t, decay_t, restart in zip(x.to(dtype).unbind(1), g.to(dtype).exp().unbind(1), restarts, strict=True):
+        h = x_t if restart else decay_t * h + x_t
+        o.append(h)
+    return torch.stack(o, dim=1).to(x.dtype), h[..., None]
+
+
 _NAIVE = {
     "gla": naive_gla,
     "scalar_decay": naive_scalar_decay,
@@ -190,6 +214,7 @@ _NAIVE = {
     "kda": naive_gated_delta,
     "short_conv": naive_short_conv,
     "unmasked": naive_unmasked,
+    "hgrn": naive_hgrn,
 }
 
 
