@@ -12,6 +12,7 @@ from models.mixers.cosformer import Cosformer
 from models.mixers.delta_net import DeltaNet
 from models.mixers.gated_deltanet import GatedDeltaNet
 from models.mixers.gla import GatedLinearAttention
+from models.mixers.hgrn import HGRN
 from models.mixers.hgrn2 import HGRN2
 from models.mixers.kda import KimiDeltaAttention
 from models.mixers.lightning import LightningAttention
@@ -36,6 +37,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "gated_deltanet": GatedDeltaNet,
     "delta_net": DeltaNet,
     "kda": KimiDeltaAttention,
+    "hgrn": HGRN,
 }
 
 # Of a layer, by its name in `LanguageModelConfig.mixer_of`: softmax layers are part of models with another mixer.

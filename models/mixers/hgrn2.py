@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.fla import Derived, FlaFormat
 from models.mixers.base import Mixer, OperatorFLOPs, Shared
+from models.mixers.hgrn_base import forget_gate, lower_bounds
 from models.modules import RMSNorm
 from models.parameters import ParameterRule
 from models.projections import Projection, project
@@ -31,8 +30,6 @@ from zeco_train.ops.seam import Boundary, Crossing, Place
 
 # fla's layer leaves `norm_eps` out where it normalises o, and takes its function's default.
 _NORM_EPS = 1e-5
-# Bounds the forget gate from below: 0 has no logarithm, and 1 / f must be finite. A state that it multiplies is gone.
-_LEAST = 1e-30
 
 
 @dataclass
@@ -70,18 +67,6 @@ class HGRN2Config(LanguageModelConfig):
         """See `LanguageModelConfig`."""
         variants = "tied embeddings" if self.tie_word_embeddings else "none"
         return {"heads": f"{self.num_heads} of K and V {self.head_dim}", "variants": variants}
-
-
-def lower_bounds(parameter: Tensor) -> Tensor:
-    """Lower bounds of the forget gates: [L, D], from the parameter [L, D].
-
-    A channel's are the cumulative sum over layers of a softmax, less its first: 0 in the first layer, below 1 in the
-    last.
-    """
-    steps = parameter.softmax(0)[1:]
-    # The first layer's is a constant, so no rounding error of the others' gradients reaches it. A sum may round to more
-    # than 1, and a decay must not.
-    return torch.cat([torch.zeros_like(parameter[:1]), steps.cumsum(0).clamp(max=1)])
 
 
 def _num_heads(values: Mapping[str, Any]) -> int | None:
@@ -208,57 +193,3 @@ class HGRN2(Mixer):
             Traffic("norm of o", width, 2, 4),
         )
         return Activations(kept, gradients, traffic)
-
-
-def forget_gate(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and log-decays of a forget gate f = b + (1 − b) σ(logits).
-
-    Args:
-        logits: [..., D].
-        bound: b [D], in [0, 1], fp32 (fp64 for fp64 logits).
-
-    Returns:
-        k = 1 − f [..., D] in the dtype of the logits, and g = log f [..., D] in that of the bound.
-    """
-    if torch.compiler.is_compiling():
-        k, g = _gate_values(logits.to(bound.dtype), bound)
-        return k.to(logits.dtype), g
-    return _ForgetGate.apply(logits, bound)
-
-
-def _gate_values(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of `forget_gate`, to all digits both where f is nearly 1 and where it is nearly 0."""
-    k = (1 - bound) * (-logits).sigmoid()
-    f = _forgets(logits, bound)
-    # Bounded on the side that is not taken, where the gradient would be 0 · ∞.
-    return k, torch.where(k < 0.5, torch.log1p(-k.clamp(max=0.5)), f.log())
-
-
-def _forgets(logits: Tensor, bound: Tensor) -> Tensor:
-    """The forget gate f."""
-    return (bound + (1 - bound) * logits.sigmoid()).clamp(min=_LEAST)
-
-
-class _ForgetGate(torch.autograd.Function):
-    """x [..., D], b [D] → k = 1 − f, g = log f, with f = b + (1 − b) σ(x).
-
-    With h = dg / f − dk and s = σ(−x) = 1 − σ(x):
-
-    db = Σ s h over all but the last dimension
-    dx = (1 − b) s (1 − s) h
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logits, bound)
-        k, g = _gate_values(logits.to(bound.dtype), bound)
-        return k.to(logits.dtype), g
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dk: Tensor, dg: Tensor) -> tuple[Tensor, Tensor]:
-        logits, bound = ctx.saved_tensors
-        wide = logits.to(bound.dtype)
-        of_forgotten = (dg / _forgets(wide, bound)).sub_(dk).mul_((-wide).sigmoid())
-        dbound = of_forgotten.reshape(-1, bound.shape[0]).sum(0)
-        return of_forgotten.mul_(wide.sigmoid()).mul_(1 - bound).to(logits.dtype), dbound

@@ -118,7 +118,7 @@ def test_softmax_layers_of_hybrids_are_checked_and_measured_on_two_ranks(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn2"])
+@pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn", "hgrn2"])
 def test_peer_of_a_mixer_has_our_parameters_and_set_buffers(mixer: str) -> None:
     config = load_config(["model=gla_tiny", f"model.mixer={mixer}", "model.num_layers=1"]).model
     format_ = mixer_of(config).fla

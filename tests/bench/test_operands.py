@@ -47,6 +47,7 @@ SHAPES = [
     Shape(4, 8, 16, 70, "delta"),
     Shape(4, 8, 16, 70, "gated_delta", 2),
     Shape(4, 8, 16, 70, "kda"),
+    Shape(4, 8, 1, 70, "hgrn"),
 ]
 SETTINGS = ["device=cpu", "warmup=1", "runs=2", "flush_mb=0", "timeout_seconds=60", "dtype=fp64"]
 SMALL = [*SETTINGS, "heads=[4]", "dims=[[8,16]]", "tokens=[48]", "check_tokens=70"]
@@ -58,8 +59,8 @@ def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
     inputs = Inputs.random(shape, Dtype.fp64, 3, CPU)
     found = exact_results(OPERATORS[shape.operator], inputs.operands, inputs.do)
     expected = inputs.results(lambda *operands: naive_of(OPERATORS[shape.operator])(*operands)[0])
-    last = [f"d{name}" for name in OPERATORS[shape.operator].operands[3:] if name != "log_decay"]
-    assert [*found] == [*expected] == ["o", "dq", "dk", "dv", *last]
+    grads = [f"d{name}" for name in OPERATORS[shape.operator].operands if name != "log_decay"]
+    assert [*found] == [*expected] == ["o", *grads]
     for name, result in found.items():
         assert relative_error(result, expected[name]) < 1e-12, name
     shard = SequenceShard(local_exchange(), 0, shape.tokens)
@@ -69,7 +70,7 @@ def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
 def test_operands_have_the_sizes_and_decays_of_their_operator() -> None:
     sizes = {str(shape): [list(x.shape) for x in Inputs.random(shape, Dtype.fp32, 0, CPU).operands.values()]
              for shape in SHAPES}  # fmt: skip
-    whole, grouped, heads, one, plain, delta, gated, kda = sizes.values()
+    whole, grouped, heads, one, plain, delta, gated, kda, elementwise = sizes.values()
     assert whole == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4, 8]]
     assert grouped == [[1, 70, 2, 8], [1, 70, 2, 8], [1, 70, 4, 16], [1, 70, 4]]
     assert heads == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4]]
@@ -78,7 +79,8 @@ def test_operands_have_the_sizes_and_decays_of_their_operator() -> None:
     assert delta == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4]]
     assert gated == [[1, 70, 2, 8], [1, 70, 2, 8], [1, 70, 4, 16], [1, 70, 4], [1, 70, 4]]
     assert kda == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4, 8], [1, 70, 4]]
-    for operands in (Inputs.random(shape, Dtype.fp64, 0, CPU).operands for shape in SHAPES[5:]):
+    assert elementwise == [[1, 70, 4, 8], [1, 70, 4, 8]]
+    for operands in (Inputs.random(shape, Dtype.fp64, 0, CPU).operands for shape in SHAPES[5:8]):
         assert torch.allclose(operands["k"].norm(dim=-1), torch.ones(1, dtype=torch.float64))
         assert 0 < operands["beta"].min() < operands["beta"].max() < 1
     decays = [Inputs.random(shape, Dtype.fp64, 0, CPU).operands["log_decay"] for shape in SHAPES[3:5]]
@@ -232,6 +234,18 @@ def test_peers_of_delta_rules_take_the_same_operands(shape: Shape, module: str, 
     found = inputs.results(peer_attention(shape, session))
     expected = inputs.results(lambda *operands: naive_of(operator)(*operands)[0])
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_peer_without_heads_takes_channels_side_by_side() -> None:
+    """fla's own plain recurrence, in fp32: it has no other dtype."""
+    from fla.ops.hgrn.naive import naive_recurrent_hgrn
+
+    session = mock.Mock(spec=Session)
+    session.import_fla.side_effect = {"fla.ops.hgrn": SimpleNamespace(chunk_hgrn=naive_recurrent_hgrn)}.get
+    inputs = Inputs.random(SHAPES[8], Dtype.fp32, 0, CPU)
+    found = inputs.results(peer_attention(SHAPES[8], session))
+    expected = inputs.results(lambda *operands: naive_of(OPERATORS["hgrn"])(*operands)[0])
+    assert all(relative_error(found[name], expected[name]) < 1e-6 for name in expected)
 
 
 def test_peer_without_groups_is_refused() -> None:

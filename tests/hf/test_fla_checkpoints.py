@@ -1,4 +1,4 @@
-"""RetNet and HGRN2 that fla's own classes have saved: import, logits, and the settings that are refused."""
+"""RetNet, HGRN and HGRN2 that fla's own classes have saved: import, logits, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_heads": 4, "num_kv_heads": 4, "expand_k": 0.5, "expand_v": 1.5, "attn_mode": "parallel", **UNFUSED},
     ),
     "retnet, tied": ("retnet", {"num_heads": 2, "tie_word_embeddings": True, "hidden_ratio": None}),
+    "hgrn": ("hgrn", {}),
+    "hgrn of another width, unfused": ("hgrn", {"expand_ratio": 2, **UNFUSED}),
     "hgrn2 by width": ("hgrn2", {"expand_ratio": 12}),
     "hgrn2 by heads, unfused": (
         "hgrn2",
@@ -182,6 +184,7 @@ HARMLESS_IN: dict[str, set[str]] = {
     # fla's layer does not read them.
     "gla": {"use_gk", "use_gv"},
     # fla's names are the same with plain norms, and its layers do not read num_heads beside expand_ratio.
+    "hgrn": {"fuse_norm"},
     "hgrn2": {"fuse_norm", "num_heads"},
     # Without parameters in the feature maps that are supported.
     "linear": {"tie_feature_map_qk", "fuse_norm"},
@@ -223,7 +226,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("norm_eps", None, "must be a number"),
     ("hidden_ratio", 2.5, "must be a whole number"),
     ("intermediate_size", 0, "must be a whole number ≥ 1"),
-    ("num_heads", 7, "must divide"),
 ]
 REFUSED_BY: dict[str, list[tuple[str, Any, str]]] = {
     "retnet": [
@@ -231,11 +233,19 @@ REFUSED_BY: dict[str, list[tuple[str, Any, str]]] = {
         ("num_kv_heads", 2, "that serve several heads of queries: not supported, only None or num_heads"),
         ("use_output_gate", False, "no output gate: not supported, only True"),
         ("rope_theta", 500000.0, "another one than fla's layer has: not supported, only 10000.0"),
+        ("num_heads", 7, "must divide"),
         ("expand_k", 0.3, "times it must be a multiple of num_heads"),
         ("expand_v", None, "must be a number"),
     ],
+    "hgrn": [
+        ("use_lower_bound", False, "no lower bounds of the forget gates: not supported, only True"),
+        ("expand_ratio", 1.5, "must be a whole number"),
+        ("expand_ratio", None, "must be a whole number"),
+        ("expand_ratio", 0, "must be a whole number ≥ 1"),
+    ],
     "hgrn2": [
         ("use_lower_bound", False, "no lower bounds of the forget gates: not supported, only True"),
+        ("num_heads", 7, "must divide"),
         ("expand_ratio", 100, "must divide hidden_size, or be null beside num_heads"),
         ("expand_ratio", 12.5, "must be a whole number"),
         ("expand_ratio", 4096, "must divide hidden_size"),

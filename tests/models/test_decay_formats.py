@@ -1,4 +1,4 @@
-"""RetNet, Lightning Attention and HGRN2: configuration files, and agreement with fla's and transformers' layers."""
+"""RetNet, Lightning Attention, HGRN and HGRN2: configuration files; agreement with fla's and transformers' layers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
+from models.mixers.hgrn import HGRNConfig
 from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningAttention, LightningConfig
 from models.mixers.retnet import RetNetConfig
@@ -33,6 +34,9 @@ PARAMETERS = {
     "lightning_tiny": 985_472,
     "lightning_340m": 347_415_552,
     "lightning_1b": 1_179_772_928,
+    "hgrn_tiny": 920_448,
+    "hgrn_340m": 341_148_672,
+    "hgrn_1b": 1_158_842_368,
     "hgrn2_tiny": 920_448,
     "hgrn2_340m": 341_148_672,
     "hgrn2_1b": 1_158_842_368,
@@ -42,6 +46,9 @@ SAME = ("vocab_size", "hidden_size", "num_heads", "intermediate_size", "norm_eps
 SMALL: dict[str, LanguageModelConfig] = {
     "retnet": RetNetConfig(
         vocab_size=29, hidden_size=24, num_layers=2, num_heads=3, expand_v=1.25, intermediate_size=20, norm_eps=1e-3
+    ),
+    "hgrn": HGRNConfig(
+        vocab_size=29, hidden_size=24, num_layers=3, num_heads=3, expand_ratio=2, intermediate_size=20, norm_eps=1e-3
     ),
     "hgrn2": HGRN2Config(vocab_size=29, hidden_size=24, num_layers=3, num_heads=3, intermediate_size=20, norm_eps=1e-3),
 }
@@ -80,7 +87,7 @@ def test_files_hold_the_parameters_that_they_name(name: str) -> None:
     assert (CONFIG_DIR / f"{name}.yaml").read_text().startswith(f"# {told} parameters")
 
 
-@pytest.mark.parametrize("mixer", ["retnet", "lightning", "hgrn2"])
+@pytest.mark.parametrize("mixer", ["retnet", "lightning", "hgrn", "hgrn2"])
 def test_defaults_equal_the_tiny_model(mixer: str) -> None:
     assert MIXERS[mixer].config_class() == load_config(f"{mixer}_tiny")
 

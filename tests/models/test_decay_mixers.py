@@ -1,4 +1,4 @@
-"""RetNet, Lightning Attention and HGRN2 against plain references in fp64; their decays; rotary embeddings far out."""
+"""RetNet, Lightning Attention, HGRN and HGRN2 against plain references in fp64; decays; rotary embeddings far out."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
 from models.heads import ExpandedHeadsConfig
-from models.mixers import hgrn2, lightning, retnet
+from models.mixers import hgrn_base, lightning, retnet
 from models.mixers.base import Mixer
-from models.mixers.hgrn2 import HGRN2Config, forget_gate
+from models.mixers.hgrn import HGRNConfig
+from models.mixers.hgrn2 import HGRN2Config
+from models.mixers.hgrn_base import forget_gate
 from models.mixers.lightning import LightningConfig
 from models.mixers.retnet import RetNetConfig
 from models.modules import GatedRMSNorm, GateFunction
@@ -31,12 +33,14 @@ pytestmark = pytest.mark.numeric
 # heads is no power of two.
 RETNET = RetNetConfig(hidden_size=20, num_heads=5, num_layers=3, expand_k=1.5, expand_v=1.75, norm_eps=1e-3)
 LIGHTNING = LightningConfig(hidden_size=20, num_heads=5, num_layers=3, expand_k=1.5, expand_v=1.75, norm_eps=1e-3)
+HGRN_SMALL = HGRNConfig(hidden_size=20, num_layers=3, expand_ratio=3, norm_eps=1e-3)
 HGRN2_SMALL = HGRN2Config(hidden_size=20, num_heads=5, num_layers=3, norm_eps=1e-3)
 CONFIGS: dict[str, LanguageModelConfig] = {
     "retnet": RETNET,
     "retnet without positions": dataclasses.replace(RETNET, rope_theta=None),
     "lightning": LIGHTNING,
     "lightning with positions": dataclasses.replace(LIGHTNING, rope_theta=100.0),
+    "hgrn": HGRN_SMALL,
     "hgrn2": HGRN2_SMALL,
 }
 BATCH, TOKENS, LAYER = 2, 75, 1
@@ -120,6 +124,19 @@ def reference_lightning(x: Tensor, p: Parameters, config: LightningConfig, bound
     return (normed / (1 + torch.exp(-(x @ p["g_proj.weight"].T)))) @ p["o_proj.weight"].T
 
 
+def reference_hgrn(x: Tensor, p: Parameters, config: HGRNConfig, bound: Tensor | None) -> Tensor:
+    """Token by token."""
+    assert bound is not None
+    forget = bound + (1 - bound) / (1 + torch.exp(-(x @ p["f_proj.weight"].T)))
+    written = F.silu(x @ p["i_proj.weight"].T) * (1 - forget)
+    state, outputs = x.new_zeros(60), []
+    for t in range(x.shape[0]):
+        state = forget[t] * state + written[t]
+        outputs.append(state)
+    normed = reference_norm(torch.stack(outputs), p["g_norm.weight"], config.norm_eps)
+    return (normed * F.silu(x @ p["g_proj.weight"].T)) @ p["o_proj.weight"].T
+
+
 def reference_hgrn2(x: Tensor, p: Parameters, config: HGRN2Config, bound: Tensor | None) -> Tensor:
     """Token by token."""
     assert bound is not None
@@ -142,6 +159,7 @@ def cut(x: Tensor, config: LanguageModelConfig) -> Tensor:
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "retnet": reference_retnet,
     "lightning": reference_lightning,
+    "hgrn": reference_hgrn,
     "hgrn2": reference_hgrn2,
 }
 
@@ -255,15 +273,15 @@ def test_lightning_slopes_are_those_of_alibi_and_fall_over_layers() -> None:
 
 def test_hgrn2_lower_bounds_rise_from_zero_over_the_layers() -> None:
     parameter = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    bounds = hgrn2.lower_bounds(parameter)
+    bounds = hgrn_base.lower_bounds(parameter)
     softmax = torch.exp(parameter) / torch.exp(parameter).sum(0)
     torch.testing.assert_close(bounds, softmax.cumsum(0) - softmax[0], rtol=1e-14, atol=1e-15)
     assert (bounds[0] == 0).all()
     assert (bounds.diff(dim=0) > 0).all()
-    torch.testing.assert_close(hgrn2.lower_bounds(torch.zeros(4, 1)).flatten(), torch.tensor([0, 0.25, 0.5, 0.75]))
+    torch.testing.assert_close(hgrn_base.lower_bounds(torch.zeros(4, 1)).flatten(), torch.tensor([0, 0.25, 0.5, 0.75]))
     # Rounding must not make a decay larger than 1.
     skewed = torch.randn(48, 4096, generator=torch.Generator().manual_seed(1)) * 9
-    assert hgrn2.lower_bounds(skewed).max() <= 1
+    assert hgrn_base.lower_bounds(skewed).max() <= 1
 
 
 @pytest.mark.parametrize("bound", [0.0, 1e-9, 0.3, 0.999999])

@@ -21,6 +21,7 @@ from models.registry import MIXERS, mixer_of
 from tests.support.planning import make_case, saved_bytes
 from zeco_train.config.schema import Dtype
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
+from zeco_train.ops.hgrn.chunked import CHUNKED as CHUNKED_HGRN
 from zeco_train.ops.passes import ForwardPass, Passes
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
@@ -66,6 +67,7 @@ def _saving_like(kernels: Passes, plain: Passes) -> Passes:
 def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
     """To the byte, without a compiler; that kernels save what they promise is tested with them."""
     from zeco_train.ops.delta import cuda as delta
+    from zeco_train.ops.hgrn.cuda import CUDA as CUDA_HGRN
     from zeco_train.ops.scalar_decay import cuda
 
     gated = delta.CUDA_GATED, CHUNKED_GATED
@@ -75,6 +77,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
         "delta": (delta.CUDA_DELTA, CHUNKED_DELTA),
         "gated_delta": gated,
         "kda": gated,
+        "hgrn": (CUDA_HGRN, CHUNKED_HGRN),
     }
     saving = {operator: _saving_like(*pair) for operator, pair in pairs.items()}
     with_kernels = {

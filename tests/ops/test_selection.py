@@ -48,7 +48,7 @@ CASES = [
 OF_WIDE = [(64, 64, BF16, FP64, False), (64, 64, FP32, BF16, False)]
 WIDE_HEADS = [(64, 257, BF16, FP32), (257, 64, FP32, FP32), (512, 512, BF16, FP32)]
 TABLE = {
-    "gla": [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)],
+    **{name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)] for name in ("gla", "hgrn")},
     "short_conv": CASES,
     "unmasked": [(*case[:4], False) for case in CASES],
     **{name: [*CASES, *OF_WIDE, *((*case, False) for case in WIDE_HEADS)] for name in LIMITED},
@@ -168,7 +168,7 @@ def test_stored_measurements_are_of_operators_that_are_asked_about() -> None:
 def test_campaign_writes_the_file_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = slow_paths.main([str(tmp_path / "table.json"), "--dry"])
     assert SlowDowns.read(tmp_path / "table.json") == table
-    assert {row.operator for row in table.rows} == {*LIMITED, "gla", "softmax"}
+    assert {row.operator for row in table.rows} == {*LIMITED, "gla", "hgrn", "softmax"}
     assert capsys.readouterr().out.count(" ms = ") == len(table.rows)
     stored = json.loads((REPOSITORY / "zeco_train/ops/slow_paths.json").read_text())
     assert stored.keys() == json.loads((tmp_path / "table.json").read_text()).keys()

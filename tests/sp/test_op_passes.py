@@ -20,6 +20,7 @@ from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
+from zeco_train.ops.hgrn import HGRN
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
@@ -52,19 +53,20 @@ OPS = {
     "kda": KDA,
     "scalar_decay": replace(SCALAR_DECAY, operands=("shared_q", "shared_k", "v", "scalar_g")),
     "fixed_decay": FIXED_DECAY,
+    "hgrn": HGRN,
 }
 # Operands without a gradient, the same for all tokens.
 CONSTANTS = ("log_decay",)
 
 
-def tensors(num_tokens: int) -> dict[str, Tensor]:
+def tensors(name: str, num_tokens: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(num_tokens)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
 
     tokens, state = (num_tokens, HEADS), (HEADS, KEY_DIM, VALUE_DIM)
-    return {
+    found = {
         "q": random(*tokens, KEY_DIM),
         "k": torch.nn.functional.normalize(random(*tokens, KEY_DIM), dim=-1),
         "v": random(*tokens, VALUE_DIM),
@@ -79,7 +81,16 @@ def tensors(num_tokens: int) -> dict[str, Tensor]:
         "do": random(*tokens, VALUE_DIM),
         "carry_in": random(*state),
         "dcarry_out": random(*state),
+        "x": random(*tokens, KEY_DIM),
     }
+    # Not all have values of V numbers.
+    width = OPS[name].state_shape([found[x] for x in OPS[name].operands])[3]
+    states = {x: found[x][..., :width] for x in ("carry_in", "dcarry_out")}
+    return found | states | ({} if "v" in OPS[name].operands else {"do": random(*tokens, KEY_DIM)})
+
+
+def scale_of(name: str) -> float:
+    return SCALE if OPS[name].has_scale else 1.0
 
 
 def operands_of(name: str, values: dict[str, Tensor], start: int, stop: int) -> list[Tensor]:
@@ -91,7 +102,7 @@ def expected(
     name: str, documents: Sequence[int] | None, num_tokens: int, carry: bool, want_carry: bool
 ) -> dict[str, Tensor]:
     """The recurrence over the whole sequence, document by document."""
-    values = tensors(num_tokens)
+    values = tensors(name, num_tokens)
     inputs = {x: values[x].requires_grad_() for x in OPS[name].operands if x not in CONSTANTS}
     zero = torch.zeros_like(values["carry_in"])
     carry_in = (values["carry_in"] if carry else zero).requires_grad_()
@@ -99,7 +110,7 @@ def expected(
     # The first document continues from the carry.
     for a, b in itertools.pairwise([*(documents or (0,)), num_tokens]):
         before = state if a == 0 else zero
-        part, state = naive_of(OPS[name])(*operands_of(name, values, a, b), scale=SCALE, initial_state=before)
+        part, state = naive_of(OPS[name])(*operands_of(name, values, a, b), scale=scale_of(name), initial_state=before)
         o.append(part)
     outputs, grads = [torch.cat(o, dim=1), state], [values["do"], values["dcarry_out"] if want_carry else zero]
     found = torch.autograd.grad(outputs, [*inputs.values(), carry_in], grads, allow_unused=True)
@@ -119,7 +130,7 @@ def of_rank(
     want_carry: bool,
 ) -> dict[str, Tensor]:
     """The same on the tokens [start, stop) of a rank, checked against a replay of the received state."""
-    values = tensors(num_tokens)
+    values = tensors(name, num_tokens)
     shard = SequenceShard(scan, start, num_tokens)
     if documents is not None:
         inner = [border - start for border in documents if start < border < stop]
@@ -137,7 +148,13 @@ def of_rank(
         carry_in = values["carry_in"].clone().requires_grad_() if carry else None
         incoming = scan.received["R"] if replay else None
         o, carry_out = mix(
-            name, operands, shard, scale=SCALE, incoming_state=incoming, carry_in=carry_in, want_carry=want_carry
+            name,
+            operands,
+            shard,
+            scale=scale_of(name),
+            incoming_state=incoming,
+            carry_in=carry_in,
+            want_carry=want_carry,
         )
         outputs, grads = [o], [values["do"][:, start:stop]]
         inputs = [*differentiable.values()]
@@ -211,7 +228,7 @@ def test_matrices_are_made_only_where_a_state_passes_through() -> None:
 @pytest.mark.parametrize("documents", [None, (0, 70, 100)])
 def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None) -> None:
     """State, transition and state gradient one by one, in fp64."""
-    values = tensors(100)
+    values = tensors("slow gla", 100)
     operands, incoming = [values[name] for name in GLA.operands], values["carry_in"]
     pieces = None if documents is None else find_pieces(torch.tensor(documents), 0, 100, incoming.device)
     both = []

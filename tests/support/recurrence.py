@@ -179,6 +179,30 @@ def naive_unmasked(
     return o.to(v.dtype), torch.einsum("bjhk,bjhv->bhkv", key, value)
 
 
+def naive_hgrn(
+    x: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    pieces: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(g_t) ⊙ h_{t−1} + x_t (arXiv 2311.04823); states are [B, H, K, 1]."""
+    OPERATORS["hgrn"].check((x, g), pieces)
+    assert scale in (None, 1.0), scale
+    dtype = accumulation_dtype(x.dtype)
+    zero = x.new_zeros(x.shape[0], *x.shape[2:], dtype=dtype)
+    if initial_state is not None:
+        check_state(initial_state, "initial_state", zero[..., None].shape)
+    h = zero if initial_state is None else initial_state.squeeze(-1).to(dtype)
+    restarts = [False] * x.shape[1] if pieces is None else find_restarts(pieces).tolist()
+    o = []
+    for x_t, decay_t, restart in zip(x.to(dtype).unbind(1), g.to(dtype).exp().unbind(1), restarts, strict=True):
+        h = x_t if restart else decay_t * h + x_t
+        o.append(h)
+    return torch.stack(o, dim=1).to(x.dtype), h[..., None]
+
+
 _NAIVE = {
     "gla": naive_gla,
     "scalar_decay": naive_scalar_decay,
@@ -188,6 +212,7 @@ _NAIVE = {
     "kda": naive_gated_delta,
     "short_conv": naive_short_conv,
     "unmasked": naive_unmasked,
+    "hgrn": naive_hgrn,
 }
 
 

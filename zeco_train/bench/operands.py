@@ -8,10 +8,10 @@ q has H heads, and its k and v have G.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,17 @@ class Shape:
         """G; as many as heads unless set."""
         return self.heads if self.groups is None else self.groups
 
+    def sizes(self, dims: str) -> list[int]:
+        """The shape of an operand of one sequence, of its dimensions, a letter each (`Operator.dims`)."""
+        sizes = {"B": 1, "T": self.tokens, "G": self.num_groups, "H": self.heads}
+        return [(sizes | {"K": self.key_dim, "V": self.value_dim})[dim] for dim in dims]
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the operator's state."""
+        operator = OPERATORS[self.operator]
+        return math.prod(operator.state_shape([torch.empty(self.sizes(dims), device="meta") for dims in operator.dims]))
+
     def call(self, dtype: Dtype) -> Call:
         """What kernels on GPUs serve, or PyTorch."""
         rule = attention.KERNELS if self.operator == "softmax" else OPERATORS[self.operator].kernels
@@ -87,7 +98,8 @@ class Inputs:
     """An operator's operands, and the gradient of its outputs, of one rank or of a whole sequence.
 
     Attributes:
-        operands: by name, in the operator's order; all but constants are leaves. q, k [1, T, G, K], v [1, T, H, V].
+        operands: by name, in the operator's order; all but constants are leaves. q, k [1, T, G, K], v [1, T, H, V], for
+            example.
         do: [1, T, H, V].
     """
 
@@ -96,7 +108,7 @@ class Inputs:
 
     @classmethod
     def random(cls, shape: Shape, dtype: Dtype, seed: int, device: torch.device) -> Inputs:
-        """Normal q, k, v, do, and decays and strengths as fla's gates give them; fixed decays by `Shape.decay`."""
+        """Normal tokens and do, and decays and strengths as fla's gates give them; fixed decays by `Shape.decay`."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(kind: torch.dtype, *dims: int) -> Tensor:
@@ -106,19 +118,18 @@ class Inputs:
             q, do = (normal(dtype.compute, shape.heads, shape.key_dim) for _ in range(2))
             k, v = (normal(dtype.compute, shape.num_groups, shape.key_dim) for _ in range(2))
             return cls.of({"q": q, "k": k, "v": v}, do)
-        q, k = (normal(dtype.compute, shape.num_groups, shape.key_dim) for _ in range(2))
-        v, do = (normal(dtype.compute, shape.heads, shape.value_dim) for _ in range(2))
         operator = OPERATORS[shape.operator]
+        dims = {"g": "BTH", "beta": "BTH"} | operator.dims_of
+        plain = [name for name in operator.operands if name not in ("g", "beta", *_CONSTANTS)]
+        known = {name: normal(dtype.compute, *shape.sizes(dims[name])[2:]) for name in plain}
+        do = normal(dtype.compute, *shape.sizes(operator.dims[operator.output])[2:])
+        # Strengths are drawn after log-decays, also where there are none.
+        known["g"] = logsigmoid(normal(dtype.master, *shape.sizes(dims["g"])[2:])) / _GATE_NORMALIZER
+        known["beta"] = normal(dtype.master, *shape.sizes(dims["beta"])[2:]).sigmoid()
+        if operator.kind is Kind.matrix:
+            known["k"] = normalize(known["k"], dim=-1)
         decays = log_decays(shape.heads) if shape.decay == "retention" else torch.zeros(shape.heads)
-        dims = (shape.heads, shape.key_dim) if "K" in operator.dims_of.get("g", "") else (shape.heads,)
-        known = {
-            "q": q,
-            "k": normalize(k, dim=-1) if operator.kind is Kind.matrix else k,
-            "v": v,
-            "log_decay": decays.to(device, dtype.master),
-            "g": logsigmoid(normal(dtype.master, *dims)) / _GATE_NORMALIZER,
-            "beta": normal(dtype.master, shape.heads).sigmoid(),
-        }
+        known["log_decay"] = decays.to(device, dtype.master)
         return cls.of({name: known[name] for name in operator.operands}, do)
 
     @classmethod
@@ -185,7 +196,15 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
     peer = next(peer for peer in operator.peers if peer.decay == shape.decay)
     function = partial(getattr(session.import_fla(peer.module), peer.function), **dict(peer.options))
     has_tokens = ["T" in dims for dims in operator.dims]
-    return _first(lambda *operands: function(*itertools.compress(operands, has_tokens)))
+
+    def attention(*operands: Tensor) -> Tensor:
+        tokens = itertools.compress(operands, has_tokens)
+        if not peer.joins_heads:
+            return function(*tokens)[0]
+        o: Tensor = function(*(x.flatten(2) for x in tokens))[0]
+        return o.view(operands[operator.output].shape)
+
+    return attention
 
 
 def context_parallel(shape: Shape, session: Session) -> Attention:
@@ -240,8 +259,3 @@ def peer_results(inputs: Inputs, attention: Attention, backward: bool, variant: 
 def _is_refusal(error: Exception) -> bool:
     """Whether fla, or the compiler of its kernels, raised it."""
     return type(error) in _REFUSALS or type(error).__module__.startswith("triton.")
-
-
-def _first(function: Callable[..., tuple[Any, ...]]) -> Attention:
-    """Keep o of a function that returns the final state, too."""
-    return lambda *operands: function(*operands)[0]

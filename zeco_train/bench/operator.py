@@ -109,7 +109,7 @@ def sharded_operator(variant: str, shape: Shape, session: Session, purpose: str 
     elif variant == "copy":
         exchange = over_all_ranks(LocalCopyScan())
     else:
-        exchange = session.exchange(variant, shape.heads * shape.key_dim * shape.value_dim, purpose)
+        exchange = session.exchange(variant, shape.state_elements, purpose)
     alone = variant == "dp"
     offset = 0 if alone else session.rank * shape.tokens
     shard = SequenceShard(exchange, offset, shape.tokens if alone else session.world_size * shape.tokens)
@@ -164,7 +164,7 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
         largest = max(max(of_rank.values()) for of_rank in session.gather(own_errors))
         checked[name] = {
             "relative_error": largest,
-            "choice": session.choice(name, short.heads * short.key_dim * short.value_dim),
+            "choice": session.choice(name, short.state_elements),
         }
     return checked
 

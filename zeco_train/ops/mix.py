@@ -49,15 +49,15 @@ def mix(
 ) -> tuple[Tensor, Tensor | None]:
     """An operator on this rank's tokens, causal, exact over the whole sequence.
 
-        S_t = A_t S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t
+        S_t = A_t S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t        for most operators
 
     Args:
         operator: its name (`zeco_train.ops.registry`).
-        operands: of this rank's tokens, in the operator's order: q, k [B, T, H, K] in bf16, fp32 or fp64, v
-            [B, T, H, V] in the same dtype, and the operands of A_t. Values are not checked, since that would
-            synchronise with the device: positive log-decays give wrong results on GPUs.
+        operands: of this rank's tokens, in the operator's order (`Operator.dims`): of most, q, k [B, T, H, K] in bf16,
+            fp32 or fp64, v [B, T, H, V] in the same dtype, and the operands of A_t. Values are not checked, since that
+            would synchronise with the device: positive log-decays give wrong results on GPUs.
         shard: position of these tokens, and what connects them to the rest of the sequence.
-        scale: factor of the outputs, K^-1/2 if None.
+        scale: factor of the outputs; if None K^-1/2, or 1 for an operator without scale.
         incoming_state: [B, H, K, V], the state R that a first forward pass received. It is replayed as a constant:
             the forward pass then communicates nothing, as recomputation requires. The backward pass still does.
         carry_in: [B, H, K, V], the state before the whole sequence: replicated over the ranks, zero if None. Its
@@ -71,9 +71,9 @@ def mix(
     Raises:
         ValueError: unknown operator, or invalid operands; the message names the problem.
     """
-    q = operands[0]
-    place, boundary = shard.place(q.shape[1], q.device), Boundary(incoming_state, carry_in, want_carry)
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+    first = operands[0]
+    place, boundary = shard.place(first.shape[1], first.device), Boundary(incoming_state, carry_in, want_carry)
+    scale = operator_of(operator, operands).scale_of(operands, scale)
     o, crossing = mix_at(operator, operands, scale, place, boundary)
     if o.grad_fn is not None:
         # The op refers to the exchange by its handle only, and a caller may drop the shard before the backward pass.

@@ -206,6 +206,7 @@ class Peer(NamedTuple):
         decay: for which constant decays, by their name in `bench`; None: the operator has none.
         options: keyword arguments.
         takes_context: it has context parallelism, by the argument `cp_context`.
+        joins_heads: its operands and outputs are [B, T, H·K], the heads' channels side by side.
     """
 
     module: str
@@ -213,6 +214,7 @@ class Peer(NamedTuple):
     decay: str | None = None
     options: tuple[tuple[str, bool], ...] = ()
     takes_context: bool = False
+    joins_heads: bool = False
 
 
 def one_a_multiprocessor(key_dim: int, value_dim: int) -> int:
@@ -235,6 +237,7 @@ class Operator:
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
         output: position of the operand whose shape and dtype the outputs have.
+        has_scale: outputs have a factor; otherwise the only scale is 1.
         neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
             halo scan (`Exchange.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
@@ -244,7 +247,8 @@ class Operator:
         kernels: which calls `cuda` serves; None without it.
         step_kernels: the same for `one_token`.
         walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
-            kernels that keep the states that the walks start from; None: they keep the states of all chunks.
+            kernels that keep the states that the walks start from; 0: none but those in the mixers' `activations`;
+            None: the states of all chunks.
         time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
             default operator's for None.
         peers: functions of flash-linear-attention; empty: `bench operator` does not measure it.
@@ -259,6 +263,7 @@ class Operator:
     forward_flops: Callable[[int, int, int], float]
     recomputed_flops: Callable[[int, int, int], float]
     output: int = 2
+    has_scale: bool = True
     neighbours: bool = False
     reads_whole: bool = False
     cuda: Callable[[], Passes] | None = None
@@ -315,6 +320,17 @@ class Operator:
     def is_grouped(self) -> bool:
         """Whether heads of values may share one of keys."""
         return any("G" in dims for dims in self.dims)
+
+    def scale_of(self, operands: Sequence[Tensor], scale: float | None) -> float:
+        """The factor of the outputs: `scale`; for None K^-1/2, or 1 for an operator that has none.
+
+        Raises:
+            ValueError: it has none, and this is not 1.
+        """
+        if not self.has_scale and scale not in (None, 1.0):
+            raise ValueError(f"scale: the operator has none, expected 1; got {scale:g}")
+        default = float(operands[0].shape[-1]) ** -0.5 if self.has_scale else 1.0
+        return default if scale is None else scale
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
         """Refuse states of other segments for an operator that reads the whole sequence.

@@ -32,6 +32,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.softmax.attended import Attended
@@ -270,8 +271,8 @@ class Exchange:
         op for unaligned if one of its inputs is on the CPU, and reads them more slowly.
         """
         if device not in self._handles:
-            # A tensor made in inference mode could not be saved for a backward pass later.
-            with torch.inference_mode(False):
+            # Kept for later: so neither a fake tensor, nor one made in inference mode, which no backward pass can save.
+            with torch.inference_mode(False), unset_fake_temporarily():
                 handle = self._handles[device] = torch.tensor(self._number, device=device)
             _BY_ADDRESS[handle.data_ptr()] = self
         return self._handles[device]

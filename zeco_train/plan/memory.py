@@ -249,9 +249,12 @@ def _kept_state_bytes(case: Case, block: BlockSpec) -> float:
     if operator.walk_programs is None:
         return case.tokens / CHUNK * heads * key_dim * value_dim * case.compute_bytes
     columns = value_dim + (key_dim if operator.kind is Kind.matrix else 0)
+    programs = operator.walk_programs(key_dim, value_dim)
+    if programs == 0:
+        return 0.0
     # Long sequences have as many walks as run at once.
     of_all = case.batch * heads
-    walks = of_all * max(1, operator.walk_programs(key_dim, value_dim) // (-(-value_dim // 64) * of_all))
+    walks = of_all * max(1, programs // (-(-value_dim // 64) * of_all))
     return float(walks * key_dim * columns * 4)
 
 

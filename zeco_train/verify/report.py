@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TENSORS = ("o", "dq", "dk", "dv", "dg", "dbeta", "R", "D_in", "carry_out", "dcarry_in")
-_TOKENS = TENSORS[:6]
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.verify.sequences import CONSTANTS, VERIFIED
+
+_STATES = ("R", "D_in", "carry_out", "dcarry_in")
+_OPERANDS = dict.fromkeys(itertools.chain.from_iterable(OPERATORS[name].operands for name in VERIFIED))
+TENSORS = ("o", *(f"d{name}" for name in _OPERANDS if name not in CONSTANTS), *_STATES)
 # Sequence parallelism regroups sums, as another chunking on one device (into as many pieces) does: both are the same
 # kind of noise, whose norms fluctuate: 1.05 at most on 4 H200s, 1.07 on CPUs. A scan that loses precision exceeds it.
 LARGEST_RATIO = 1.25
@@ -157,7 +162,7 @@ def relative_error(name: str, actual: Tensor, expected: Tensor) -> float:
 
 def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
     """Squared norms per head, [H], of x or of x − other, in fp64; in slices, to save memory."""
-    dim = 2 if name in _TOKENS else 1
+    dim = 1 if name in _STATES else 2
     sums = torch.zeros(x.shape[dim], dtype=torch.float64, device=x.device)
     axes = [d for d in range(x.ndim) if d != dim]
     for start in range(0, x.shape[1 if dim == 2 else 2], _SLICE):

@@ -101,7 +101,7 @@ def _own(name: str, x: Tensor, start: int, sequence: Sequence) -> Tensor:
 
 def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: list[SequenceShard]) -> dict[str, Tensor]:
     """One pass over tokens, cut into shards that pass their state on in autograd's graph."""
-    device, dtype = tokens["q"].device, accumulation_dtype(tokens["q"].dtype)
+    device, dtype = tokens["do"].device, accumulation_dtype(tokens["do"].dtype)
     carries = {name: state.to(device, dtype) for name, state in sequence.carries().items()}
     carry_in = carries["carry_in"].requires_grad_() if sequence.carry else None
     first, stops = shards[0].offset, [*(shard.offset for shard in shards[1:]), None]
@@ -126,7 +126,7 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
         [*grads, *(carries["dcarry_out"] for _ in ends)],
     )
     results = {"o": _joined([o.detach() for o in outputs])}
-    # Leaves are in the order q, k, v and so on of the first shard, then of the next.
+    # Leaves are in the operator's order of the first shard, then of the next.
     count = len(sequence.operands)
     for index, name in enumerate(sequence.operands):
         results[f"d{name}"] = _joined(found[index : count * len(shards) : count])

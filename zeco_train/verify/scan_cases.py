@@ -134,7 +134,7 @@ def _is_possible(cell: Cell) -> bool:
     is_conv = operator.neighbours
     if operator.reads_whole and (cell["documents"] or cell["carry"] or cell["segments"] > 1):
         return False
-    if is_conv and (cell["scale"] is not None or heads != 1):
+    if (cell["scale"] is not None and not operator.has_scale) or (is_conv and heads != 1):
         return False
     if scan == HALO and not (is_conv and cell["tokens"] >= cell["width"] - 1):
         return False
@@ -157,8 +157,7 @@ def scan_cases() -> list[ScanCase]:
     for number, cell in enumerate(cover_pairs(AXES, _is_possible)):
         (heads, groups), (key_dim, value_dim) = cell.pop("heads"), cell.pop("dims")
         scan = cell.pop("scan")
-        if OPERATORS[cell["operator"]].neighbours:
-            # It has none.
+        if not OPERATORS[cell["operator"]].has_scale:
             cell["scale"] = 1.0
         shape = {"heads": heads, "groups": groups, "key_dim": key_dim, "value_dim": value_dim}
         cases.append(ScanCase(Whole(name=str(number), **shape, **cell), scan))
@@ -178,7 +177,7 @@ def scan_cases() -> list[ScanCase]:
             cases.append(ScanCase(whole, scan, few=True))
     # Many chunks on each of two ranks.
     for name, facts in OPERATORS.items():
-        groups, scale = (1 if facts.is_grouped else 2), (1.0 if facts.neighbours else None)
+        groups, scale = (1 if facts.is_grouped else 2), (None if facts.has_scale else 1.0)
         long = Whole("long", name, 1_100, 2, heads=2, groups=groups, key_dim=3, scale=scale)
         cases.append(ScanCase(long, "lasp2", few=True))
     return cases
@@ -227,14 +226,11 @@ def _arrays(exact: Callable[[Whole], list[Results]], whole: Whole) -> list[dict[
 
 def describe(whole: Whole) -> str:
     """The operator and its sequence, for the table."""
+    _, heads, key_dim, value_dim = whole.state_shape
     widths = (
         f"w{whole.width} C{whole.value_dim}"
         if OPERATORS[whole.operator].neighbours
-        else (
-            f"H{whole.heads}"
-            + (f"/{whole.groups}" if whole.groups < whole.heads else "")
-            + f" K{whole.key_dim} V{whole.value_dim}"
-        )
+        else f"H{heads}" + (f"/{whole.groups}" if whole.groups < heads else "") + f" K{key_dim} V{value_dim}"
     )
     words = [f"{whole.operator} B{whole.batch} {widths}"]
     words += [f"documents {whole.documents}"] if whole.documents else []
@@ -335,7 +331,7 @@ class Pass:
         self._carry_in = None if carry_in is None else carry_in.detach().clone().requires_grad_()
         want_carry = whole.carry if want_carry is None else want_carry
         place = whole.shard(exchange, piece).place(whole.tokens, operands[0].device)
-        scale = whole.key_dim**-0.5 if whole.scale is None else whole.scale
+        scale = OPERATORS[whole.operator].scale_of(operands, whole.scale)
         boundary = Boundary(incoming, self._carry_in, want_carry)
         self._o, crossing = mix_at(whole.operator, operands, scale, place, boundary)
         self.results: Results = {"o": self._o.detach()}

@@ -18,14 +18,10 @@ from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.seam import Exchange, SequenceShard
 
 WEAKEST, STRONGEST = 1e-6, 20.0
-# Operands that sequences have: log-decays are `g`, of each token, or the constant `log_decay`.
-_KNOWN = {"q", "k", "v", "g", "log_decay", "beta"}
+# Operands that are the same for all tokens, and have no gradient.
+CONSTANTS = ("log_decay",)
 # Operators with states along a causal sequence.
-VERIFIED = [
-    name
-    for name, operator in OPERATORS.items()
-    if operator.operands[:3] == ("q", "k", "v") and set(operator.operands) <= _KNOWN and not operator.reads_whole
-]
+VERIFIED = [name for name, operator in OPERATORS.items() if not (operator.neighbours or operator.reads_whole)]
 
 
 @dataclass(frozen=True)
@@ -85,12 +81,13 @@ class Sequence(RankedSequence):
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the operands that have tokens."""
-        return tuple(name for name in OPERATORS[self.operator].operands if name != "log_decay")
+        return tuple(name for name in OPERATORS[self.operator].operands if name not in CONSTANTS)
 
     @property
     def results(self) -> dict[str, str]:
         """Results by token: their names, and the tensors that they are shaped like."""
-        return {"o": "v"} | {f"d{name}": name for name in self.operands}
+        operator = OPERATORS[self.operator]
+        return {"o": operator.operands[operator.output]} | {f"d{name}": name for name in self.operands}
 
     @property
     def restarts(self) -> list[int]:
@@ -109,22 +106,26 @@ class Sequence(RankedSequence):
 
     def part(self, rank: int) -> dict[str, Tensor]:
         """The operands that have tokens, and do, of one rank's tokens, on the CPU: the same on every rank that asks."""
-        tokens = (self.batch, self.tokens, self.heads)
-        values = {
-            name: self.random(f"{name} {rank}", *tokens, dim).to(self.dtype)
-            for name, dim in zip(("q", "k", "v", "do"), (self.key_dim,) * 2 + (self.value_dim,) * 2, strict=True)
-        }
-        if OPERATORS[self.operator].kind is Kind.matrix:
+        operator = OPERATORS[self.operator]
+        dims = {name: operator.dims_of[name] for name in self.operands}
+        values = {}
+        for name, own in (dims | {"do": operator.dims[operator.output]}).items():
+            x = self.random(f"{name} {rank}", *self._shape(own))
+            if name == "g":
+                rates = decay_rates(self.heads, self.key_dim) if "K" in own else decay_rates(self.heads, 1)[:, 0]
+                values[name] = F.logsigmoid(x).mul_(rates)
+            elif name == "beta":
+                values[name] = 2 * x.sigmoid()
+            else:
+                values[name] = x.to(self.dtype)
+        if operator.kind is Kind.matrix:
             # Longer keys would make the transitions expansions. β lies between 0 and 2.
             values["k"] = F.normalize(values["k"].to(accumulation_dtype(self.dtype)), dim=-1).to(self.dtype)
-            values["beta"] = 2 * self.random(f"beta {rank}", *tokens).sigmoid()
-        dims = OPERATORS[self.operator].dims_of
-        if "K" in dims.get("g", ""):
-            g = self.random(f"g {rank}", *tokens, self.key_dim)
-            values["g"] = F.logsigmoid(g).mul_(decay_rates(self.heads, self.key_dim))
-        elif "g" in dims:
-            values["g"] = F.logsigmoid(self.random(f"g {rank}", *tokens)).mul_(decay_rates(self.heads, 1)[:, 0])
-        return {name: values[name] for name in (*self.operands, "do")}
+        return values
+
+    def _shape(self, dims: str) -> list[int]:
+        sizes = {"B": self.batch, "T": self.tokens, "G": self.heads, "H": self.heads}
+        return [(sizes | {"K": self.key_dim, "V": self.value_dim})[dim] for dim in dims]
 
     def cut(self, tokens: Mapping[str, Tensor], cut: slice) -> list[Tensor]:
         """The operator's operands of some of the tokens, in its order; constants in the accumulation dtype."""
@@ -138,7 +139,8 @@ class Sequence(RankedSequence):
 
     def carries(self) -> dict[str, Tensor]:
         """carry_in and dcarry_out, [B, H, K, V] on the CPU; empty without a carry."""
-        shape = (self.batch, self.heads, self.key_dim, self.value_dim)
+        operator = OPERATORS[self.operator]
+        shape = operator.state_shape([torch.empty(self._shape(dims), device="meta") for dims in operator.dims])
         return {name: self.random(name, *shape) for name in ("carry_in", "dcarry_out")} if self.carry else {}
 
 

@@ -152,8 +152,18 @@ AXES: dict[str, Sequence[Any]] = {
 _SHARDINGS = [*((each, -1) for each in Strategy), (Strategy.zero3, 2)]
 _SCANS = [*(name for name in SHARING if name != "zeco"), "zeco", "chain/2", "two_shot", "doubling", "lane, 2 a node"]
 _WINDOWS = (None, 7, 60, 7)
-# Each with states of its own between segments; the other mixers share their forward pass with one of these.
-_IN_SEGMENTS = ("gla", "linear", "retnet", "hgrn2", "mamba2", "gated_deltanet", "delta_net", "kda")
+
+
+def _mixers_in_segments() -> list[str]:
+    """Each with states of its own between segments: the first of those with equal operators and inputs of layers."""
+    found: dict[tuple[object, ...], str] = {}
+    for name, mixer in MIXERS.items():
+        config = StepCase(name, "dp").model
+        (block,) = spec_of(config).blocks.values()
+        with torch.device("meta"):
+            reads_positions = mixer(config, 0).reads_positions
+        found.setdefault((*block.operators, reads_positions, mixer.shared is not None), name)
+    return [*found.values()]
 
 
 def _is_possible(cell: Cell) -> bool:
@@ -167,7 +177,8 @@ def step_cases() -> list[StepCase]:
     """All cases: mixers in segments, then pairs with the other mixers first; and one with masked tokens."""
     turns = {axis: itertools.cycle(values) for axis, values in AXES.items()}
     given: list[Cell] = []
-    for number, _ in enumerate(_IN_SEGMENTS):
+    in_segments = _mixers_in_segments()
+    for number, _ in enumerate(in_segments):
         cell = {axis: next(turn) for axis, turn in turns.items()}
         cell |= {"segments": 2 + 2 * (number % 3 == 2), "is_hybrid": False, "documents": number // 2 % 2 == 0}
         cell |= {"micro_batches": 2} if cell["documents"] else {}
@@ -175,7 +186,7 @@ def step_cases() -> list[StepCase]:
     # Softmax layers replayed within documents.
     replayed = {"is_hybrid": True, "documents": True, "micro_batches": 2, "segments": 1}
     given.append({"sp_size": SIZE, "recompute": Recompute.full, **replayed})
-    mixers = itertools.chain(_IN_SEGMENTS, itertools.cycle([name for name in MIXERS if name not in _IN_SEGMENTS]))
+    mixers = itertools.chain(in_segments, itertools.cycle([name for name in MIXERS if name not in in_segments]))
     scans, methods = itertools.cycle(_SCANS), itertools.cycle(METHODS)
     windows, shardings = itertools.cycle(_WINDOWS), itertools.cycle(_SHARDINGS)
     optimizers = itertools.cycle((*OPTIMIZERS, *OPTIMIZERS, "adamw"))

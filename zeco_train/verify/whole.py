@@ -27,6 +27,10 @@ def _dims_of(operator: str) -> Mapping[str, str]:
     return _OF_SOFTMAX if operator == SOFTMAX else OPERATORS[operator].dims_of
 
 
+def _output_dims(operator: str) -> str:
+    return "BTHV" if operator == SOFTMAX else OPERATORS[operator].dims[OPERATORS[operator].output]
+
+
 # Starts of documents among `pieces` shards of t tokens each, in order: several inside of the first shard, and one over
 # all that follow but the last; at shards' first and last tokens; many in every shard, some of one token; one.
 DOCUMENTS: Mapping[str, Callable[[int, int], set[int]]] = {
@@ -95,16 +99,17 @@ class Whole:
     def tensors(self) -> Results:
         """The operands, do, carry_in and dcarry_out, of all tokens."""
         values = {name: self._operand(name, dims) for name, dims in _dims_of(self.operator).items()}
-        values["do"] = self._random("do", *self._shape("BTC" if "x" in values else "BTHV"))
+        values["do"] = self._random("do", *self._shape(_output_dims(self.operator)))
         state = self.state_shape
         return values | {name: self._random(name, *state) for name in ("carry_in", "dcarry_out")}
 
     @property
     def state_shape(self) -> tuple[int, ...]:
         """(B, H, K, V)."""
-        if "x" in self.has_tokens:
-            return self.batch, 1, self.width - 1, self.value_dim
-        return self.batch, self.heads, self.key_dim, self.value_dim
+        if self.operator == SOFTMAX:
+            return self.batch, self.heads, self.key_dim, self.value_dim
+        operator = OPERATORS[self.operator]
+        return operator.state_shape([torch.empty(self._shape(dims), device="meta") for dims in operator.dims])
 
     def shard(self, exchange: Exchange, piece: int) -> SequenceShard:
         """Position of a shard."""

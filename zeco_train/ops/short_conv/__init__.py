@@ -58,6 +58,7 @@ SHORT_CONV = ShortConv(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     output=0,
+    has_scale=False,
     cuda=_cuda,
     kernels=KernelRule(),
     neighbours=True,

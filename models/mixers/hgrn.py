@@ -1,0 +1,173 @@
+"""HGRN (Qin et al., 2023, arXiv 2311.04823): the layer, its configuration, FLOPs and activations.
+
+Names and shapes of its parameters equal those of `fla.models.HGRNForCausalLM` 0.6.0 (without short convolutions, with
+lower bounds), so a checkpoint maps one to one. The lower bounds of the forget gates are one parameter of the model,
+`model.lower_bounds` [L, E·D]; they rise from layer to layer, so later layers remember longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor, nn
+
+from models.activations import Activations, TokenTensor, Traffic
+from models.config import LanguageModelConfig
+from models.fla import FlaFormat
+from models.mixers.base import Mixer, OperatorFLOPs, Shared
+from models.mixers.hgrn_base import forget_gate, lower_bounds
+from models.modules import GatedRMSNorm, swiglu
+from models.parameters import ParameterRule
+from models.projections import Projection, project
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import Boundary, Crossing, Place
+
+# Most channels of a head. Scans cut states between heads.
+_CHANNELS = 128
+# Tokens between the states that kernels keep.
+_STATE_TOKENS = 16
+
+
+@dataclass
+class HGRNConfig(LanguageModelConfig):
+    """Shape of an HGRN model. The defaults are those of `hgrn_tiny`.
+
+    Attributes:
+        num_heads: of softmax layers in hybrids, unless `attn.num_heads` is set; HGRN has none.
+        expand_ratio: E, width of the recurrence as a multiple of hidden_size.
+    """
+
+    mixer: str = "hgrn"
+    name: str = "hgrn_tiny"
+    expand_ratio: int = 1
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        super().validate()
+        self._require_positive("expand_ratio")
+
+    @property
+    def width(self) -> int:
+        """E·D, channels of the recurrence."""
+        return self.expand_ratio * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """K, channels of a head: the largest power of two that divides the width, and at most 128."""
+        return min(self.width & -self.width, _CHANNELS)
+
+    def canonical(self) -> Self:
+        """See `LanguageModelConfig`; `num_heads` says nothing that softmax layers do not."""
+        return replace(super().canonical(), num_heads=1)
+
+    def describe(self) -> Mapping[str, str]:
+        """See `LanguageModelConfig`."""
+        return {"channels": f"{self.width}", "variants": "tied embeddings" if self.tie_word_embeddings else "none"}
+
+
+class HGRN(Mixer):
+    """One HGRN layer: x [B, T, D] → [B, T, D].
+
+    f         = b + (1 − b) ⊙ σ(x Wf)                             the forget gate, above the layer's lower bound b
+    u         = swish(x Wi) ⊙ (1 − f)
+    h_t       = f_t ⊙ h_{t−1} + u_t                               over the whole sequence, all shards
+    y         = (RMSNorm of h ⊙ swish(x Wg)) Wo
+    """
+
+    config_class = HGRNConfig
+    fla = FlaFormat(
+        model_type="hgrn",
+        architecture="HGRNForCausalLM",
+        title="HGRN (Qin et al., 2023, arXiv 2311.04823)",
+        numbers={"expand_ratio": 1},
+        fixed={"num_heads": 1},
+        refused={
+            "use_lower_bound": (True, "no lower bounds of the forget gates"),
+            "use_short_conv": (False, "short convolutions before the operator"),
+        },
+        written={"attn_mode": "chunk", "use_lower_bound": True, "use_short_conv": False},
+    )
+    shared = Shared(
+        name="lower_bounds",
+        shape=lambda config: (config.num_layers, config.width),
+        rule=ParameterRule(lambda parameter, *_: parameter.zero_(), decays=False),
+        parts=lower_bounds,
+    )
+
+    def __init__(self, config: HGRNConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.config, self.head_dim = config, config.head_dim
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.i_proj = Projection(config.hidden_size, config.width)
+        self.f_proj = nn.Linear(config.hidden_size, config.width, bias=False)
+        self.g_proj = Projection(config.hidden_size, config.width)
+        self.g_norm = GatedRMSNorm(config.width, config.norm_eps)
+        self.o_proj = Projection(config.width, config.hidden_size)
+
+    def forward(
+        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        """See `Mixer.forward`."""
+        *operands, gate = self._operands(x, shared)
+        o, crossing = mix_at("hgrn", operands, 1.0, place, boundaries[0])
+        return self._output(o, gate), (crossing,)
+
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """See `Mixer.step`."""
+        *operands, gate = self._operands(x, shared)
+        return self._output(OPERATORS["hgrn"].step(*operands, states[0]), gate)
+
+    def _operands(self, x: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Operands u and g [B, T, H, K], and the output's gate [B, T, E·D]."""
+        assert bound is not None, "the model has lower bounds"
+        inputs, logits, gate = project(x, self.i_proj, self.f_proj, self.g_proj)
+        written, g = forget_gate(logits, bound)
+        u, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (swiglu(inputs, written), g))
+        return u, g, gate
+
+    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
+        return self.o_proj(self.g_norm(o.flatten(-2), gate))
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """One state, a number for each channel."""
+        return ((self.config.width // self.head_dim, self.head_dim, 1),)
+
+    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
+        """FLOPs of the operator; independent of the sequence length."""
+        operator, (shape,) = OPERATORS["hgrn"], self.state_shapes
+        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
+
+    def activations(self) -> Activations:
+        """Activations that autograd and the compiler's partitioner save."""
+        width = self.config.width
+        kept = (
+            TokenTensor("projection of the input", width),
+            TokenTensor("logits of the forget gate", width),
+            TokenTensor("1 − forget gate", width),
+            TokenTensor("u", width),
+            TokenTensor("log-decays", width, wide=True),
+            TokenTensor("states", width // _STATE_TOKENS, wide=True, cpu=False),
+            TokenTensor("output gate", width),
+            TokenTensor("o", width),
+            TokenTensor("1 / rms of o", 1, wide=True),
+            TokenTensor("o normed and gated", width),
+        )
+        gradients = (
+            TokenTensor("gradient of o", width),
+            TokenTensor("gradient of the output gate", width),
+            TokenTensor("gradient of u", width),
+            TokenTensor("gradient of the log-decays", width, wide=True),
+            # The PyTorch operator makes fp32 copies of all its tensors.
+            TokenTensor("chunks of h, dh, and decays", 4 * width, wide=True, gpu=False),
+        )
+        traffic = (
+            Traffic("logits of the forget gate, and 1 − it", width, 2, 3),
+            Traffic("log-decays", width, 1, 1, wide=True),
+            Traffic("u", width, 3, 5),
+            Traffic("gated norm of o", width, 3, 5),
+        )
+        return Activations(kept, gradients, traffic)

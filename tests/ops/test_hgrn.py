@@ -1,0 +1,285 @@
+"""The elementwise recurrence: its passes against the recurrence and fla's own, in fp64; its kernels under Triton's
+interpreter, compiled for GPUs, and on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from tests.support.distributed import run_distributed
+from tests.support.interpreter import patch_bf16, quicken, skip_overflow_checks
+from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
+from tests.support.recurrence import naive_hgrn
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.hgrn import HGRN
+from zeco_train.ops.hgrn.chunked import CHUNKED
+from zeco_train.ops.mix import mix
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.seam import SequenceShard
+from zeco_train.sp.exchange import local_exchange
+
+pytestmark = pytest.mark.numeric
+
+# fp64; sums of at most a few hundred terms near 1 in another order. Measured at most 1e-15.
+TOLERANCE = 1e-13
+# Largest log-decay of a token, by channel in turn: none, weak, medium, and so strong that nothing is left.
+RATES = (0.0, 0.02, 0.5, 50.0)
+
+
+def tensors(batch: int, tokens: int, heads: int, key_dim: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * tokens + key_dim)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shape, rates = (batch, tokens, heads, key_dim), torch.tensor(RATES, dtype=torch.float64)
+    strength = torch.rand(shape, generator=generator, dtype=torch.float64)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "x": random(*shape).to(dtype),
+        "g": (-rates[torch.arange(key_dim) % len(RATES)] * strength).to(wide),
+        "do": random(*shape).to(dtype),
+        **{name: random(batch, heads, key_dim, 1).to(wide) for name in ("R", "D_in")},
+    }
+
+
+def both_passes(passes: Passes, values: dict[str, Tensor], pieces: Tensor | None) -> dict[str, Tensor]:
+    """All results of the two passes of one rank, given R and D_in."""
+    operands = [values["x"], values["g"]]
+    forward = passes.forward(operands, 1.0, pieces)
+    results = {"S_loc": forward.state.clone(), "A": forward.transition.exp()}
+    forward.overlap()
+    results["o"] = forward.outputs(values["R"])
+    assert [x.shape for x in forward.saved] == [x.shape for x in passes.saved_like(operands)]
+    incoming = values["R"] if passes.needs_incoming else None
+    backward = passes.backward(operands, values["do"], forward.saved, incoming, 1.0, pieces)
+    results["D_loc"] = backward.state_grad.clone()
+    backward.overlap()
+    return results | dict(zip(("dx", "dg"), backward.operand_grads(values["D_in"]), strict=True))
+
+
+def expected(values: dict[str, Tensor], pieces: Tensor | None) -> dict[str, Tensor]:
+    """The same by the recurrence: what a start of zero leaves, and what a unit of the start becomes."""
+    leaves = [values[name].double().requires_grad_() for name in ("x", "g", "R")]
+    x, g, start = leaves
+    o, end = naive_hgrn(x, g, initial_state=start, pieces=pieces)
+    with torch.no_grad():
+        _, own = naive_hgrn(x, g, pieces=pieces)
+        _, unit = naive_hgrn(torch.zeros_like(x), g, initial_state=torch.ones_like(start), pieces=pieces)
+    outputs, grads = [o, end], [values["do"].double(), values["D_in"].double()]
+    dx, dg = torch.autograd.grad(outputs, leaves[:2], grads, retain_graph=True)
+    (of_start,) = torch.autograd.grad([o], [start], grads[:1], materialize_grads=True)
+    results = {"S_loc": own, "A": unit.squeeze(-1), "o": o, "D_loc": of_start, "dx": dx, "dg": dg}
+    return {name: x.detach() for name, x in results.items()}
+
+
+def pieces_of(documents: Sequence[int] | None, before: int, tokens: int) -> Tensor | None:
+    borders = None if documents is None else torch.tensor([*documents, tokens])
+    return find_pieces(borders, before, tokens, torch.device("cpu"))
+
+
+# Tokens, heads, channels of a head, batch, documents, tokens of the first document before these.
+CASES: dict[str, tuple[int, int, int, int, tuple[int, ...] | None, int]] = {
+    "one token": (1, 2, 5, 2, None, 0),
+    "less than a chunk": (13, 1, 4, 2, None, 0),
+    "a whole chunk": (64, 3, 5, 1, None, 0),
+    "several chunks": (150, 2, 7, 2, None, 0),
+    "documents": (150, 2, 7, 1, (0, 1, 2, 15, 16, 63, 64, 65, 128, 149), 1),
+    "a new document at the first token": (70, 1, 6, 1, (0,), 0),
+    "a document that continues": (70, 1, 6, 1, (0, 66), 5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunked_passes_equal_the_recurrence(name: str) -> None:
+    tokens, heads, key_dim, batch, documents, before = CASES[name]
+    values, pieces = tensors(batch, tokens, heads, key_dim), pieces_of(documents, before, tokens)
+    kept = {key: x.clone() for key, x in values.items()}
+    found, wanted = both_passes(CHUNKED, values, pieces), expected(values, pieces)
+    for key, tensor in wanted.items():
+        assert found[key].shape == tensor.shape
+        assert (found[key] - tensor).abs().max() <= TOLERANCE * max(1.0, float(tensor.abs().max())), key
+    assert all(torch.equal(values[key], x) for key, x in kept.items()), "an operand was overwritten"
+
+
+def test_weak_and_strong_decays_have_all_digits() -> None:
+    """Each channel relative to its own: where decays are e^-50, dg is 1e-22 of dx."""
+    values = tensors(1, 200, 1, 4)
+    values["g"][..., 3] = -50.0
+    found, wanted = both_passes(CHUNKED, values, None), expected(values, None)
+    for key in ("o", "dx", "dg"):
+        for channel in range(4):
+            off = (found[key] - wanted[key])[..., channel].norm()
+            assert off <= 1e-13 * wanted[key][..., channel].norm(), (key, RATES[channel])
+
+
+def test_equals_fla() -> None:
+    """fla's plain recurrence, in fp32: it has no other dtype."""
+    from fla.ops.hgrn.naive import naive_recurrent_hgrn
+
+    values = {key: x.float() for key, x in tensors(2, 90, 2, 6).items()}
+    x, g, start = (values[key].flatten(2) if key != "R" else values[key].flatten(1) for key in ("x", "g", "R"))
+    o, end = naive_recurrent_hgrn(x, g, initial_state=start, output_final_state=True)
+    shard = SequenceShard(local_exchange(), 0, 90)
+    found, carry = mix("hgrn", [values["x"], values["g"]], shard, carry_in=values["R"], want_carry=True)
+    assert carry is not None
+    torch.testing.assert_close(found.flatten(2), o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(carry.flatten(1), end, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_steps_equal_the_whole_and_update_the_state_in_place(dtype: torch.dtype) -> None:
+    values = tensors(2, 9, 2, 5, dtype)
+    state = values["R"].clone()
+    pointer, (o, end) = state.data_ptr(), naive_hgrn(values["x"], values["g"], initial_state=values["R"])
+    steps = [HGRN.step(values["x"][:, t : t + 1], values["g"][:, t : t + 1], state) for t in range(9)]
+    torch.testing.assert_close(torch.cat(steps, 1), o, rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-2)
+    torch.testing.assert_close(state, end, rtol=1e-6, atol=1e-6)
+    assert state.data_ptr() == pointer
+
+
+def test_invalid_operands_are_refused_in_one_line() -> None:
+    x, g = torch.zeros(1, 4, 2, 3), torch.zeros(1, 4, 2, 3)
+    for message, operands in (
+        (r"^x: expected shape \[B, T, H, K\], got \[4, 2, 3\]$", [x[0], g]),
+        (r"^g: expected shape \[B, T, H, K\] = \[1, 4, 2, 3\], got \[1, 3, 2, 3\]$", [x, g[:, :3]]),
+        (r"^g: expected float32 or float64", [x, g.bfloat16()]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            HGRN.check(operands, None)
+    with pytest.raises(ValueError, match=r"^scale: the operator has none, expected 1; got 0.5$"):
+        mix("hgrn", [x, g], SequenceShard(local_exchange(), 0, 4), scale=0.5)
+    with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, H, K, V\] = \[1, 2, 3, 1\]"):
+        CHUNKED.forward([x, g], 1.0, None).outputs(torch.zeros(1, 2, 3))
+    with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
+        HGRN.step(x, g, torch.zeros(1, 2, 3, 1))
+    with pytest.raises(ValueError, match=r"^state: expected the dtype of g, torch.float32, got torch.float64$"):
+        HGRN.step(x[:, :1], g[:, :1], torch.zeros(1, 2, 3, 1).double())
+
+
+@pytest.mark.parametrize("documents", [None, (0, 4, 5)])
+def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
+    """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
+    values, scan = tensors(1, 9, 2, 4, torch.float32), local_exchange()
+    leaves = [values[name].requires_grad_() for name in ("x", "g")]
+    place = scan.handle(torch.device("cpu")), pieces_of(documents, 1, 9)
+    arguments = (leaves, "hgrn", 1.0, *place, None, values["R"].requires_grad_(), True)
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
+
+
+# --- kernels ---
+
+# With steps of 4 tokens and runs of 8 under the interpreter, of 16 and 64 on a GPU: several steps, runs and programs;
+# borders at the edges of all of them; one token.
+KERNEL_CASES = {
+    "several runs": (13, 2, 35, 1, None, 0),
+    "many runs": (45, 1, 3, 1, None, 0),
+    "documents": (66, 1, 5, 1, (0, 1, 2, 7, 8, 9, 15, 16, 17, 40, 63, 64, 65), 1),
+    "a new document at the first token": (10, 1, 5, 1, (0,), 0),
+    "one token": (1, 2, 3, 2, None, 0),
+}
+# On a GPU.
+LONG = {"long": (5_000, 3, 70, 2, None, 0), "long, with documents": (9_000, 2, 5, 1, (0, 1, 4000, 8999), 1)}
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
+
+
+def _kernel_errors(name: str, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Norms of differences from the recurrence in fp64 over norms; that results repeat is checked, too."""
+    from zeco_train.ops.hgrn.cuda import CUDA
+
+    tokens, heads, key_dim, batch, documents, before = (KERNEL_CASES | LONG)[name]
+    values, pieces = tensors(batch, tokens, heads, key_dim, dtype), pieces_of(documents, before, tokens)
+    wanted = expected(values, pieces)
+    # As heads of a wider projection: not contiguous.
+    for key in ("x", "do"):
+        values[key] = torch.cat([values[key], torch.full_like(values[key], torch.nan)], -1)[..., :key_dim]
+    values = {key: x.to(device) for key, x in values.items()}
+    pieces = None if pieces is None else pieces.to(device)
+    found, again = (both_passes(CUDA, values, pieces) for _ in range(2))
+    assert all(torch.equal(found[key], again[key]) for key in found)
+    assert (found["o"].dtype, found["dx"].dtype, found["dg"].dtype) == (dtype, dtype, torch.float32)
+    return {key: relative_error(found[key].cpu(), x) for key, x in wanted.items()}
+
+
+def _interpreted(rank: int, world_size: int) -> dict[str, float]:
+    from zeco_train.ops.hgrn.kernels import launch
+
+    torch.set_num_threads(1)
+    quicken()
+    patch_bf16()
+    skip_overflow_checks()
+    # Short steps and runs, of which more than one step is joined: the interpreter takes a millisecond a token.
+    launch.WALK, launch._JOINED = launch.WALK._replace(rows=4, shortest=8, programs=64), 4
+    found = {}
+    for name in KERNEL_CASES:
+        dtypes = DTYPES if name == "several runs" else [torch.float32]
+        for dtype in dtypes:
+            errors = _kernel_errors(name, dtype, "cpu")
+            # Written so that a NaN is one too.
+            found |= {f"{name}, {dtype}: {key}": error for key, error in errors.items() if not error <= DTYPES[dtype]}
+    return found
+
+
+def test_kernels_match_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_interpreted, 1, fresh=True) == [{}]
+
+
+def _compiled(rank: int, world_size: int, capability: int) -> dict[str, int]:
+    from zeco_train.ops.hgrn.cuda import CUDA
+
+    values = tensors(1, 150, 2, 64, torch.bfloat16)
+    with compiling(capability) as shared:
+        both_passes(CUDA, values, pieces_of((0, 70), 1, 150))
+    return shared
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_kernels_compile_for_gpus(capability: int) -> None:
+    [shared] = run_distributed(_compiled, 1, capability, fresh=True)
+    assert shared.keys() == {"summaries_kernel", "starts_kernel", "outputs_kernel", "grads_kernel"}
+    assert max(shared.values()) <= SHARED_MEMORY[capability]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KERNEL_CASES | LONG)
+def test_kernels_match_fp64_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    assert max(_kernel_errors(name, dtype, "cuda").values()) <= DTYPES[dtype]
+
+
+@pytest.mark.gpu
+def test_kernels_are_as_fast_as_those_of_fla() -> None:
+    """16,384 tokens of 2,048 channels in bf16, forward + backward; also in GB/s of what has to be moved."""
+    from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
+
+    x, do = (torch.randn(1, 16384, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    g = torch.nn.functional.logsigmoid(torch.randn(x.shape, device="cuda"))
+    shard = SequenceShard(local_exchange(), 0, 16384)
+    ways = {
+        "ours": lambda x, g: mix("hgrn", [x, g], shard)[0],
+        "chunk_hgrn": lambda x, g: chunk_hgrn(x.flatten(2), g.flatten(2))[0].view(x.shape),
+        "fused_recurrent_hgrn": lambda x, g: fused_recurrent_hgrn(x.flatten(2), g.flatten(2))[0].view(x.shape),
+    }
+    milliseconds = {}
+    for name, way in ways.items():
+        leaves, times = [x.clone().requires_grad_(), g.clone().requires_grad_()], []
+        for _ in range(20):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(10_000_000)
+            start.record()
+            torch.autograd.grad(way(*leaves), leaves, do)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        milliseconds[name] = sorted(times)[len(times) // 2]
+    # Forward x, g → o; backward x, g, do → dx, dg.
+    moved = x.numel() * (2 + 4 + 2 + 2 + 4 + 2 + 2 + 4)
+    print({name: f"{each:.3f} ms, {moved / each / 1e6:.0f} GB/s" for name, each in milliseconds.items()})
+    assert milliseconds["ours"] <= min(milliseconds.values())

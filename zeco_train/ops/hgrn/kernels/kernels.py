@@ -1,0 +1,214 @@
+"""The kernels of the elementwise recurrence.
+
+A program has BC channels, a few of a thread, and walks over a run of tokens in steps of ROWS, whose loads are issued
+together: that keeps enough bytes on their way, and no thread needs another. Programs of a later run begin with what
+`starts_kernel` made of the summaries of the earlier ones, and with what came from other ranks.
+
+Tensors over tokens are [B, T, C], over runs [B, runs, C], of the ends of a rank's tokens [B, C]; all are contiguous.
+Sums are fp32. A restart is a log-decay of −inf.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _append(rows, row):
+    return rows + (row,)  # noqa: RUF005, Triton has no unpacking
+
+
+@triton.jit
+def _load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
+    """Rows of tokens from `start` on, in fp32; zeros after the last token."""
+    rows = ()
+    for row in tl.static_range(ROWS):
+        token = start + row
+        rows = _append(rows, tl.load(x + token * C, mask=columns & (token < T), other=0.0).to(tl.float32))
+    return rows
+
+
+@triton.jit
+def _load_log_decays(g, pieces, start, T, C, columns, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Rows of log-decays, −inf at restarts; zeros after the last token."""
+    rows = _load_rows(g, start, T, C, columns, ROWS)
+    if DOCUMENTS:
+        marked = ()
+        before = tl.load(pieces + start - 1, mask=start > 0, other=0)
+        for row in tl.static_range(ROWS):
+            piece = tl.load(pieces + start + row, mask=start + row < T, other=0)
+            # There is none after the last token, where pieces count as 0.
+            marked = _append(marked, tl.where(piece > before, float("-inf"), rows[row]))
+            before = piece
+        rows = marked
+    return rows
+
+
+@triton.jit
+def summaries_kernel(
+    x,  # [B, T, C], x; do if REVERSE
+    g,  # [B, T, C] fp32
+    pieces,  # [T] int32, if DOCUMENTS
+    states,  # [B, runs, C] fp32, written
+    log_decays,  # [B, runs, C] fp32, written
+    run,  # tokens of a program, a multiple of ROWS
+    T,
+    C,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Compute each run's own state after its tokens, or the gradient for the state before them, and their decay."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1).to(tl.int64) * run
+    batch = tl.program_id(2).to(tl.int64)
+    columns = channels < C
+    offset = batch * T * C + channels
+    state = tl.zeros((BC,), tl.float32)
+    total = tl.zeros((BC,), tl.float32)
+    steps = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)
+    for step in range(steps):
+        start = first + (steps - 1 - step) * ROWS if REVERSE else first + step * ROWS
+        values = _load_rows(x + offset, start, T, C, columns, ROWS)
+        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        for row in tl.static_range(ROWS):
+            if REVERSE:
+                value, log = values[ROWS - 1 - row], logs[ROWS - 1 - row]
+                state = tl.exp(log) * (state + value)
+            else:
+                value, log = values[row], logs[row]
+                state = tl.exp(log) * state + value
+            total += log
+    of_run = (batch * tl.num_programs(1) + tl.program_id(1)) * C + channels
+    tl.store(states + of_run, state, mask=columns)
+    tl.store(log_decays + of_run, total, mask=columns)
+
+
+@triton.jit
+def starts_kernel(
+    states,  # [B, runs, C] fp32, of the runs; overwritten by what each starts from, or ends with, from zero
+    log_decays,  # [B, runs, C] fp32, of the runs; overwritten by those of all runs before it, or after it
+    state,  # [B, C] fp32, written
+    log_decay,  # [B, C] fp32, written
+    runs,
+    C,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Join the runs' summaries."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    batch = tl.program_id(1).to(tl.int64)
+    columns = channels < C
+    offset = batch * runs * C + channels
+    carried = tl.zeros((BC,), tl.float32)
+    total = tl.zeros((BC,), tl.float32)
+    steps = tl.cdiv(runs, ROWS)
+    for step in range(steps):
+        start = (steps - 1 - step) * ROWS if REVERSE else step * ROWS
+        own = _load_rows(states + offset, start, runs, C, columns, ROWS)
+        logs = _load_rows(log_decays + offset, start, runs, C, columns, ROWS)
+        for row in tl.static_range(ROWS):
+            if REVERSE:
+                at, x, log = start + (ROWS - 1 - row), own[ROWS - 1 - row], logs[ROWS - 1 - row]
+            else:
+                at, x, log = start + row, own[row], logs[row]
+            tl.store(states + offset + at * C, carried, mask=columns & (at < runs))
+            tl.store(log_decays + offset + at * C, total, mask=columns & (at < runs))
+            carried = tl.exp(log) * carried + x
+            total += log
+    tl.store(state + batch * C + channels, carried, mask=columns)
+    tl.store(log_decay + batch * C + channels, total, mask=columns)
+
+
+@triton.jit
+def _true_end(states, log_decays, other, batch, channels, columns, C):
+    """What a run starts from, or ends with: from this rank's other runs and from the other ranks."""
+    of_run = (batch * tl.num_programs(1) + tl.program_id(1)) * C + channels
+    own = tl.load(states + of_run, mask=columns, other=0.0)
+    decay = tl.exp(tl.load(log_decays + of_run, mask=columns, other=0.0))
+    return own + decay * tl.load(other + batch * C + channels, mask=columns, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def outputs_kernel(
+    x,  # [B, T, C]
+    g,  # [B, T, C] fp32
+    pieces,  # [T] int32, if DOCUMENTS
+    starts,  # [B, runs, C] fp32, of `starts_kernel`
+    prefix,  # [B, runs, C] fp32, of `starts_kernel`
+    incoming,  # [B, C], R
+    o,  # [B, T, C], written
+    states,  # [B, ⌈T / ROWS⌉, C] fp32, written: those before each step of ROWS tokens
+    run,  # tokens of a program, a multiple of ROWS
+    T,
+    C,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """Compute h of all tokens."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1).to(tl.int64) * run
+    batch = tl.program_id(2).to(tl.int64)
+    columns = channels < C
+    offset = batch * T * C + channels
+    state = _true_end(starts, prefix, incoming, batch, channels, columns, C)
+    for start in range(first, tl.minimum(first + run, T), ROWS):
+        tl.store(states + (batch * tl.cdiv(T, ROWS) + start // ROWS) * C + channels, state, mask=columns)
+        values = _load_rows(x + offset, start, T, C, columns, ROWS)
+        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        for row in tl.static_range(ROWS):
+            state = tl.exp(logs[row]) * state + values[row]
+            mask = columns & (start + row < T)
+            tl.store(o + offset + (start + row) * C, state.to(o.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def grads_kernel(
+    x,  # [B, T, C]
+    g,  # [B, T, C] fp32
+    do,  # [B, T, C]
+    pieces,  # [T] int32, if DOCUMENTS
+    states,  # [B, ⌈T / ROWS⌉, C] fp32, of `outputs_kernel`
+    ends,  # [B, runs, C] fp32, of `starts_kernel` in reverse
+    suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
+    incoming,  # [B, C], D_in
+    dx,  # [B, T, C], written
+    dg,  # [B, T, C] fp32, written
+    run,  # tokens of a program, a multiple of ROWS
+    T,
+    C,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """Compute dx and dg: h of a step of tokens forward, then dh backward."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1).to(tl.int64) * run
+    batch = tl.program_id(2).to(tl.int64)
+    columns = channels < C
+    offset = batch * T * C + channels
+    grad = _true_end(ends, suffix, incoming, batch, channels, columns, C)
+    steps = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)
+    for step in range(steps):
+        start = first + (steps - 1 - step) * ROWS
+        values = _load_rows(x + offset, start, T, C, columns, ROWS)
+        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        output_grads = _load_rows(do + offset, start, T, C, columns, ROWS)
+        of_step = (batch * tl.cdiv(T, ROWS) + start // ROWS) * C + channels
+        state = tl.load(states + of_step, mask=columns, other=0.0)
+        decays, decayed = (), ()
+        for row in tl.static_range(ROWS):
+            decays = _append(decays, tl.exp(logs[row]))
+            decayed = _append(decayed, decays[row] * state)
+            state = decayed[row] + values[row]
+        for row in tl.static_range(ROWS):
+            token = start + (ROWS - 1 - row)
+            mask = columns & (token < T)
+            grad += output_grads[ROWS - 1 - row]
+            tl.store(dx + offset + token * C, grad.to(dx.dtype.element_ty), mask=mask)
+            tl.store(dg + offset + token * C, grad * decayed[ROWS - 1 - row], mask=mask)
+            grad *= decays[ROWS - 1 - row]
