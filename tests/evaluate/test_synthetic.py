@@ -24,7 +24,7 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.tasks.scores import Cut, Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.training.build import build_model
@@ -49,7 +49,7 @@ class Given:
 
 def logits(model: LanguageModel, tokens: Tokens) -> Tensor:
     ids = torch.from_numpy(tokens)[None]
-    return model(ids, SequenceShard(local_exchange(), 0, len(tokens)))[0]
+    return model(ids, SequencePosition((0, len(tokens)), exchange=local_exchange()))[0]
 
 
 @torch.no_grad()

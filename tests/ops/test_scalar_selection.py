@@ -8,10 +8,10 @@ import torch
 from tests.support.recurrence import naive_of
 from tests.support.scalar_cases import HEADS, KEY_DIM, VALUE_DIM, make
 from zeco_train.ops.mix import mix
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -27,7 +27,7 @@ def test_cpu_selects_pytorch_passes(dtype: torch.dtype) -> None:
 def test_fixed_decay_that_requires_a_gradient_is_refused() -> None:
     operands, *_ = make(FIXED_DECAY, 4)
     operands[0].requires_grad_()
-    shard = SequenceShard(local_exchange(), 0, 4)
+    shard = SequencePosition((0, 4), exchange=local_exchange())
     o, _ = mix("fixed_decay", operands, shard)
     o.sum().backward()
     operands[3].requires_grad_()

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lab.campaigns import slow_paths
 from zeco_train.ops import gated_norm, selection
 from zeco_train.ops.mix import mix
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.selection import (
     Call,
     KernelRule,
@@ -145,7 +145,7 @@ def test_products_in_place_of_flash_attention_keep_fp32_sums_of_bf16_heads() -> 
 
 def test_compiled_code_for_any_head_dims_asks_with_numbers() -> None:
     """A second model in a process has other head dims, which a compiler then takes for symbols."""
-    shard = SequenceShard(local_exchange(), 0, 20)
+    shard = SequencePosition((0, 20), exchange=local_exchange())
     compiled = torch.compile(lambda *x: mix("scalar_decay", x, shard)[0], backend="eager", dynamic=True)
     torch._dynamo.reset()
     for dim in (8, 12):

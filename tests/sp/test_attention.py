@@ -17,7 +17,8 @@ from tests.support.distributed import run_distributed
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.seam import Boundary, Place
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary, Exchange
 from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather
@@ -82,7 +83,6 @@ class Whole:
         self.tokens = max(1, ranks - 1) if case.tokens is None else case.tokens
         self.heads = 4 * ranks
         self.key_heads = self.heads // (case.queries_per_key or self.heads)
-        self.borders = None if case.borders is None else torch.tensor(case.borders)
         generator = torch.Generator().manual_seed(self.tokens)
         heads = {"q": self.heads, "k": self.key_heads, "v": self.key_heads, "do": self.heads}
         self.inputs = {
@@ -95,6 +95,11 @@ class Whole:
     @property
     def shards(self) -> list[tuple[int, int]]:
         return [*itertools.pairwise(self.tokens * rank // self.ranks for rank in range(self.ranks + 1))]
+
+    def position(self, exchange: Exchange, rank: int) -> SequencePosition:
+        documents = None if self.case.borders is None else [self.case.borders]
+        bounds = [0, *(stop for _, stop in self.shards)]
+        return SequencePosition(bounds, rank, documents=documents, exchange=exchange)
 
     def mask(self) -> Tensor:
         """[queries, keys], by the definition."""
@@ -134,12 +139,12 @@ class Whole:
         """By a method, through the op, checked against a replay, which gives the same bits."""
         start, stop = self.shards[rank]
         exchange = local_exchange().replaced(attention=method)
-        place = Place(exchange.number, offset=start, seq_len=self.tokens, borders=self.borders)
+        position = self.position(exchange, rank)
         boundaries = Boundary(), Boundary()
         found: list[dict[str, Tensor]] = []
         for _ in ("first", "replay"):
             leaves = [self.inputs[name][:, start:stop].clone().requires_grad_() for name in ("q", "k", "v")]
-            o, crossings = attend_at(*leaves, SCALE, place, boundaries, self.case.window)
+            o, crossings = attend_at(*leaves, SCALE, position, boundaries, self.case.window)
             grads = torch.autograd.grad(o, leaves, self.inputs["do"][:, start:stop])
             found.append(dict(zip(NAMES, (o.detach(), *grads), strict=True)))
             boundaries = tuple(Boundary(crossing.received) for crossing in crossings)
@@ -242,9 +247,9 @@ def frugal(rank: int, world_size: int) -> list[int]:
         recorded, whole = Recorded(method), Whole(case, world_size)
         start, stop = whole.shards[rank]
         exchange = local_exchange().replaced(attention=method)
-        place = Place(exchange.number, offset=start, seq_len=whole.tokens, borders=whole.borders)
+        position = whole.position(exchange, rank)
         attend_at(
-            *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, place, [Boundary()] * 2, case.window
+            *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, position, [Boundary()] * 2, case.window
         )
         # Of each block up to this rank's, the keys from the first that later queries read.
         read = whole.mask()[stop:].any(0).tolist()

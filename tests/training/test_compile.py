@@ -31,8 +31,9 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.linear.rows import quantise_rows
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.nonfinite import explain
@@ -107,7 +108,7 @@ def test_no_recompilation_after_second_length() -> None:
     graphs = []
     for tokens in (40, 60, 80, 130):
         ids = torch.randint(TINY.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
-        shard, grads = SequenceShard(scan, 0, tokens), []
+        shard, grads = SequencePosition((0, tokens), exchange=scan), []
         for model in (eager, compiled):
             model.init_weights(0)
             model.zero_grad()
@@ -127,7 +128,7 @@ def test_another_exchange_does_not_recompile() -> None:
     ids = torch.randint(TINY.vocab_size, (1, 41), generator=torch.Generator().manual_seed(0))
 
     def loss(exchange: Exchange) -> Tensor:
-        found = model(ids[:, :-1], SequenceShard(exchange, 0, 40), ids[:, 1:])
+        found = model(ids[:, :-1], SequencePosition((0, 40), exchange=exchange), ids[:, 1:])
         assert isinstance(found, Tensor)
         return found
 
