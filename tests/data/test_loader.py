@@ -248,14 +248,12 @@ def test_prefetching_raises_reader_errors(store: TokenStore) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((1001, 4), "data.seq_len=1001: must divide by sp.size=4; nearest legal values: 1000, 1004"),
-        ((3, 4), "data.seq_len=3: must divide by sp.size=4; nearest legal values: 4"),
-        ((1001, 4, 1003), "data.seq_len=1001: must divide by sp.size=4; nearest legal values: 1000"),
+        ((3, 4), "data.seq_len=3: must be ≥ 4: a token of each sequence for each of sp.size=4"),
         ((0, 4), "data.seq_len=0: must be positive; nearest legal value: 4"),
         ((-8, 4), "data.seq_len=-8: must be positive; nearest legal value: 4"),
         (
             (1004, 4, 1004),
-            "data.seq_len=1004: longer than the corpus of 1004 tokens; largest legal value: 1000; "
+            "data.seq_len=1004: longer than the corpus of 1004 tokens; largest legal value: 1003; "
             f"for longer sequences {PREPARE_HINT}",
         ),
         ((4, 4, 4), "data.seq_len=4: the corpus has only 4 tokens, too few for any sequence with sp.size=4"),
@@ -291,6 +289,8 @@ def test_invalid_batch_sizes_are_refused(arguments: tuple[int, int, int], expect
 
 def test_valid_values_are_accepted() -> None:
     check_seq_len(1000, 4, 1001)
+    check_seq_len(1001, 4, 1002)
+    check_seq_len(4, 4)
     check_batch(16, 2, 4)
     check_reset(True, 1)
     check_reset(False, 2)
@@ -298,8 +298,8 @@ def test_valid_values_are_accepted() -> None:
 
 
 def test_loader_refuses_invalid_split(store: TokenStore) -> None:
-    with pytest.raises(ConfigError, match=r"data\.seq_len=25: must divide by sp\.size=2; nearest legal values: 24, 26"):
-        loader(store, seq_len=25, sp_size=2)
+    with pytest.raises(ConfigError, match=r"data\.seq_len=1: must be ≥ 2: "):
+        loader(store, seq_len=1, sp_size=2)
     with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .*store of 240 tokens"):
         loader(store, seq_len=240)
     with pytest.raises(ConfigError, match=r"data\.global_batch=4: must be a multiple"):

@@ -228,12 +228,9 @@ def test_validation_reads_every_sequence_by_segments(store: TokenStore, segments
 @pytest.mark.parametrize(
     ("seq_len", "num_tokens", "expected"),
     [
-        (1001, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000, 1008"),
-        (1004, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000, 1008"),
-        (3, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 8"),
-        (1001, 1008, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000"),
+        (7, None, "must be ≥ 8: a token of each sequence for each of sp.size × train.segments = 2 × 4 = 8"),
         (0, None, "must be positive; nearest legal value: 8"),
-        (1008, 1008, "longer than the corpus of 1008 tokens; largest legal value: 1000; for longer sequences "),
+        (1008, 1008, "longer than the corpus of 1008 tokens; largest legal value: 1007; for longer sequences "),
         (8, 8, "the corpus has only 8 tokens, too few for any sequence with sp.size × train.segments = 2 × 4 = 8"),
     ],
 )
@@ -245,8 +242,8 @@ def test_invalid_seq_len_is_refused(seq_len: int, num_tokens: int | None, expect
 
 
 def test_loader_refuses_invalid_seq_len(store: TokenStore) -> None:
-    with pytest.raises(ConfigError, match=r"data\.seq_len=24: must divide by .* = 2 × 5 = 10; .*: 20, 30$"):
-        DataSplit(SEQ_LEN, sp_size=2, segments=5)
-    with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .* of 240 tokens; .*: 232; "):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=24: must be ≥ 26: .* = 2 × 13 = 26$"):
+        DataSplit(SEQ_LEN, sp_size=2, segments=13)
+    with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .* of 240 tokens; .*: 239; "):
         loader(store, seq_len=240, sp_size=2, segments=4)
     assert loader(store, seq_len=232, sp_size=2, segments=4).num_sequences == 1

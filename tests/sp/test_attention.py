@@ -17,7 +17,7 @@ from tests.support.distributed import run_distributed
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.ops.seam import Boundary, Exchange
 from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
@@ -48,12 +48,14 @@ class Case:
     Attributes:
         tokens: its length; None: one less than there are ranks, so that a rank has none.
         queries_per_key: heads of queries for each of keys; None: all of them.
+        uneven: later ranks have more tokens, the first of many has one.
     """
 
     tokens: int | None = 24
     borders: tuple[int, ...] | None = None
     window: int | None = None
     queries_per_key: int | None = 1
+    uneven: bool = False
 
 
 CASES = {
@@ -68,6 +70,11 @@ CASES = {
     "one head of keys": Case(queries_per_key=None),
     "unequal shards": Case(tokens=23),
     "unequal shards, window": Case(tokens=23, window=9, queries_per_key=4),
+    "uneven shards": Case(uneven=True),
+    "uneven shards, documents": Case(borders=DOCUMENTS, uneven=True),
+    "uneven shards, documents, wide window, four queries a key": Case(
+        borders=THIRDS, window=15, queries_per_key=4, uneven=True
+    ),
     "documents, window": Case(borders=DOCUMENTS, window=5),
     "documents, wide window, four queries a key": Case(borders=THIRDS, window=15, queries_per_key=4),
     "a rank without tokens": Case(tokens=None),
@@ -94,7 +101,9 @@ class Whole:
 
     @property
     def shards(self) -> list[tuple[int, int]]:
-        return [*itertools.pairwise(self.tokens * rank // self.ranks for rank in range(self.ranks + 1))]
+        if not self.case.uneven:
+            return [*itertools.pairwise(even_bounds(self.tokens, self.ranks))]
+        return [*itertools.pairwise(max(r, self.tokens * r**2 // self.ranks**2) for r in range(self.ranks + 1))]
 
     def position(self, exchange: Exchange, rank: int) -> SequencePosition:
         documents = None if self.case.borders is None else [self.case.borders]
