@@ -97,14 +97,18 @@ def suite(rank: int, world_size: int, name: str, sizes: Sequence[int]) -> None:
         groups, scans = dist.new_group(ranks), build_scans(ranks)
         exchanges: dict[str, Exchange] = {**scans}
         if "softmax" in name:
-            methods = {method: build_attention(METHODS[method], dist.new_group(ranks), TIMEOUT) for method in METHODS}
-            exchanges = {method: scans["lasp2"].replaced(attention=methods[method]) for method in METHODS}
+            own = {method: dist.new_group(ranks) for method in METHODS}
+            exchanges = {
+                method: scans["lasp2"].replaced(attention=build_attention(METHODS[method], group, TIMEOUT))
+                for method, group in own.items()
+                if rank in ranks
+            }
         for segments, documents in layouts if rank in ranks else ():
             tokens = lengths[: size * segments]
             whole = loss_and_gradients(name, local_exchange(), positions([sum(tokens)], 1, 0, False))
             if documents:
-                own = positions(tokens, size, rank, True)[0].documents
-                place = SequencePosition((0, sum(tokens)), documents=own)
+                borders = positions(tokens, size, rank, True)[0].documents
+                place = SequencePosition((0, sum(tokens)), documents=borders)
                 plain, whole = whole, loss_and_gradients(name, local_exchange(), [place])
                 assert (plain[0] - whole[0]).abs() > 1e-6 * plain[0], "documents matter"
             for backend, exchange in exchanges.items():
