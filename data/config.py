@@ -221,7 +221,7 @@ def _check_paths(config: DataConfig) -> None:
 
 
 def check_split(config: DataConfig, sp_size: int = 1, dp_size: int = 1, segments: int = 1) -> None:
-    """Check divisibility: seq_len by sp_size · segments, and the global batch by dp_size · micro_batch.
+    """Check that there is a token for each rank and segment, and whole micro-batches for each data-parallel rank.
 
     Raises:
         ConfigError: see `check_seq_len` and `check_batch`.
@@ -249,22 +249,21 @@ def check_seq_len(
         field: the setting that holds the length, for messages.
 
     Raises:
-        ConfigError: names the nearest legal values.
+        ConfigError: names the nearest legal value.
     """
-    unit = sp_size * segments
-    shards = f"sp.size={sp_size}" if segments == 1 else f"sp.size × train.segments = {sp_size} × {segments} = {unit}"
-    largest = (num_tokens - 1) // unit * unit if num_tokens is not None else None
-    if largest is not None and largest < unit:
+    least = sp_size * segments
+    shards = f"sp.size={sp_size}" if segments == 1 else f"sp.size × train.segments = {sp_size} × {segments} = {least}"
+    largest = num_tokens - 1 if num_tokens is not None else None
+    if largest is not None and largest < least:
         allowed = f"{corpus} has only {num_tokens} tokens, too few for any sequence with {shards}"
         raise ConfigError(field, seq_len, allowed)
     if seq_len <= 0:
-        raise ConfigError(field, seq_len, f"must be positive; nearest legal value: {unit}")
-    if largest is not None and num_tokens is not None and seq_len > num_tokens - 1:
+        raise ConfigError(field, seq_len, f"must be positive; nearest legal value: {least}")
+    if largest is not None and seq_len > largest:
         allowed = f"longer than {corpus} of {num_tokens} tokens; largest legal value: {largest}"
         raise ConfigError(field, seq_len, f"{allowed}; for longer sequences {PREPARE_HINT}")
-    if seq_len % unit != 0:
-        nearest = _nearest_multiples(seq_len, unit, largest)
-        raise ConfigError(field, seq_len, f"must divide by {shards}; nearest legal values: {nearest}")
+    if seq_len < least:
+        raise ConfigError(field, seq_len, f"must be ≥ {least}: a token of each sequence for each of {shards}")
 
 
 def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:
@@ -316,7 +315,7 @@ def _required_path(config: DataConfig) -> str:
     return config.path
 
 
-def _nearest_multiples(value: int, multiple: int, largest: int | None = None) -> str:
+def _nearest_multiples(value: int, multiple: int) -> str:
     below = value // multiple * multiple
-    legal = [number for number in (below, below + multiple) if number > 0 and (largest is None or number <= largest)]
+    legal = [number for number in (below, below + multiple) if number > 0]
     return ", ".join(str(number) for number in legal)

@@ -1,4 +1,4 @@
-"""A store's documents as one token stream, in stored or random order, and the cu_seqlens of a shard of a sequence."""
+"""A store's documents as one token stream, in stored or random order, and the borders of a sequence's documents."""
 
 from __future__ import annotations
 
@@ -149,29 +149,17 @@ class Documents:
         return cached(path, make, f"index of {self.store.path} ({name})")
 
 
-def shard_cu_seqlens(
-    doc_offsets: NDArray[np.int64], sequence_start: int, seq_len: int, offset: int, length: int
-) -> tuple[Tensor, int]:
-    """The cu_seqlens of the shard tokens[sequence_start + offset : sequence_start + offset + length].
+def sequence_borders(doc_offsets: NDArray[np.int64], start: int, seq_len: int) -> Tensor:
+    """Borders of the documents of the sequence tokens[start : start + seq_len], [documents + 1] from 0 to `seq_len`.
 
-    A sequence begins with a fresh state: a document that began before `sequence_start` restarts there.
+    A sequence begins with a fresh state: a document that began before `start` restarts there.
 
     Args:
         doc_offsets: [documents + 1] int64, strictly increasing, the document borders in the token stream; those of the
-            documents on the shard suffice.
-        sequence_start: position of the sequence's first token in the stream.
-        seq_len: tokens of the sequence.
-        offset: position of the shard's first token in the sequence.
-        length: tokens of the shard, at least 1.
-
-    Returns:
-        cu_seqlens: [pieces + 1] int64, from 0 to `length`.
-        before: tokens of the first piece's document on earlier shards of this sequence, on other ranks or in earlier
-            segments; 0 if it begins here.
+            documents in the sequence suffice.
+        start: position of the sequence's first token in the stream.
+        seq_len: tokens of the sequence, at least 1.
     """
-    assert 0 <= offset < offset + length <= seq_len, (offset, length, seq_len)
-    start = sequence_start + offset
-    first, beyond = touched(doc_offsets, start, start + length)
+    first, beyond = touched(doc_offsets, start, start + seq_len)
     inside = doc_offsets[first + 1 : beyond] - start
-    before = min(start - int(doc_offsets[first]), offset)
-    return torch.from_numpy(np.concatenate(([0], inside, [length])).astype(np.int64)), before
+    return torch.from_numpy(np.concatenate(([0], inside, [seq_len])).astype(np.int64))

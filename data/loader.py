@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.config import Shuffle, check_batch, check_seq_len
-from data.documents import Documents, DocumentStream, shard_cu_seqlens
+from data.documents import Documents, DocumentStream, sequence_borders
 from data.mixture import Mixture
 from data.permutation import Permutation
 from data.reader import Batch, DataSplit, Reader, SequenceSource, Shard
@@ -114,20 +114,18 @@ class SequenceReader(Reader):
             DataError: the store has changed or cannot be read.
         """
         split, stream = self.split, self._stream(epoch)
-        first, offset = sequence * split.seq_len, split.offset(segment)
-        start, stop = first + offset, first + offset + split.length + 1
+        first, (start, stop) = sequence * split.seq_len, split.range(segment)
+        start, stop = first + start, first + stop + 1
         pieces = stream.pieces(start, stop)
         tokens, counts = stream.read(pieces, start, stop), None
         if self.has_labels:
-            counts = np.ones(split.length, np.bool_)
+            counts = np.ones(len(tokens) - 1, np.bool_)
             # The last document may begin with the token after the shard, a label only.
             counts[pieces.offsets[1:-1] - start - 1] = False
         if not split.reset_state_at_document:
-            return Shard(tokens, None, offset, counts)
+            return Shard(tokens, counts)
         whole = stream.pieces(first, first + split.seq_len)
-        borders, _ = shard_cu_seqlens(whole.offsets, first, split.seq_len, 0, split.seq_len)
-        own = shard_cu_seqlens(pieces.offsets, first, split.seq_len, offset, split.length)
-        return Shard(tokens, *own, counts, borders=borders)
+        return Shard(tokens, counts, documents=sequence_borders(whole.offsets, first, split.seq_len))
 
     def num_labels(self, epoch: int, sequence: int) -> int:
         """See `Reader`."""
@@ -220,7 +218,7 @@ class SequenceLoader:
         shards = [self.readers[place.source].shard(place.epoch, place.sequence, segment) for place in places]
         ids = [self.sequence_id(place) for place in places]
         # Any reader will do: stacking depends on the split only, which all readers share.
-        return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed))
+        return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed), micro_step)
 
     def reader_of(self, sequence_id: int) -> Reader:
         """The reader of the store that holds a sequence."""

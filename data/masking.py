@@ -188,13 +188,13 @@ class MaskedReader(Reader):
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
         """See `Reader`."""
-        shard, offset = self._reader.shard(epoch, sequence, segment), self.split.offset(segment)
+        shard, (start, stop) = self._reader.shard(epoch, sequence, segment), self.split.range(segment)
         assert shard.counts is None, self.description
         masks = self._masks(epoch, sequence)
-        chosen = np.flatnonzero(masks.chosen(offset, offset + self.split.length))
-        tokens, labels = shard.tokens.copy(), np.full(self.split.length, IGNORE_INDEX, np.int64)
+        chosen = np.flatnonzero(masks.chosen(start, stop))
+        tokens, labels = shard.tokens.copy(), np.full(stop - start, IGNORE_INDEX, np.int64)
         labels[chosen] = tokens[chosen]
-        tokens[chosen] = masks.replace(tokens[chosen], chosen + offset, self._ids)
+        tokens[chosen] = masks.replace(tokens[chosen], chosen + start, self._ids)
         return shard._replace(tokens=tokens, labels=labels)
 
     def num_labels(self, epoch: int, sequence: int) -> int:

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.config import Shuffle, check_reset, check_seq_len
+from data.config import Shuffle, check_seq_len
 from data.store import TokenStore
+from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.system.labels import IGNORE_INDEX
 
 # Uses of token stores, see `OpenedData.stores`.
@@ -23,40 +24,26 @@ TRAINING, VALIDATION = "training", "validation"
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a segment of a micro-batch; L = seq_len / (segments · sp_size).
+    """One rank's part of a segment of a micro-batch.
 
     Attributes:
-        input_ids: [B, L] int64.
-        labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences,
+        input_ids: [B, T] int64.
+        labels: [B, T] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences,
             and documents (see `DataSplit`); of a masked-token task (`data.masking`) the original token at t. −100 for
             labels excluded from the loss.
-        cu_seqlens: [pieces + 1] int64 from 0 to L, the documents' pieces on this shard; None without
-            `reset_state_at_document`.
-        before: tokens of the first piece's document (without documents: of the sequence) on earlier shards, those of
-            earlier segments included.
-        offset: position of the first token in the whole sequence.
+        position: of the tokens in their sequences, with documents for `reset_state_at_document`.
         sequence_ids: numbers of the sequences within their epochs; those of a second store continue after those of the
             first. Empty for padding.
         is_padding: in validation only: run for matching collectives, and excluded from the loss.
-        segment: number of the segment, from 0.
         step_labels: number of counted labels in the step's global batch; None if every token has one.
-        borders: [documents + 1] int64 from 0 to the whole sequence's length, the borders of all its documents, for
-            softmax attention; None without `reset_state_at_document`.
-        pieces, positions: see `SequenceShard.known_pieces` and `known_positions`.
     """
 
     input_ids: Tensor
     labels: Tensor
-    cu_seqlens: Tensor | None
-    before: int
-    offset: int
+    position: SequencePosition
     sequence_ids: list[int]
     is_padding: bool = False
-    segment: int = 0
     step_labels: int | None = None
-    borders: Tensor | None = None
-    pieces: Tensor | None = None
-    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,13 +54,14 @@ class DataSplit:
         seq_len: tokens of a whole sequence, over the ranks that share it and over its segments.
         micro_batch: sequences per data-parallel rank in one forward and backward.
         dp_rank, dp_size: this rank's index among the parts of a step's sequences, and their number.
-        sp_rank, sp_size: this rank's index among the equal shards of a segment, and their number.
-        reset_state_at_document: return cu_seqlens; requires micro_batch 1.
-        segments: number of equal parts in time of a sequence; 1 for none.
+        sp_rank, sp_size: this rank's index among the shards of a segment, and their number.
+        reset_state_at_document: find the documents of the sequences.
+        segments: number of parts in time of a sequence; 1 for none. All shards of all segments of a sequence are
+            equally long, or differ by one token.
         labels_across_documents: whether the last tokens of documents have labels, see `DataConfig`.
 
     Raises:
-        ConfigError: `seq_len` is not divisible, or `micro_batch` > 1 with document resets.
+        ConfigError: fewer tokens than shards.
     """
 
     seq_len: int
@@ -91,32 +79,44 @@ class DataSplit:
         assert 0 <= self.sp_rank < self.sp_size, (self.sp_rank, self.sp_size)
         assert self.segments >= 1, self.segments
         check_seq_len(self.seq_len, self.sp_size, segments=self.segments)
-        check_reset(self.reset_state_at_document, self.micro_batch)
 
-    @property
-    def length(self) -> int:
-        """Number of tokens of this rank's shard of a segment."""
-        return self.seq_len // (self.segments * self.sp_size)
+    def range(self, segment: int) -> tuple[int, int]:
+        """Positions of this rank's first token of a segment, and after its last."""
+        start, stop = self._bounds(segment, self.sp_rank, self.sp_rank + 1)
+        return start, stop
 
-    def offset(self, segment: int) -> int:
-        """Position in the sequence of this rank's first token of a segment."""
+    def position(
+        self, segment: int, documents: Sequence[Tensor] | None = None, micro_step: int = 0
+    ) -> SequencePosition:
+        """The position of this rank's tokens of a segment; arguments as of `SequencePosition`."""
+        return SequencePosition(
+            self._bounds(segment, 0, self.sp_size),
+            self.sp_rank,
+            seq_len=self.seq_len,
+            documents=documents,
+            segment=segment,
+            num_segments=self.segments,
+            micro_step=micro_step,
+        )
+
+    def _bounds(self, segment: int, rank: int, stop: int) -> list[int]:
         assert 0 <= segment < self.segments, (segment, self.segments)
-        return (segment * self.sp_size + self.sp_rank) * self.length
+        first = segment * self.sp_size
+        return even_bounds(self.seq_len, self.segments * self.sp_size, first + rank, first + stop)
 
 
 class Shard(NamedTuple):
     """One rank's part of a segment of a sequence, see `Batch`.
 
-    `tokens` is [L + 1], including the label of the last; `counts` is [L] bool, a mask of the counted labels, None for
-    all; `labels` is [L], labels other than the next tokens, None for those.
+    `tokens` is [T + 1], including the label of the last; `counts` is [T] bool, a mask of the counted labels, None for
+    all; `labels` is [T], labels other than the next tokens, None for those; `documents` are the borders of the whole
+    sequence's, [documents + 1] int64, None without resets.
     """
 
     tokens: NDArray[np.int64]
-    cu_seqlens: Tensor | None
-    before: int
     counts: NDArray[np.bool_] | None = None
     labels: NDArray[np.int64] | None = None
-    borders: Tensor | None = None
+    documents: Tensor | None = None
 
 
 class Reader(ABC):
@@ -159,10 +159,14 @@ class Reader(ABC):
         return self.batch([self.shard(0, i, segment) for i in sequence_ids], sequence_ids, segment)
 
     def batch(
-        self, shards: Sequence[Shard], sequence_ids: list[int], segment: int, step_labels: int | None = None
+        self,
+        shards: Sequence[Shard],
+        sequence_ids: list[int],
+        segment: int,
+        step_labels: int | None = None,
+        micro_step: int = 0,
     ) -> Batch:
         """Stack shards, possibly of several sources, into a batch."""
-        assert not self.split.reset_state_at_document or len(shards) == 1, sequence_ids
         tokens = torch.from_numpy(np.stack([shard.tokens for shard in shards]))
         # Copy even a single row: masked labels are overwritten.
         labels = tokens[:, 1:].clone()
@@ -171,15 +175,12 @@ class Reader(ABC):
                 row.copy_(torch.from_numpy(shard.labels))
             if shard.counts is not None:
                 row[torch.from_numpy(~shard.counts)] = IGNORE_INDEX
+        documents = [shard.documents for shard in shards if shard.documents is not None]
         return Batch(
             input_ids=tokens[:, :-1].contiguous(),
             labels=labels,
-            cu_seqlens=shards[0].cu_seqlens,
-            before=shards[0].before,
-            borders=shards[0].borders,
-            offset=self.split.offset(segment),
+            position=self.split.position(segment, documents or None, micro_step),
             sequence_ids=sequence_ids,
-            segment=segment,
             step_labels=step_labels,
         )
 

@@ -1,1 +1,1 @@
-"""Models. They take a `SequenceShard`; communication between ranks is hidden behind it."""
+"""Models. They take a `SequencePosition`; communication between ranks is hidden behind it."""

@@ -2,10 +2,10 @@
 
 The configuration sets the mixer of each layer.
 
-With packed documents (`shard.cu_seqlens`) only the mixer's state restarts at each document; the rest of the model acts
-on each token separately.
+With packed documents (`SequencePosition.documents`) only the mixer's state restarts at each document; the rest of the
+model acts on each token separately.
 
-The model itself is rank-agnostic: all communication happens in `zeco_train.ops.mix`, through the shard's `Exchange`.
+The model itself is rank-agnostic: all communication happens in `zeco_train.ops.mix`, through the position's `Exchange`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from models.parameters import MATRIX, ParameterRule, parameter_rules
 from models.states import StateOf, TokenCache
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import LossParts, TokenScores, linear_cross_entropy, linear_token_scores
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute, recomputed
-from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
+from zeco_train.ops.seam import Boundary, Crossing
 from zeco_train.ops.segments import LayerStates
 
 
@@ -70,23 +71,23 @@ class Block(nn.Module):
         self._compute = torch.compile(self._compute, fullgraph=True, **options)  # type: ignore[method-assign]
 
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary] = (), shared: Tensor | None = None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary] = (), shared: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Map x [B, T, D] → y [B, T, D], then the two tensors of the `Crossing` of each state; see `Mixer.forward`."""
         boundaries = boundaries or (Boundary(),) * self.num_states
         if self.recompute is Recompute.full and torch.is_grad_enabled():
-            return recomputed(self._compute, x, place, boundaries, shared)
-        return self._compute(x, place, boundaries, shared)
+            return recomputed(self._compute, x, position, boundaries, shared)
+        return self._compute(x, position, boundaries, shared)
 
     def _compute(
         self,
         x: Tensor,
-        place: Place,
+        position: SequencePosition,
         boundaries: Sequence[Boundary],
         shared: Tensor | None,
         is_read: bool = True,
     ) -> tuple[Tensor, ...]:
-        y, crossings = self.attn(self._before(self.attn_norm, x), place, boundaries, shared)
+        y, crossings = self.attn(self._before(self.attn_norm, x), position, boundaries, shared)
         x = x + self._after(self.attn_norm, y)
         states = [tensor for crossing in crossings for tensor in crossing]
         if self.has_mlp and self.recompute is Recompute.selective and torch.is_grad_enabled():
@@ -162,14 +163,14 @@ class Backbone(nn.Module):
         """The layers, typed as `Block`."""
         return [cast(Block, layer) for layer in self.layers]
 
-    def forward(self, input_ids: Tensor, shard: SequenceShard, states: LayerStates | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position: SequencePosition, states: LayerStates | None = None) -> Tensor:
         """See `LanguageModel.forward`."""
         with_positions = any(layer.attn.reads_positions for layer in self.blocks())
-        place = shard.place(input_ids.shape[1], input_ids.device, with_positions=with_positions)
+        position = position.on(input_ids, with_positions=with_positions)
         x, first = self._embedded(input_ids), 0
         for layer, part in zip(self.blocks(), self.shared_parts(), strict=True):
             boundaries = () if states is None else states.boundaries(first, layer.num_states)
-            x, *crossings = layer(x, place, boundaries, part)
+            x, *crossings = layer(x, position, boundaries, part)
             if states is not None:
                 for received, carry_out in zip(crossings[::2], crossings[1::2], strict=True):
                     states.keep(Crossing(received, carry_out))
@@ -254,7 +255,7 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        shard: SequenceShard,
+        position: SequencePosition,
         labels: Tensor | None = None,
         states: LayerStates | None = None,
         states_only: bool = False,
@@ -264,7 +265,8 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: [B, T] int64, this rank's tokens.
-            shard: position of the tokens in the sequence. Collective: all ranks of a sequence must call together.
+            position: of the tokens in the sequence, with an exchange. Collective: all ranks of a sequence must call
+                together.
             labels: [B, T] int64, the *next* token of each (shifted before sharding), or of a masked token the original
                 one; −100 for ignored tokens.
             states: boundary states of a segment of a longer sequence; the layers' results are written into it.
@@ -276,7 +278,7 @@ class LanguageModel(nn.Module):
             divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters' dtype;
             with `states_only` the input of the head, [B, T, D]; with `scores` `TokenScores` of [B, T].
         """
-        hidden = self.model(input_ids, shard, states)
+        hidden = self.model(input_ids, position, states)
         return hidden if states_only else self.lm_head(hidden, labels, scores)
 
     @torch.no_grad()

@@ -28,9 +28,10 @@ from models.registry import LAYERS
 from zeco_train.ops import gated_norm
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.operator import Kind
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Place
+from zeco_train.ops.seam import Boundary
 from zeco_train.ops.slow_paths import Call
 from zeco_train.ops.softmax import attention, cache
 
@@ -386,10 +387,10 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
     # The products are the same, and the op names those in fp8.
     set_matmul(block, Matmul.fp8)
     positions = torch.empty(_TOKENS, dtype=torch.int64, device="meta")
-    place = Place(positions.new_empty(()), positions=positions)
+    position = SequencePosition((0, _TOKENS)).with_tensors(None, positions)
     with _ProductsSeen() as in_mixer:
-        # No number: on the meta device the op computes shapes only, and looks up no exchange.
-        block.attn(x, place, (Boundary(),) * block.num_states, part)
+        # No exchange: on the meta device the op computes shapes only.
+        block.attn(x, position, (Boundary(),) * block.num_states, part)
     with _ProductsSeen() as in_mlp:
         if block.has_mlp:
             block.mlp(x)

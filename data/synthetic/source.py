@@ -38,11 +38,11 @@ class ExampleReader(Reader):
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
         """See `Reader`. Padded if the split's sequences are longer; generates only the shard's tokens."""
-        example, offset = self._example(sequence), self.split.offset(segment)
-        stop, end = offset + self.split.length, example.length + 1
-        tokens = example.read(min(offset, end), min(stop + 1, end))
-        padded = np.pad(tokens, (0, self.split.length + 1 - len(tokens)))
-        return Shard(padded, None, offset, example.counts(offset, stop))
+        example, (start, stop) = self._example(sequence), self.split.range(segment)
+        end = example.length + 1
+        tokens = example.read(min(start, end), min(stop + 1, end))
+        padded = np.pad(tokens, (0, stop - start + 1 - len(tokens)))
+        return Shard(padded, example.counts(start, stop))
 
     def num_labels(self, epoch: int, sequence: int) -> int:
         """See `Reader`."""

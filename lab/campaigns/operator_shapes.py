@@ -35,8 +35,9 @@ from tests.support.descriptors import wrong_descriptors
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import ExactTokens, exact_softmax
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Place, SequenceShard
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.exchange import local_exchange
 
 DELTA = ("delta", "gated_delta", "kda")
@@ -371,31 +372,30 @@ def one_segment(case: Case) -> Iterator[None]:
         yield
 
 
-def _shard(case: Case) -> SequenceShard:
-    if not case.documents:
-        return SequenceShard(local_exchange(), 0, case.T)
-    return SequenceShard(local_exchange(), 0, case.T, torch.tensor(case.documents), case.before)
+def _position(case: Case) -> SequencePosition:
+    """With tokens of the first document before these."""
+    start, stop = case.before, case.before + case.T
+    documents = [[0, *(start + border for border in case.documents[1:])]] if case.documents else None
+    return SequencePosition((start, stop), documents=documents, exchange=local_exchange())
 
 
 def found_by(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    shard = _shard(case)
+    position = _position(case)
     if case.operator == "softmax":
-        borders = torch.tensor(case.documents) if case.documents else None
-        place = Place(shard.exchange.handle(tensors["q"].device), offset=0, seq_len=case.T, borders=borders)
         scale = case.K**-0.5
-        return differentiate(case, tensors, lambda operands, carry: (_attended(operands, scale, place), None))
-    return differentiate(case, tensors, lambda operands, carry: _mixed(case, operands, shard, carry))
+        return differentiate(case, tensors, lambda operands, carry: (_attended(operands, scale, position), None))
+    return differentiate(case, tensors, lambda operands, carry: _mixed(case, operands, position, carry))
 
 
-def _attended(operands: list[Tensor], scale: float, place: Place) -> Tensor:
+def _attended(operands: list[Tensor], scale: float, position: SequencePosition) -> Tensor:
     q, k, v = operands
-    return attend_at(q, k, v, scale, place, [Boundary()] * 2)[0]
+    return attend_at(q, k, v, scale, position, [Boundary()] * 2)[0]
 
 
-def _mixed(case: Case, operands: list[Tensor], shard: SequenceShard, carry: Tensor | None) -> tuple[Tensor, Any]:
+def _mixed(case: Case, operands: list[Tensor], position: SequencePosition, carry: Tensor | None) -> tuple[Tensor, Any]:
     scale = 1.0 if case.operator == "short_conv" else None
     want = case.operator != "unmasked"
-    return mix(case.operator, operands, shard, scale=scale, carry_in=carry, want_carry=want)
+    return mix(case.operator, operands, position, scale=scale, carry_in=carry, want_carry=want)
 
 
 def expected_of(case: Case, values: dict[str, Tensor]) -> dict[str, Tensor]:

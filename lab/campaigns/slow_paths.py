@@ -24,8 +24,9 @@ from zeco_train.bench.variants import BENCHED
 from zeco_train.config.schema import Dtype
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.ops.seam import Boundary
 from zeco_train.ops.slow_paths import SlowDown, SlowDowns
 from zeco_train.ops.softmax import attention, sdpa
 from zeco_train.sp.exchange import local_exchange
@@ -77,13 +78,11 @@ def _measure(shapes: Sequence[Shape], device: torch.device, deadline: float) -> 
 
 
 def _operator(shape: Shape, device: torch.device) -> Attention:
-    exchange = local_exchange()
-    shard = SequenceShard(exchange, 0, shape.tokens)
+    position = SequencePosition((0, shape.tokens), exchange=local_exchange())
     if shape.operator != SOFTMAX:
-        return lambda *operands: mix(shape.operator, operands, shard)[0]
-    place, empty, scale = shard.place(shape.tokens, device), (Boundary(), Boundary()), shape.key_dim**-0.5
-    # The place has its number only.
-    return lambda q, k, v, kept=exchange: attend_at(q, k, v, scale, place, empty)[0]
+        return lambda *operands: mix(shape.operator, operands, position)[0]
+    empty, scale = (Boundary(), Boundary()), shape.key_dim**-0.5
+    return lambda q, k, v: attend_at(q, k, v, scale, position, empty)[0]
 
 
 def _in_pytorch(name: str, inputs: Inputs) -> AbstractContextManager[object]:

@@ -38,7 +38,7 @@ from zeco_train.bench.steps import Mark, mark, milliseconds
 from zeco_train.bench.variants import gathered_exchange
 from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Exchange
 from zeco_train.system.signals import run_command
 from zeco_train.training.graphs import WARM_UP
 from zeco_train.training.machine import kernel_calls
@@ -200,12 +200,11 @@ class _Measurement:
         inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
         spins = Spins(1, session.device)
         delayed = spinning(session.exchange(variant, state_elements(run), "operator"), spins)
-        place = session.rank * tokens, session.world_size * tokens
         tables = _tables_of_scans(spins, config.delays_us)
 
         def prepared(name: str, exchange: Exchange, table: Tensor) -> Subject:
-            shard = SequenceShard(exchange, *place)
-            step = operator_step(name, "forward_backward", lambda *operands: mix("gla", operands, shard)[0], inputs)
+            position = session.position(exchange, tokens)
+            step = operator_step(name, "forward_backward", lambda *operands: mix("gla", operands, position)[0], inputs)
 
             def prepare() -> None:
                 step.prepare()
@@ -215,8 +214,8 @@ class _Measurement:
 
         spins.load(tables[_PASSES["forward"], config.delays_us[-1]])
         found, expected = (
-            inputs.results(lambda *operands, e=exchange: mix("gla", operands, SequenceShard(e, *place))[0])
-            for exchange in (delayed, gathered_exchange())
+            inputs.results(lambda *operands, at=position: mix("gla", operands, at)[0])
+            for position in (session.position(exchange, tokens) for exchange in (delayed, gathered_exchange()))
         )
         pairs = {name: (found[name], expected[name]) for name in found}
         session.agree(partial(check_results, f"{variant}, delayed,", session.rank, pairs, TOLERANCE[config.dtype]))

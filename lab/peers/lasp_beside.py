@@ -47,7 +47,6 @@ from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 
@@ -157,9 +156,8 @@ def _operands(inputs: Inputs) -> tuple[list[Tensor], Tensor, Tensor]:
 def _our_attention(name: str, session: Session, tokens: int) -> Callable[..., Tensor]:
     alone = name == "dp"
     exchange = local_exchange() if alone else session.exchange(name, HEADS * DIM * DIM)
-    offset, length = (0, tokens) if alone else (session.rank * tokens, session.world_size * tokens)
-    shard = SequenceShard(exchange, offset, length)
-    return lambda *operands: mix("fixed_decay", operands, shard, scale=1.0)[0]
+    position = session.position(exchange, tokens, alone=alone)
+    return lambda *operands: mix("fixed_decay", operands, position, scale=1.0)[0]
 
 
 def _refused(run: Callable[[], Any], name: str) -> Any:

@@ -14,7 +14,8 @@ from models.config import LanguageModelConfig
 from models.fla import FlaFormat
 from models.parameters import ParameterRule
 from models.states import StateOf, TokenCache
-from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary, Crossing
 
 
 class OperatorFLOPs(NamedTuple):
@@ -59,7 +60,7 @@ class Mixer(nn.Module, ABC):
         other_formats: formats of further classes, with other variants of the model (`models.formats`).
         shared: the parameter of the whole model that the layers read, or None.
         needs_halo: whether it exchanges states that cross one border only (`Operator.neighbours`).
-        reads_positions: whether the layer needs the positions of its tokens (`Place.positions`).
+        reads_positions: whether the layer needs the positions of its tokens (`SequencePosition.positions`).
         norm_after: whether the norms of its block act on outputs instead of inputs.
     """
 
@@ -78,13 +79,13 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         """Mix this rank's tokens.
 
         Args:
             x: [B, T, D].
-            place: of the tokens.
+            position: of the tokens.
             boundaries: of each state, in the order of `states`.
             shared: this layer's part of `Mixer.shared`, or the result of `wide_parameters`; None without either.
 

@@ -15,8 +15,9 @@ from models.projections import Projection, project
 from models.rotary import check_rotary, rotate
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.seam import Boundary, Crossing
 
 
 @dataclass
@@ -73,11 +74,11 @@ class FixedDecayAttention(Mixer):
         """The operator's outputs o [B, T, H, V], normed and gated by x Wg [B, T, H·V]: [B, T, H·V]."""
 
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         """See `Mixer.forward`."""
-        *operands, gate = self._operands(x, place.positions)
-        o, crossing = mix_at("fixed_decay", operands, self.scale, place, boundaries[0])
+        *operands, gate = self._operands(x, position.positions)
+        o, crossing = mix_at("fixed_decay", operands, self.scale, position, boundaries[0])
         return self.o_proj(self.norm_and_gate(o, gate)), (crossing,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

@@ -29,8 +29,9 @@ from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.seam import Boundary, Crossing
 
 
 class FeatureMap(Enum):
@@ -174,11 +175,11 @@ class GatedLinearAttention(Mixer):
             self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
 
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         """See `Mixer.forward`."""
         q, k, v, g, gate = self._operands(x)
-        o, crossing = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, place, boundaries[0])
+        o, crossing = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, position, boundaries[0])
         return self._output(o, gate), (crossing,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

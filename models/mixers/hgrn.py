@@ -22,8 +22,9 @@ from models.modules import GatedRMSNorm, swiglu
 from models.parameters import ParameterRule
 from models.projections import Projection, project
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.seam import Boundary, Crossing
 
 # Most channels of a head. Scans cut states between heads.
 _CHANNELS = 128
@@ -108,11 +109,11 @@ class HGRN(Mixer):
         self.o_proj = Projection(config.width, config.hidden_size)
 
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         """See `Mixer.forward`."""
         *operands, gate = self._operands(x, shared)
-        o, crossing = mix_at("hgrn", operands, 1.0, place, boundaries[0])
+        o, crossing = mix_at("hgrn", operands, 1.0, position, boundaries[0])
         return self._output(o, gate), (crossing,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

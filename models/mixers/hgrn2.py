@@ -25,8 +25,9 @@ from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 from zeco_train.ops import CHUNK
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.seam import Boundary, Crossing
 
 # fla's layer leaves `norm_eps` out where it normalises o, and takes its function's default.
 _NORM_EPS = 1e-5
@@ -121,10 +122,10 @@ class HGRN2(Mixer):
         self.o_proj = Projection(width, width)
 
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         """See `Mixer.forward`."""
-        o, crossing = mix_at("gla", self._operands(x, shared), self.head_dim**-0.5, place, boundaries[0])
+        o, crossing = mix_at("gla", self._operands(x, shared), self.head_dim**-0.5, position, boundaries[0])
         return self._output(o), (crossing,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

@@ -15,8 +15,9 @@ from models.normaliser import COLUMNS, normalised, round_up, with_ones
 from models.projections import Projection, project
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.seam import Boundary, Crossing
 
 
 class HeadWidths(NamedTuple):
@@ -82,14 +83,14 @@ class FeatureMapAttention(Mixer):
         """
 
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         """This rank's tokens x [B, T, D] → [B, T, D], and the states exchanged with other ranks."""
         (boundary,) = boundaries
-        operands = self._operands(x, place.positions)
+        operands = self._operands(x, position.positions)
         # Without a mask there is no order, and no decay.
         operands = operands if self.config.causal else operands[:3]
-        o, crossing = mix_at(self.operator, operands, self.scale, place, boundary)
+        o, crossing = mix_at(self.operator, operands, self.scale, position, boundary)
         return self._output(o), (crossing,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

@@ -19,7 +19,8 @@ from models.projections import Projection, project
 from models.rotary import rotate
 from models.states import TokenCache
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary, Crossing
 from zeco_train.ops.softmax.cache import attend_next
 
 
@@ -52,11 +53,11 @@ class SoftmaxAttention(Mixer):
         )
 
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         """See `Mixer.forward`."""
-        q, k, v, gate = self._operands(x, place.positions)
-        o, crossings = attend_at(q, k, v, self.shape.head_dim**-0.5, place, boundaries, self.window)
+        q, k, v, gate = self._operands(x, position.positions)
+        o, crossings = attend_at(q, k, v, self.shape.head_dim**-0.5, position, boundaries, self.window)
         return self._output(o, gate), crossings
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

@@ -103,12 +103,13 @@ def test_all_variants_get_the_same_tokens() -> None:
         for alone in (True, False):
             batches = tokens.batches(7, alone, segments)
             # Each segment of a shared sequence is spread over the ranks: rank 1 follows rank 0 within it.
-            assert [batch.offset for batch in batches] == ([0, 4, 8] if alone else [[0, 8, 16], [4, 12, 20]][rank])
+            starts = [0, 4, 8] if alone else [[0, 8, 16], [4, 12, 20]][rank]
+            assert [batch.position.start for batch in batches] == starts
             for batch in batches:
-                start = batch.offset + alone * rank * count
+                start = batch.position.start + alone * rank * count
                 assert torch.equal(batch.input_ids, stream[None, start : start + 4])
                 assert torch.equal(batch.labels, stream[None, start + 1 : start + 5])
-                assert batch.before == batch.offset
+                assert batch.position.before() == batch.position.start
 
 
 def test_all_variants_get_sequences_of_one_length() -> None:
@@ -120,10 +121,10 @@ def test_all_variants_get_sequences_of_one_length() -> None:
         tokens = RandomTokens(50, count, 3, session, sequence=length)
         (alone,) = tokens.batches(7, True, 1)
         assert torch.equal(alone.input_ids, tokens.own(7))
-        assert (alone.input_ids.shape, alone.offset) == ((2, length), 0)
+        assert (alone.input_ids.shape, alone.position.start) == ((2, length), 0)
         whole.append(torch.stack([alone.input_ids, alone.labels]))
         parts = tokens.batches(7, False, 3)
-        assert [part.offset for part in parts] == [rank, 2 + rank, 4 + rank]
+        assert [part.position.start for part in parts] == [rank, 2 + rank, 4 + rank]
         assert all(len(part.sequence_ids) == len(part.input_ids) == 4 for part in parts)
         shards.append([torch.stack([part.input_ids, part.labels]) for part in parts])
         assert (tokens.seq_len(True), tokens.seq_len(False)) == (length, length)

@@ -29,8 +29,8 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import Target
 from zeco_train.ops.oracle import exact_results
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
@@ -63,7 +63,7 @@ def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
     assert [*found] == [*expected] == ["o", *grads]
     for name, result in found.items():
         assert relative_error(result, expected[name]) < 1e-12, name
-    shard = SequenceShard(local_exchange(), 0, shape.tokens)
+    shard = SequencePosition((0, shape.tokens), exchange=local_exchange())
     assert [*inputs.results(lambda *operands: mix(shape.operator, operands, shard)[0], backward=False)] == ["o"]
 
 

@@ -20,7 +20,7 @@ from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights
 from zeco_train.bench.session import Session
 from zeco_train.distributed.mesh import Launch
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 from zeco_train.training.optim.registry import build_optimizer
@@ -98,7 +98,7 @@ def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dic
     """Loss and update of one step in plain PyTorch, without other ranks."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(parameter_rules(model), run.optim, run.train.dtype.compute)
-    shard = SequenceShard(local_exchange(), 0, ids.shape[1] - 1)
+    shard = SequencePosition((0, ids.shape[1] - 1), exchange=local_exchange())
     logits = model(ids[:, :-1], shard)
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()

@@ -25,7 +25,7 @@ from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.ops import loss as loss_module
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 
 # A model of two small layers.
 
@@ -59,7 +59,7 @@ def test_products_match_those_of_a_training_step(
     model.init_weights(0)
     ids = torch.arange(tokens)[None] % config.vocab_size
     with _ProductShapes() as expected:
-        model(ids, SequenceShard(SCAN, 0, tokens), ids).backward()
+        model(ids, SequencePosition((0, tokens), exchange=SCAN), ids).backward()
     alone = Products(config, tokens, torch.float32, torch.device("cpu"), 0)
     with _ProductShapes() as found:
         last = alone.step(0)

@@ -27,13 +27,14 @@ from data.config import (
     check_seq_len,
     locate_stores,
 )
-from data.documents import Documents, shard_cu_seqlens
+from data.documents import Documents, sequence_borders
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.store import PREPARE_HINT, TokenStore, shard_name
 from tests.support.commands import TORCHRUN, Command
 from tests.support.stores import write_numbered_store
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.ops.position import SequencePosition
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SEQ_LEN = 24
@@ -71,13 +72,14 @@ def test_slices_of_ranks_join_to_the_sequence(store: TokenStore, sp_size: int, m
             assert store.bytes_requested - before == micro_batch * (length + 1) * store.itemsize
             assert part.sequence_ids == expected.sequence_ids
             assert part.input_ids.shape == part.labels.shape == (micro_batch, length)
-            assert (part.offset, part.before, part.cu_seqlens) == (rank * length, rank * length, None)
+            place = part.position
+            assert (place.start, place.before(), place.cu_seqlens()) == (rank * length, rank * length, None)
             parts.append(part)
         assert torch.equal(torch.cat([part.input_ids for part in parts], dim=1), expected.input_ids)
         assert torch.equal(torch.cat([part.labels for part in parts], dim=1), expected.labels)
 
 
-@pytest.mark.parametrize(("sp_size", "segments"), [(2**30, 1), (2**10, 2**20), (1, 2**30)])
+@pytest.mark.parametrize(("sp_size", "segments"), [(2**10, 2**20), (1, 2**30)])
 def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -> None:
     write_numbered_store(tmp_path / "store", [10])
     num_tokens = 2**33 + 1
@@ -100,9 +102,8 @@ def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -
     batch = loader(TokenStore.open(tmp_path / "store"), seq_len=2**33, **split).batch(0, 0, segments - 1)
     assert batch.input_ids[0].tolist() == list(range(100, 108))
     assert batch.labels[0].tolist() == list(range(101, 109))
-    assert batch.offset == 2**33 - 8
-    assert batch.cu_seqlens is not None
-    assert (batch.cu_seqlens.tolist(), batch.before) == ([0, 5, 8], 2**33 - 8)
+    assert batch.position.start == 2**33 - 8
+    assert (batch.position.cu_seqlens().tolist(), batch.position.before()) == ([0, 5, 8], 2**33 - 8)
 
 
 def test_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
@@ -162,9 +163,8 @@ def test_cu_seqlens_of_every_shard_match_definition(store: TokenStore, sp_size: 
         for sequence in range(9):
             batch = part.read([sequence])
             cuts, before = pieces_by_hand(np.cumsum([0, *LENGTHS]).tolist(), sequence * SEQ_LEN, rank * length, length)
-            assert batch.cu_seqlens is not None
-            assert batch.cu_seqlens.dtype == torch.int64
-            assert (batch.cu_seqlens.tolist(), batch.before) == (cuts, before)
+            assert batch.position.cu_seqlens().dtype == torch.int64
+            assert (batch.position.cu_seqlens().tolist(), batch.position.before()) == (cuts, before)
             seen.add((rank > 0, before > 0, len(cuts) > 2))
     assert (False, True, False) not in seen
     if sp_size == 4:  # LENGTHS covers all cases: continued document or not, with and without a border inside
@@ -173,8 +173,10 @@ def test_cu_seqlens_of_every_shard_match_definition(store: TokenStore, sp_size: 
 
 def test_document_across_three_shards() -> None:
     offsets = np.array([0, 3, 10, 12])
-    got = [shard_cu_seqlens(offsets, 0, 12, offset, 4) for offset in (0, 4, 8)]
-    assert [(cuts.tolist(), before) for cuts, before in got] == [
+    documents = [sequence_borders(offsets, 0, 12)]
+    assert documents[0].tolist() == offsets.tolist()
+    got = [SequencePosition((0, 4, 8, 12), rank, documents=documents) for rank in range(3)]
+    assert [(position.cu_seqlens().tolist(), position.before()) for position in got] == [
         ([0, 3, 4], 0),
         ([0, 4], 1),
         ([0, 2, 4], 5),
@@ -246,14 +248,12 @@ def test_prefetching_raises_reader_errors(store: TokenStore) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((1001, 4), "data.seq_len=1001: must divide by sp.size=4; nearest legal values: 1000, 1004"),
-        ((3, 4), "data.seq_len=3: must divide by sp.size=4; nearest legal values: 4"),
-        ((1001, 4, 1003), "data.seq_len=1001: must divide by sp.size=4; nearest legal values: 1000"),
+        ((3, 4), "data.seq_len=3: must be ≥ 4: a token of each sequence for each of sp.size=4"),
         ((0, 4), "data.seq_len=0: must be positive; nearest legal value: 4"),
         ((-8, 4), "data.seq_len=-8: must be positive; nearest legal value: 4"),
         (
             (1004, 4, 1004),
-            "data.seq_len=1004: longer than the corpus of 1004 tokens; largest legal value: 1000; "
+            "data.seq_len=1004: longer than the corpus of 1004 tokens; largest legal value: 1003; "
             f"for longer sequences {PREPARE_HINT}",
         ),
         ((4, 4, 4), "data.seq_len=4: the corpus has only 4 tokens, too few for any sequence with sp.size=4"),
@@ -289,6 +289,8 @@ def test_invalid_batch_sizes_are_refused(arguments: tuple[int, int, int], expect
 
 def test_valid_values_are_accepted() -> None:
     check_seq_len(1000, 4, 1001)
+    check_seq_len(1001, 4, 1002)
+    check_seq_len(4, 4)
     check_batch(16, 2, 4)
     check_reset(True, 1)
     check_reset(False, 2)
@@ -296,14 +298,12 @@ def test_valid_values_are_accepted() -> None:
 
 
 def test_loader_refuses_invalid_split(store: TokenStore) -> None:
-    with pytest.raises(ConfigError, match=r"data\.seq_len=25: must divide by sp\.size=2; nearest legal values: 24, 26"):
-        loader(store, seq_len=25, sp_size=2)
+    with pytest.raises(ConfigError, match=r"data\.seq_len=1: must be ≥ 2: "):
+        loader(store, seq_len=1, sp_size=2)
     with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .*store of 240 tokens"):
         loader(store, seq_len=240)
     with pytest.raises(ConfigError, match=r"data\.global_batch=4: must be a multiple"):
         loader(store, dp_size=3)
-    with pytest.raises(ConfigError, match=r"^data\.micro_batch=2: must be 1 with data\.reset_state_at_document=true$"):
-        loader(store, micro_batch=2, reset_state_at_document=True)
 
 
 @pytest.mark.parametrize(

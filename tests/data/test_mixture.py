@@ -103,9 +103,8 @@ def starts_of(parts: list[Batch]) -> list[int]:
     """Positions in the sequence at which a document starts, from its shards."""
     starts = []
     for part in parts:
-        assert part.cu_seqlens is not None
-        pieces = part.cu_seqlens[:-1].tolist()
-        starts += [part.offset + start for start in pieces if start > 0 or part.before == 0]
+        pieces = part.position.cu_seqlens()[:-1].tolist()
+        starts += [part.position.start + start for start in pieces if start > 0 or part.position.before() == 0]
     return starts
 
 
@@ -236,7 +235,7 @@ def test_resume_mid_epoch_on_another_split(stores: list[TokenStore]) -> None:
                     seen.setdefault(place, []).extend(ahead.next() for _ in range(segments))
                 ahead.close()
             for place, parts in seen.items():
-                parts.sort(key=lambda part: part.offset)
+                parts.sort(key=lambda part: part.position.start)
                 expected = whole.batch(consumed + place // 4 * 4, place % 4)
                 assert torch.equal(torch.cat([part.input_ids for part in parts], dim=1), expected.input_ids)
                 assert torch.equal(torch.cat([part.labels for part in parts], dim=1), expected.labels)

@@ -41,14 +41,13 @@ def loader(store: TokenStore, **split: Any) -> SequenceLoader:
 
 def same(a: Batch, b: Batch) -> bool:
     """Whether two batches are the same in every field."""
-    tensors = [(a.input_ids, b.input_ids), (a.labels, b.labels)]
-    if a.cu_seqlens is not None and b.cu_seqlens is not None:
-        tensors.append((a.cu_seqlens, b.cu_seqlens))
+    tensors = [(a.input_ids, b.input_ids), (a.labels, b.labels), (a.position.table, b.position.table)]
+    tensors += zip(a.position.documents or (), b.position.documents or (), strict=True)
+    names = ("rank", "seq_len", "segment", "num_segments", "micro_step")
     return (
         all(torch.equal(*pair) for pair in tensors)
-        and (a.cu_seqlens is None) == (b.cu_seqlens is None)
-        and (a.offset, a.segment, a.before, a.is_padding) == (b.offset, b.segment, b.before, b.is_padding)
-        and a.sequence_ids == b.sequence_ids
+        and all(getattr(a.position, name) == getattr(b.position, name) for name in names)
+        and (a.sequence_ids, a.is_padding) == (b.sequence_ids, b.is_padding)
     )
 
 
@@ -56,10 +55,11 @@ def document_starts(parts: list[Batch]) -> list[int]:
     """Positions at which documents start in the concatenated shards."""
     starts: list[int] = []
     for part in parts:
-        assert part.cu_seqlens is not None
-        assert part.cu_seqlens.dtype == torch.int64
-        assert (part.cu_seqlens[0], part.cu_seqlens[-1]) == (0, part.input_ids.shape[1])
-        starts += [part.offset + cut for cut in part.cu_seqlens[:-1].tolist() if cut > 0 or part.before == 0]
+        position, cuts = part.position, part.position.cu_seqlens()
+        assert cuts is not None
+        assert cuts.dtype == torch.int64
+        assert (cuts[0], cuts[-1]) == (0, part.input_ids.shape[1])
+        starts += [position.start + cut for cut in cuts[:-1].tolist() if cut > 0 or position.before() == 0]
     return starts
 
 
@@ -84,7 +84,8 @@ def test_segments_of_all_ranks_join_to_the_sequence(
                 part = part_loader.batch(consumed, micro_step, segment)
                 assert store.bytes_requested - before == micro_batch * (length + 1) * store.itemsize
                 assert part.input_ids.shape == part.labels.shape == (micro_batch, length)
-                assert (part.segment, part.offset) == (segment, segment * (SEQ_LEN // segments) + rank * length)
+                start = segment * (SEQ_LEN // segments) + rank * length
+                assert (part.position.segment, part.position.start) == (segment, start)
                 assert part.sequence_ids == expected.sequence_ids
                 parts.append(part)
             assert torch.equal(torch.cat([part.input_ids for part in parts], dim=1), expected.input_ids)
@@ -94,7 +95,8 @@ def test_segments_of_all_ranks_join_to_the_sequence(
             if documents:
                 assert document_starts(parts) == document_starts([expected])
             else:
-                assert all(part.cu_seqlens is None and part.before == part.offset for part in parts)
+                assert all(part.position.documents is None for part in parts)
+                assert all(part.position.before() == part.position.start for part in parts)
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
@@ -107,8 +109,7 @@ def test_document_borders_at_segment_edges(store: TokenStore, sp_size: int) -> N
                 SEQ_LEN, sp_rank=rank, sp_size=sp_size, segments=4 // sp_size, reset_state_at_document=True
             )
             batch = SequenceReader(Documents(store), split).read([sequence], segment)
-            assert batch.cu_seqlens is not None
-            pieces.append((batch.cu_seqlens.tolist(), batch.before))
+            pieces.append((batch.position.cu_seqlens().tolist(), batch.position.before()))
     assert found == {
         0: [([0, 6], 0), ([0, 3, 6], 0), ([0, 6], 3), ([0, 6], 9)],
         1: [([0, 6], 0), ([0, 6], 6), ([0, 6], 12), ([0, 6], 18)],
@@ -159,7 +160,7 @@ def test_prefetching_returns_segments_in_order(store: TokenStore) -> None:
     ahead = PrefetchingLoader(direct, consumed=8, ahead=3)
     for consumed, micro_step, segment in itertools.product((8, 12, 16), range(2), range(3)):
         got = ahead.next()
-        assert got.segment == segment
+        assert got.position.segment == segment
         assert same(got, direct.batch(consumed, micro_step, segment))
         assert same(got, ahead.again(consumed, micro_step, segment))
     ahead.close()
@@ -197,7 +198,7 @@ def test_prefetching_raises_errors_of_a_segment(store: TokenStore, monkeypatch: 
 
     monkeypatch.setattr(direct, "batch", batch)
     ahead = PrefetchingLoader(direct, consumed=0)
-    assert [ahead.next().segment for _ in range(2)] == [0, 1]
+    assert [ahead.next().position.segment for _ in range(2)] == [0, 1]
     for _ in range(2):
         with pytest.raises(DataError, match="has become shorter since it was opened"):
             ahead.next()
@@ -211,10 +212,10 @@ def test_validation_reads_every_sequence_by_segments(store: TokenStore, segments
         for dp_rank, sp_rank in itertools.product(range(dp_size), range(sp_size)):
             split = DataSplit(SEQ_LEN, micro_batch, dp_rank, dp_size, sp_rank, sp_size, segments=segments)
             batches = list(validation_batches(SequenceReader(Documents(store), split), max_sequences=most))
-            assert [batch.segment for batch in batches] == [*range(segments)] * (len(batches) // segments)
+            assert [batch.position.segment for batch in batches] == [*range(segments)] * (len(batches) // segments)
             for batch in batches:
-                first = torch.tensor(batch.sequence_ids or [0])[:, None] * SEQ_LEN + split.offset(batch.segment)
-                assert torch.equal(batch.input_ids, first + torch.arange(split.length))
+                first = torch.tensor(batch.sequence_ids or [0])[:, None] * SEQ_LEN + batch.position.start
+                assert torch.equal(batch.input_ids, first + torch.arange(batch.position.num_tokens))
                 assert batch.is_padding == (batch.sequence_ids == [])
             groups = [batches[start : start + segments] for start in range(0, len(batches), segments)]
             assert all(len({tuple(batch.sequence_ids) for batch in group}) == 1 for group in groups)
@@ -227,12 +228,9 @@ def test_validation_reads_every_sequence_by_segments(store: TokenStore, segments
 @pytest.mark.parametrize(
     ("seq_len", "num_tokens", "expected"),
     [
-        (1001, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000, 1008"),
-        (1004, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000, 1008"),
-        (3, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 8"),
-        (1001, 1008, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000"),
+        (7, None, "must be ≥ 8: a token of each sequence for each of sp.size × train.segments = 2 × 4 = 8"),
         (0, None, "must be positive; nearest legal value: 8"),
-        (1008, 1008, "longer than the corpus of 1008 tokens; largest legal value: 1000; for longer sequences "),
+        (1008, 1008, "longer than the corpus of 1008 tokens; largest legal value: 1007; for longer sequences "),
         (8, 8, "the corpus has only 8 tokens, too few for any sequence with sp.size × train.segments = 2 × 4 = 8"),
     ],
 )
@@ -244,8 +242,8 @@ def test_invalid_seq_len_is_refused(seq_len: int, num_tokens: int | None, expect
 
 
 def test_loader_refuses_invalid_seq_len(store: TokenStore) -> None:
-    with pytest.raises(ConfigError, match=r"data\.seq_len=24: must divide by .* = 2 × 5 = 10; .*: 20, 30$"):
-        DataSplit(SEQ_LEN, sp_size=2, segments=5)
-    with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .* of 240 tokens; .*: 232; "):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=24: must be ≥ 26: .* = 2 × 13 = 26$"):
+        DataSplit(SEQ_LEN, sp_size=2, segments=13)
+    with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .* of 240 tokens; .*: 239; "):
         loader(store, seq_len=240, sp_size=2, segments=4)
     assert loader(store, seq_len=232, sp_size=2, segments=4).num_sequences == 1

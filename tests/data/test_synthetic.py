@@ -208,11 +208,11 @@ def test_ranks_and_segments_read_parts_of_same_sequences() -> None:
             split = DataSplit(768, 8 // dp_size, dp_rank, dp_size, sp_rank, sp_size, segments=segments)
             part = loader(split).batch(16, 0, segment)
             rows = slice(dp_rank * 8 // dp_size, (dp_rank + 1) * 8 // dp_size)
-            columns = slice(part.offset, part.offset + split.length)
+            columns = slice(part.position.start, part.position.stop)
             assert part.input_ids.equal(whole.input_ids[rows, columns])
             assert part.labels.equal(whole.labels[rows, columns])
             assert part.step_labels == whole.step_labels
-            assert part.before == part.offset
+            assert part.position.before() == part.position.start
 
 
 def test_large_step_counts_labels_once() -> None:

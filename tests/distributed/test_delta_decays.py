@@ -21,8 +21,8 @@ from tests.support.distributed import run_distributed
 from tests.support.steps import make_mesh
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 
@@ -42,7 +42,7 @@ def _log_decays(model: LanguageModel, ids: Tensor, module: Any) -> list[Tensor]:
         return found[-1]
 
     with mock.patch.object(module, "step_log_decays", noted):
-        model(ids[:, :-1], SequenceShard(scan, 0, TOKENS - 1), ids[:, 1:]).backward()
+        model(ids[:, :-1], SequencePosition((0, TOKENS - 1), exchange=scan), ids[:, 1:]).backward()
     return [g.detach() for g in found]
 
 

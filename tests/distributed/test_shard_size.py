@@ -61,7 +61,6 @@ def _train(rank: int, world_size: int, store: str, cases: list[Any]) -> list[dic
             strategy=strategy,
             grad_clip=0.1,
             tokens_per_step=BATCH * SEQ_LEN,
-            seq_len=SEQ_LEN,
         )
         split = mesh.split(SEQ_LEN, 1, segments=segments)
         loader = SequenceLoader([Source(Documents(TokenStore.open(Path(store))))], split, seed=3, global_batch=BATCH)

@@ -25,8 +25,9 @@ from tests.support.training import full, train
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 
@@ -108,7 +109,7 @@ def _pass(model: LanguageModel, ids: Tensor, scan: Exchange, seen: list[tuple[Te
 
     mamba2.Mamba2._operands = noted  # type: ignore[method-assign]
     try:
-        model(ids[:, :-1], SequenceShard(scan, 0, ids.shape[1] - 1), ids[:, 1:]).backward()
+        model(ids[:, :-1], SequencePosition((0, ids.shape[1] - 1), exchange=scan), ids[:, 1:]).backward()
     finally:
         mamba2.Mamba2._operands = operands  # type: ignore[method-assign]
 

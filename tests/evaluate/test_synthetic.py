@@ -24,7 +24,7 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.tasks.scores import Cut, Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.training.build import build_model
@@ -49,7 +49,7 @@ class Given:
 
 def logits(model: LanguageModel, tokens: Tokens) -> Tensor:
     ids = torch.from_numpy(tokens)[None]
-    return model(ids, SequenceShard(local_exchange(), 0, len(tokens)))[0]
+    return model(ids, SequencePosition((0, len(tokens)), exchange=local_exchange()))[0]
 
 
 @torch.no_grad()
@@ -119,10 +119,10 @@ def test_scores_do_not_depend_on_the_split(world_size: int) -> None:
         ((1 << 20, 2, 1, 16384), Cut(1 << 20, 32, 1)),
         ((512, 1, 1, 16384), Cut(512, 1, 32)),
         ((96, 2, 4, 5), Cut(96, 12, 1)),
-        ((97, 1, 1, 50), Cut(98, 2, 1)),
-        ((97, 1, 1, 96), Cut(98, 2, 1)),
+        ((97, 1, 1, 50), Cut(97, 2, 1)),
+        ((97, 1, 1, 96), Cut(97, 2, 1)),
         ((7, 3, 1, 1), Cut(9, 3, 1)),
-        ((16411, 1, 4, 16384), Cut(16412, 4, 3)),
+        ((16411, 1, 4, 16384), Cut(16411, 4, 3)),
     ],
 )
 def test_cut_pads_length_and_limits_tokens_per_rank(arguments: tuple[int, int, int, int], expected: Cut) -> None:
@@ -178,7 +178,7 @@ def test_synthetic_tasks_write_results_and_plots(run: Path, tmp_path: Path) -> N
             ["recall.lengths=[4]"],
             "recall.lengths=4: too short for 2 pairs and 2 queries of recall; least legal value: 8",
         ),
-        (["recall.lengths=[65]", "train.segments=2"], "recall.lengths=65: must divide by sp.size × train.segments"),
+        (["recall.lengths=[64]", "train.segments=65"], "recall.lengths=64: must be ≥ 65: "),
         (["recall.lengths=[64,64]"], "recall.lengths=[64, 64]: names one twice"),
         (["recall.examples=0"], "recall.examples=0: must be ≥ 1"),
         (["recall.alphabet=200"], "recall.alphabet=200: must be from 1 to 127"),

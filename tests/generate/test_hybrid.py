@@ -25,7 +25,7 @@ from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.segments import LayerStates
 from zeco_train.ops.softmax.cache import extend
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
@@ -185,12 +185,10 @@ def test_segments_with_documents_equal_the_whole_sequence(name: str) -> None:
     """Of any sizes; documents begin in segments, and go on in later ones."""
     model, ids, scan = build(name), texts()[0][None], local_exchange()
     borders, total = [0, 20, 90, 130, 162], 162
-    whole_shard = SequenceShard(scan, 0, total, torch.tensor(borders), 0, torch.tensor(borders))
+    whole_shard = SequencePosition((0, total), documents=[borders], exchange=scan)
     found, states = [], model.zero_states(1, ids.device, total)
     for start, stop in itertools.pairwise([0, 1, 64, 120, 121, total]):
-        inside = [border - start for border in borders if start < border < stop]
-        pieces, before = torch.tensor([0, *inside, stop - start]), start - max(b for b in borders if b <= start)
-        shard = SequenceShard(scan, start, total, pieces, before, torch.tensor(borders), (start, stop))
+        shard = SequencePosition((start, stop), seq_len=total, documents=[borders], exchange=scan)
         carried = LayerStates(carry_in=states, want_carry=True)
         found.append(model(ids[:, start:stop], shard, states=carried))
         states = carried.carry_out
@@ -295,7 +293,7 @@ def test_tokens_beyond_the_capacity_are_refused(mesh: ProcessMesh) -> None:
 
 def test_caches_are_neither_made_up_nor_differentiated() -> None:
     model, ids = build("gla, last of 2"), texts()[0][None]
-    shard = SequenceShard(local_exchange(), 0, ids.shape[1])
+    shard = SequencePosition((0, ids.shape[1]), exchange=local_exchange())
     with pytest.raises(ValueError, match="only if they are carried in"):
         model(ids, shard, states=LayerStates(want_carry=True))
     model.requires_grad_(True)

@@ -21,7 +21,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.export import main
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.trained import find_trained, load_trained
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
 
@@ -68,7 +68,7 @@ def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypat
     trained = find_trained(str(tmp_path))
     mesh = init(trained.configure(["data.seq_len=64", "train.dtype=fp32"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=Dtype.fp32, strategy=Strategy.zero2), local_exchange()
-    logits = model(ids, SequenceShard(scan, 0, TOKENS))[0]
+    logits = model(ids, SequencePosition((0, TOKENS), exchange=scan))[0]
     dist.destroy_process_group()
     assert 1 < expected.abs().max() < 100
     assert (logits - expected).norm() <= 1e-5 * expected.norm()

@@ -30,7 +30,7 @@ from zeco_train.export import main
 from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.hf.folder import INDEX_FILE
 from zeco_train.hf.trained import find_trained, load_trained
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
 
@@ -105,7 +105,7 @@ def our_logits(folder: Path, dtype: Dtype) -> Tensor:
     trained = find_trained(str(folder))
     mesh = init(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=dtype, strategy=Strategy.zero2), local_exchange()
-    logits = model(tokens(), SequenceShard(scan, 0, TOKENS))[0]
+    logits = model(tokens(), SequencePosition((0, TOKENS), exchange=scan))[0]
     scan.drain()
     dist.destroy_process_group()
     return logits

@@ -31,7 +31,7 @@ from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
 from zeco_train.hf.trained import find_trained, load_trained
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
 
@@ -139,7 +139,7 @@ def test_model_saved_by_fla_gives_reference_logits(settings: dict[str, Any], tmp
     if "fuse_norm" in settings:
         parameters = {name.replace("g_norm.", "g_norm_swish_gate."): value for name, value in parameters.items()}
     ids = torch.randint(61, (40,), generator=torch.Generator().manual_seed(1))
-    logits = ours(ids[None], SequenceShard(exchange=(scan := local_exchange()), offset=0, seq_len=40))[0]
+    logits = ours(ids[None], SequencePosition((0, 40), exchange=(scan := local_exchange())))[0]
     scan.drain()
     expected = reference_logits(parameters, trained.model, ids)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())

@@ -19,7 +19,8 @@ from models.mixers.rebased import RebasedConfig
 from models.registry import MIXERS
 from zeco_train.errors import ConfigError
 from zeco_train.hf.fla_config import from_fla, to_fla
-from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -97,7 +98,7 @@ def _compare(config: Any, theirs: nn.Module, call: Callable[[Tensor], Tensor]) -
     x = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     scan = local_exchange()
     with torch.no_grad():
-        y, _ = ours(x, SequenceShard(scan, 0, TOKENS).place(TOKENS, x.device), (Boundary(),), None)
+        y, _ = ours(x, SequencePosition((0, TOKENS), exchange=scan).on(x), (Boundary(),), None)
         expected = call(x)
     return ((y - expected).abs().max() / expected.abs().max()).item()
 

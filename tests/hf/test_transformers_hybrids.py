@@ -30,7 +30,7 @@ from zeco_train.export import main
 from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model, stored_weights
 from zeco_train.hf.trained import find_trained, load_trained
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
 
@@ -121,7 +121,7 @@ def our_logits(path: Path, dtype: Dtype = Dtype.fp32, strategy: Strategy | None 
     trained = find_trained(str(path))
     mesh = init(trained.configure(["data.seq_len=128", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=dtype, strategy=strategy), local_exchange()
-    logits = model(torch.tensor([tokens()]), SequenceShard(scan, 0, TOKENS))[0]
+    logits = model(torch.tensor([tokens()]), SequencePosition((0, TOKENS), exchange=scan))[0]
     dist.destroy_process_group()
     return logits
 

@@ -21,7 +21,8 @@ from models.mixers.retnet import RetNetConfig
 from models.registry import MIXERS, mixer_of
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_decay_references
-from zeco_train.ops.seam import Boundary, Place, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -121,7 +122,7 @@ def test_logits_equal_fla(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs.load_state_dict(ours.state_dict())
     ids = torch.arange(80).reshape(2, 40) * 7 % 29
     with torch.no_grad():
-        logits = ours(ids, SequenceShard(exchange=local_exchange(), offset=0, seq_len=40))
+        logits = ours(ids, SequencePosition((0, 40), exchange=local_exchange()))
         expected = theirs(ids, use_cache=False).logits
     # fp32 on both sides, since fla's naive recurrences support no other dtype.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -163,5 +164,5 @@ def test_lightning_layers_equal_minimax() -> None:
             module.weight.copy_(weight)
         x, scan = torch.randn(2, 50, 24, generator=generator), local_exchange()
         expected, _ = theirs(x, position_embeddings=None, attention_mask=None)
-        y, _ = ours(x, Place(scan.handle(x.device)), (Boundary(),), None)
+        y, _ = ours(x, SequencePosition((0, 50), exchange=scan).on(x), (Boundary(),), None)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

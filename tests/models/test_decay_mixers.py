@@ -24,7 +24,8 @@ from models.modules import GatedRMSNorm, GateFunction
 from models.registry import mixer_of
 from models.rotary import rotate
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import Boundary, Place
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -71,8 +72,9 @@ def part(mixer: Mixer, bounds: Tensor | None) -> Tensor | None:
     return None if bounds is None or mixer.shared is None else mixer.shared.parts(bounds)[LAYER]
 
 
-def place(start: int, stop: int) -> Place:
-    return Place(SCAN.handle(torch.device("cpu")), positions=FIRST + torch.arange(start, stop))
+def place(start: int, stop: int) -> SequencePosition:
+    bounds = FIRST + start, FIRST + stop
+    return SequencePosition(bounds, exchange=SCAN).on(torch.empty(1, stop - start), with_positions=True)
 
 
 def whole(mixer: Mixer, x: Tensor, bounds: Tensor | None) -> Tensor:

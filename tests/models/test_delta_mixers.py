@@ -26,7 +26,8 @@ from models.registry import MIXERS, mixer_of
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_delta_references
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -126,7 +127,7 @@ def test_layer_and_all_gradients_equal_the_reference(name: str) -> None:
     assert isinstance(layer, DeltaMixer)
     generator = torch.Generator().manual_seed(2)
     x, dy = (torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=generator) for _ in range(2))
-    place, found = SequenceShard(SCAN, 0, TOKENS).place(TOKENS, x.device), []
+    place, found = SequencePosition((0, TOKENS), exchange=SCAN).on(x), []
     for is_reference in (False, True):
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
@@ -291,7 +292,7 @@ def test_logits_equal_fla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs.load_state_dict({in_fla(config, key): x for key, x in ours.state_dict().items()})
     ids = torch.arange(80).reshape(2, 40) * 7 % 29
     with torch.no_grad():
-        logits = ours(ids, SequenceShard(exchange=SCAN, offset=0, seq_len=40))
+        logits = ours(ids, SequencePosition((0, 40), exchange=SCAN))
         expected = theirs(ids, use_cache=False).logits
     # fp32 on both sides, since fla's naive recurrences support no other dtype.
     torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())

@@ -23,7 +23,8 @@ from models.parameters import parameter_rules
 from models.registry import MIXERS, check_document, longest_document
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -75,9 +76,10 @@ def run(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs of tokens from `offset` on, and the state after them."""
-    shard = SequenceShard(SCAN, offset, offset + x.shape[1], cu_seqlens)
-    place = shard.place(x.shape[1], x.device, with_positions=mixer.reads_positions)
-    y, (crossing,) = mixer(x, place, (Boundary(None, carry_in, True),), None)
+    documents = None if cu_seqlens is None else [cu_seqlens]
+    position = SequencePosition((offset, offset + x.shape[1]), documents=documents, exchange=SCAN)
+    position = position.on(x, with_positions=mixer.reads_positions)
+    y, (crossing,) = mixer(x, position, (Boundary(None, carry_in, True),), None)
     return y, crossing.carry_out
 
 

@@ -17,6 +17,7 @@ from tests.models.test_model import SMALL, plain_products
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import CHUNK
 from zeco_train.ops.gla.chunked import CHUNKED, intra_scores, local_states
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training import step as step_module
@@ -39,11 +40,11 @@ def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: 
     mesh: Any = SimpleNamespace(device=torch.device("cpu"), sp_rank=0, sp_size=1)
     optimizer = torch.optim.AdamW(model.parameters())
     settings: dict[str, Any] = {"strategy": Strategy.ddp, "grad_clip": 1.0}
-    step = TrainingStep(model, optimizer, local_exchange(), mesh, tokens_per_step=TOKENS, seq_len=TOKENS, **settings)
+    step = TrainingStep(model, optimizer, local_exchange(), mesh, tokens_per_step=TOKENS, **settings)
     ids = torch.randint(SMALL.vocab_size, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     length = TOKENS // segments
     batches = [
-        Batch(ids[:, i : i + length], ids[:, i + 1 : i + length + 1], None, i > 0, i, [0], segment=i // length)
+        Batch(ids[:, i : i + length], ids[:, i + 1 : i + length + 1], SequencePosition((i, i + length)), [0])
         for i in range(0, TOKENS, length)
     ]
     with FlopCounterMode(display=False) as counter:

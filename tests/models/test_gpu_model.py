@@ -14,8 +14,8 @@ from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model, build_step
 from zeco_train.training.optim.registry import build_optimizer
@@ -38,11 +38,10 @@ def batches(segments: int) -> list[Batch]:
         Batch(
             input_ids=tokens[:, start : start + length].contiguous(),
             labels=tokens[:, start + 1 : start + length + 1].contiguous(),
-            cu_seqlens=None,
-            before=start,
-            offset=start,
+            position=SequencePosition(
+                (start, start + length), seq_len=SEQ_LEN, segment=start // length, num_segments=segments
+            ),
             sequence_ids=[0],
-            segment=start // length,
         )
         for start in range(0, SEQ_LEN, length)
     ]
@@ -72,7 +71,6 @@ def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
         strategy=config.parallel.strategy,
         grad_clip=1.0,
         tokens_per_step=SEQ_LEN,
-        seq_len=SEQ_LEN,
     )
     model.set_recompute(Recompute.full)
     loss, expected, whole_gb = gradients(model, step, 1)
@@ -100,8 +98,9 @@ def test_compiled_blocks_have_the_gradients_of_launched_ones(name: str) -> None:
     torch.manual_seed(0)
     model = spec_of(config).build().cuda()
     model.init_weights(0)
-    block, shard = model.model.blocks()[0], SequenceShard(local_exchange(), 0, 300)
-    place = shard.place(300, next(block.parameters()).device, with_positions=block.attn.reads_positions)
+    block, shard = model.model.blocks()[0], SequencePosition((0, 300), exchange=local_exchange())
+    like = next(block.parameters()).new_empty(1, 300)
+    place = shard.on(like, with_positions=block.attn.reads_positions)
     x = torch.randn(1, 300, config.hidden_size, device="cuda", requires_grad=True)
     dy = torch.randn_like(x)
     found = []

@@ -17,8 +17,9 @@ from models.parameters import parameter_rules
 from models.rotary import rotate
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -43,7 +44,7 @@ def loss_and_grads(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     ids = torch.randint(31, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     model.zero_grad()
     scan = local_exchange()
-    loss = model(ids, SequenceShard(scan, 0, TOKENS), ids)
+    loss = model(ids, SequencePosition((0, TOKENS), exchange=scan), ids)
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -85,7 +86,7 @@ def test_norms_after_act_on_outputs(recompute: Recompute) -> None:
     assert all(torch.allclose(grads[name], grad, rtol=1e-12, atol=1e-13) for name, grad in wanted.items())
     x = torch.randn(1, TOKENS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     scan = local_exchange()
-    place = SequenceShard(scan, 0, TOKENS).place(TOKENS, x.device, with_positions=True)
+    place = SequencePosition((0, TOKENS), exchange=scan).on(x, with_positions=True)
     (found, *_), (mixed, _) = after(x, place), after.attn(x, place, [Boundary()] * 2, None)
     middle = x + after.attn_norm(mixed)
     assert torch.allclose(found, middle + after.mlp_norm(after.mlp(middle)), rtol=1e-13)

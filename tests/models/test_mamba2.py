@@ -18,7 +18,8 @@ from models.modules import RMSNormOfGated
 from models.parameters import cast, parameter_rules
 from models.spec import ModelSpec, spec_of
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary
 from zeco_train.ops.segments import LayerStates
 from zeco_train.sp.exchange import local_exchange
 
@@ -94,7 +95,7 @@ def test_layer_and_all_gradients_equal_the_reference(changes: dict[str, object])
     assert isinstance(layer, Mamba2)
     generator = torch.Generator().manual_seed(2)
     x, dy = (torch.randn(2, TOKENS, SMALL.hidden_size, dtype=torch.float64, generator=generator) for _ in range(2))
-    place, found = SequenceShard(SCAN, 0, TOKENS).place(TOKENS, x.device), []
+    place, found = SequencePosition((0, TOKENS), exchange=SCAN).on(x), []
     for is_reference in (False, True):
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
@@ -113,8 +114,8 @@ def test_documents_are_separate_sequences() -> None:
     model = build()
     ids = torch.randint(SMALL.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(3))
     borders = [0, 1, 3, 40, TOKENS]
-    together = model(ids, SequenceShard(SCAN, 0, TOKENS, torch.tensor(borders)))
-    alone = [model(ids[:, a:b], SequenceShard(SCAN, 0, b - a)) for a, b in itertools.pairwise(borders)]
+    together = model(ids, SequencePosition((0, TOKENS), documents=[torch.tensor(borders)], exchange=SCAN))
+    alone = [model(ids[:, a:b], SequencePosition((0, b - a), exchange=SCAN)) for a, b in itertools.pairwise(borders)]
     torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-10, atol=1e-10)
 
 
@@ -124,9 +125,9 @@ def test_steps_continue_a_prompt_of_any_length(prompt: int) -> None:
     model = build(dataclasses.replace(SMALL, time_step_limit=(0.1, 2.0)))
     ids = torch.randint(SMALL.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        expected = model(ids, SequenceShard(SCAN, 0, TOKENS))
+        expected = model(ids, SequencePosition((0, TOKENS), exchange=SCAN))
         states = LayerStates(carry_in=model.zero_states(2, ids.device), want_carry=True)
-        logits = [model(ids[:, :prompt], SequenceShard(SCAN, 0, prompt), states=states)]
+        logits = [model(ids[:, :prompt], SequencePosition((0, prompt), exchange=SCAN), states=states)]
         for position in range(prompt, TOKENS):
             positions = torch.full((2,), position)
             logits.append(model.step(ids[:, position], states.carry_out, positions)[:, None])
@@ -187,7 +188,7 @@ def test_residual_stream_is_fp32_if_configured(wide: bool) -> None:
     seen = []
     for layer in model.model.blocks():
         layer.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].dtype, output[0].dtype)))
-    logits = model(torch.zeros(1, 9, dtype=torch.int64), SequenceShard(SCAN, 0, 9))
+    logits = model(torch.zeros(1, 9, dtype=torch.int64), SequencePosition((0, 9), exchange=SCAN))
     residual = torch.float32 if wide else torch.bfloat16
     assert seen == [(residual, residual)] * 2
     assert logits.dtype is torch.bfloat16

@@ -15,10 +15,12 @@ from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from tests.support.distributed import run_distributed
 from tests.support.planning import make_case, saved_bytes
+from tests.support.positions import position_of
 from tests.support.sp_reference import build_scans
 from zeco_train.config.schema import Dtype
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Exchange
 from zeco_train.ops.segments import LayerStates
 from zeco_train.plan.memory import kept_bytes_per_token
 from zeco_train.sp.exchange import local_exchange
@@ -52,20 +54,12 @@ def _build(name: str) -> tuple[LanguageModel, Tensor]:
     return model, torch.randint(config.vocab_size, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1))
 
 
-def _shard(scan: Exchange, start: int, stop: int, documents: bool) -> SequenceShard:
-    if not documents:
-        return SequenceShard(scan, start, TOKENS)
-    inside = [border - start for border in BORDERS if start < border < stop]
-    before = start - max(border for border in BORDERS if border <= start)
-    return SequenceShard(scan, start, TOKENS, torch.tensor([0, *inside, stop - start]), before)
-
-
 def _loss_and_gradients(
     model: LanguageModel, ids: Tensor, scan: Exchange, start: int, stop: int, documents: bool
 ) -> list[Tensor]:
     """Of the tokens [start, stop), summed over them."""
     model.zero_grad()
-    shard = _shard(scan, start, stop, documents)
+    shard = position_of(scan, start, stop, (*BORDERS, TOKENS) if documents else None)
     loss = model(ids[:, start:stop], shard, ids[:, start + 1 : stop + 1])
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -106,9 +100,9 @@ def test_steps_equal_the_whole_sequence(name: str) -> None:
     model, ids = _build(name)
     prompt, scan = 64, local_exchange()
     with torch.no_grad():
-        expected = model(ids, SequenceShard(scan, 0, TOKENS + 1))
+        expected = model(ids, SequencePosition((0, TOKENS + 1), exchange=scan))
         states = LayerStates(carry_in=model.zero_states(2, ids.device), want_carry=True)
-        logits = [model(ids[:, :prompt], SequenceShard(scan, 0, prompt), states=states)]
+        logits = [model(ids[:, :prompt], SequencePosition((0, prompt), exchange=scan), states=states)]
         for position, column in enumerate(ids[:, prompt:].T, prompt):
             logits.append(model.step(column, states.carry_out, torch.full_like(column, position))[:, None])
     assert (torch.cat(logits, dim=1) - expected).abs().max() <= TOLERANCE * expected.abs().max()

@@ -24,7 +24,8 @@ from models.mixers.gla import FeatureMap, GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.spec import ModelSpec, spec_of
 from zeco_train.ops import CHUNK
-from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary, Crossing
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -53,9 +54,9 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "project", lambda x, *layers: [F.linear(x, layer.weight) for layer in layers])
 
 
-def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequenceShard:
+def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequencePosition:
     """The shard of a single rank with the whole sequence."""
-    return SequenceShard(exchange=SCAN, offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
+    return SequencePosition((0, tokens), documents=None if cu_seqlens is None else [cu_seqlens], exchange=SCAN)
 
 
 def build(config: GLAConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0) -> LanguageModel:
@@ -224,7 +225,7 @@ def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
 
     def spy(
-        operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
+        operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, boundary: Boundary
     ) -> tuple[Tensor, Crossing]:
         q, _, v, g = operands
         seen.extend((q.dtype, g.dtype))
@@ -268,7 +269,7 @@ def test_elementwise_functions_round_once() -> None:
 
 def test_model_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     def elementwise(
-        operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
+        operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, boundary: Boundary
     ) -> tuple[Tensor, Crossing]:
         q, k, v, g = operands
         return v * (q * k * g).sum(-1, keepdim=True), Crossing(g, g)

@@ -20,7 +20,7 @@ from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_references
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -98,7 +98,7 @@ def test_logits_equal_fla(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = fla_models.GLAForCausalLM(fla_config(config)).eval()
     theirs.load_state_dict(ours.state_dict())
     ids = torch.arange(80).reshape(2, 40) * 7 % 29
-    logits = ours(ids, SequenceShard(exchange=local_exchange(), offset=0, seq_len=40))
+    logits = ours(ids, SequencePosition((0, 40), exchange=local_exchange()))
     expected = theirs(ids, use_cache=False).logits
     # fp32 on both sides, since fla's naive recurrence supports no other dtype.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)

@@ -19,13 +19,14 @@ from torch import Tensor
 from tests.support.delta_kernel_cases import DeltaCase, both_results
 from tests.support.distributed import run_distributed
 from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
+from tests.support.positions import position_of
 from tests.support.waiting import ENOUGH
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Exchange, SequenceShard
+from zeco_train.ops.seam import Boundary, Exchange
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -186,8 +187,8 @@ def _over_segments(rule: str, leaves: dict[str, Tensor], scan: Exchange, *, with
     """o and the last state; with a replay the second segment's outputs are those of a second pass from its state."""
     *operands, carry = leaves.values()
     o = []
-    for start, stop, borders, before in ((0, 70, (0, 30, 70), 9), (70, 90, (0, 20), 40), (90, 200, (0, 50, 110), 60)):
-        place = SequenceShard(scan, start, 200, torch.tensor(borders), before).place(stop - start, carry.device)
+    for start, stop in ((0, 70), (70, 90), (90, 200)):
+        place = position_of(scan, start, stop, (0, 30, 140, 200), continues=True).on(operands[0][:, start:stop])
         local = [x[:, start:stop] for x in operands]
         out, crossing = mix_at(rule, local, SCALE, place, Boundary(carry_in=carry, want_carry=True))
         if with_replay and start == 70:

@@ -19,7 +19,7 @@ from zeco_train.ops.hgrn import HGRN
 from zeco_train.ops.hgrn.chunked import CHUNKED
 from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -124,7 +124,7 @@ def test_equals_fla() -> None:
     values = {key: x.float() for key, x in tensors(2, 90, 2, 6).items()}
     x, g, start = (values[key].flatten(2) if key != "R" else values[key].flatten(1) for key in ("x", "g", "R"))
     o, end = naive_recurrent_hgrn(x, g, initial_state=start, output_final_state=True)
-    shard = SequenceShard(local_exchange(), 0, 90)
+    shard = SequencePosition((0, 90), exchange=local_exchange())
     found, carry = mix("hgrn", [values["x"], values["g"]], shard, carry_in=values["R"], want_carry=True)
     assert carry is not None
     torch.testing.assert_close(found.flatten(2), o, rtol=1e-5, atol=1e-5)
@@ -152,7 +152,7 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
         with pytest.raises(ValueError, match=message):
             HGRN.check(operands, None)
     with pytest.raises(ValueError, match=r"^scale: the operator has none, expected 1; got 0.5$"):
-        mix("hgrn", [x, g], SequenceShard(local_exchange(), 0, 4), scale=0.5)
+        mix("hgrn", [x, g], SequencePosition((0, 4), exchange=local_exchange()), scale=0.5)
     with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, H, K, V\] = \[1, 2, 3, 1\]"):
         CHUNKED.forward([x, g], 1.0, None).outputs(torch.zeros(1, 2, 3))
     with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
@@ -261,7 +261,7 @@ def test_kernels_are_as_fast_as_those_of_fla() -> None:
 
     x, do = (torch.randn(1, 16384, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     g = torch.nn.functional.logsigmoid(torch.randn(x.shape, device="cuda"))
-    shard = SequenceShard(local_exchange(), 0, 16384)
+    shard = SequencePosition((0, 16384), exchange=local_exchange())
     ways = {
         "ours": lambda x, g: mix("hgrn", [x, g], shard)[0],
         "chunk_hgrn": lambda x, g: chunk_hgrn(x.flatten(2), g.flatten(2))[0].view(x.shape),

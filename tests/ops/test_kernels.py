@@ -33,9 +33,10 @@ from tests.support.waiting import ENOUGH
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import recomputed
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Place, SequenceShard
+from zeco_train.ops.seam import Boundary
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -175,7 +176,11 @@ HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
 
 
 def _block(
-    x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None = None, is_read: bool = True
+    x: Tensor,
+    place: SequencePosition,
+    boundaries: Sequence[Boundary],
+    shared: Tensor | None = None,
+    is_read: bool = True,
 ) -> tuple[Tensor, ...]:
     """The operator alone; its operands are parts of x [B, T, H·(3K + V)]."""
     q, k, g, v = x.unflatten(-1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, KEY_DIM, VALUE_DIM], -1)
@@ -184,7 +189,7 @@ def _block(
     return o.flatten(2), crossing.received, crossing.carry_out
 
 
-def _gradient(x: Tensor, dy: Tensor, place: Place, recompute: bool) -> tuple[Tensor, list[tuple[int, ...]]]:
+def _gradient(x: Tensor, dy: Tensor, place: SequencePosition, recompute: bool) -> tuple[Tensor, list[tuple[int, ...]]]:
     """dx, and the shapes of the tensors that autograd saved."""
     kept: list[tuple[int, ...]] = []
 
@@ -211,8 +216,8 @@ def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
         generator = torch.Generator().manual_seed(tokens)
         sizes = 3 * KEY_DIM + VALUE_DIM, VALUE_DIM
         x, dy = (torch.randn(1, tokens, HEADS * size, generator=generator) for size in sizes)
-        borders = None if cu_seqlens is None else torch.tensor(cu_seqlens)
-        place = SequenceShard(scan, 0, tokens, borders).place(tokens, x.device)
+        documents = None if cu_seqlens is None else [cu_seqlens]
+        place = SequencePosition((0, tokens), documents=documents, exchange=scan).on(x)
         exact, _ = _gradient(x.double(), dy.double(), place, recompute=False)
         with mock.patch.dict(OPERATORS, gla=replace(GLA, portable=CUDA, cuda=None)):
             whole, of_whole = _gradient(x, dy, place, recompute=False)

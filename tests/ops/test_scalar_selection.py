@@ -8,10 +8,10 @@ import torch
 from tests.support.recurrence import naive_of
 from tests.support.scalar_cases import HEADS, KEY_DIM, VALUE_DIM, make
 from zeco_train.ops.mix import mix
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -27,7 +27,7 @@ def test_cpu_selects_pytorch_passes(dtype: torch.dtype) -> None:
 def test_fixed_decay_that_requires_a_gradient_is_refused() -> None:
     operands, *_ = make(FIXED_DECAY, 4)
     operands[0].requires_grad_()
-    shard = SequenceShard(local_exchange(), 0, 4)
+    shard = SequencePosition((0, 4), exchange=local_exchange())
     o, _ = mix("fixed_decay", operands, shard)
     o.sum().backward()
     operands[3].requires_grad_()
@@ -53,7 +53,7 @@ def test_invalid_shapes_are_named(position: int, shape: tuple[int, ...], message
     with pytest.raises(ValueError, match=f"^{message}"):
         naive_of(SCALAR_DECAY)(*operands)
     with pytest.raises(ValueError, match=f"^{message}"):
-        mix("scalar_decay", operands, SequenceShard(local_exchange(), 0, 4))
+        mix("scalar_decay", operands, SequencePosition((0, 4), exchange=local_exchange()))
 
 
 def test_log_decays_of_other_heads_or_dtypes_are_refused() -> None:
@@ -63,4 +63,4 @@ def test_log_decays_of_other_heads_or_dtypes_are_refused() -> None:
         (operands[3].bfloat16(), "log_decay: expected float32 or float64"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            mix("fixed_decay", [*operands[:3], wrong], SequenceShard(local_exchange(), 0, 4))
+            mix("fixed_decay", [*operands[:3], wrong], SequencePosition((0, 4), exchange=local_exchange()))

@@ -16,8 +16,8 @@ from zeco_train.ops import gated_norm
 from zeco_train.ops.gla.kernels import tuning
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import WIDE, KernelRule, Target, assume
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.slow_paths import (
     Call,
     Kernels,
@@ -84,7 +84,7 @@ def test_choice_of_an_implementation_by_target(name: str) -> None:
 def _saved(name: str) -> list[tuple[int, ...]]:
     """Shapes of what autograd keeps of a call on fake tensors."""
     found = []
-    shard = SequenceShard(local_exchange(), 0, 1)
+    shard = SequencePosition((0, 1), exchange=local_exchange())
     with FakeTensorMode(allow_non_fake_inputs=True):
         operands = [torch.empty_like(x, device="cpu").requires_grad_() for x in _operands(name, 64, 64, BF16, FP32)]
         with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(tuple(x.shape)), lambda x: x):
@@ -193,7 +193,7 @@ def test_products_in_place_of_flash_attention_keep_fp32_sums_of_bf16_heads() -> 
 
 def test_compiled_code_for_any_head_dims_asks_with_numbers() -> None:
     """A second model in a process has other head dims, which a compiler then takes for symbols."""
-    shard = SequenceShard(local_exchange(), 0, 20)
+    shard = SequencePosition((0, 20), exchange=local_exchange())
     compiled = torch.compile(lambda *x: mix("scalar_decay", x, shard)[0], backend="eager", dynamic=True)
     torch._dynamo.reset()
     for dim in (8, 12):

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
+from tests.support.positions import position_of
 from tests.support.recurrence import naive_short_conv
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.short_conv import SHORT_CONV
 from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.sp.exchange import local_exchange
@@ -75,9 +75,9 @@ def operator(values: dict[str, Tensor], documents: Sequence[int] | None, carry: 
     """The same by the op, over one rank."""
     x, weight, bias, carry_in = leaves = [values[name].clone().requires_grad_() for name in (*NAMES, "carry_in")]
     tokens, scan = x.shape[1], local_exchange()
-    borders = None if documents is None else torch.tensor([*documents, tokens])
+    borders = None if documents is None else [*documents, tokens]
     # The first document continues from the carry.
-    shard = SequenceShard(scan, 0, tokens, borders, before=1)
+    shard = position_of(scan, 0, tokens, borders, continues=True)
     start = carry_in if carry else None
     y, carry_out = mix("short_conv", [x, weight, bias], shard, scale=1.0, carry_in=start, want_carry=carry)
     pairs = [(y, values["do"])] + ([] if carry_out is None else [(carry_out, values["dcarry_out"])])
@@ -124,7 +124,7 @@ def test_documents_equal_separate_convolutions(width: int, carry: bool) -> None:
 def test_a_document_that_begins_the_shard_does_not_see_the_carry() -> None:
     values = tensors(1, 9, 4)
     x, weight, bias = (values[name] for name in NAMES)
-    shard = SequenceShard(local_exchange(), 0, 9, torch.tensor([0, 9]), before=0)
+    shard = position_of(local_exchange(), 0, 9, (0, 9))
     y, carry_out = mix("short_conv", [x, weight, bias], shard, scale=1.0, carry_in=values["carry_in"], want_carry=True)
     check({"y": y}, {"y": convolution(x, weight, bias)}, "y")
     assert carry_out is not None

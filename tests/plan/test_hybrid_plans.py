@@ -56,13 +56,13 @@ def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int
             for window in (None, 5, 30):
                 method = build_attention(spec, group, timedelta(seconds=60), torch.device("cpu"))
                 sent.clear()
-                seq_len = world_size * TOKENS
+                bounds = [*range(0, world_size * TOKENS + 1, TOKENS)]
                 span = Span(rank * TOKENS, (rank + 1) * TOKENS, None, window)
                 q, k, v = tensor(HEADS), tensor(KEY_HEADS), tensor(KEY_HEADS)
                 way = "forward"
-                attended = method.forward(q, k, v, span, seq_len, 1.0)
+                attended = method.forward(q, k, v, span, bounds, 1.0)
                 way = "backward"
-                method.backward(tensor(HEADS), q, k, v, attended, span, seq_len, 1.0)
+                method.backward(tensor(HEADS), q, k, v, attended, span, bounds, 1.0)
                 found[f"{name} {window}"] = sent["forward"], sent["backward"]
     return found
 

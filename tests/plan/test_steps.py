@@ -32,8 +32,9 @@ from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import loss
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import ScanRequest, SequenceShard, StateScan
+from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
@@ -131,10 +132,10 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
             strategy=strategy,
             grad_clip=1.0,
             tokens_per_step=case.tokens_per_step,
-            seq_len=case.config.data.seq_len,
         )
         ids = torch.arange(case.tokens).remainder(259)[None]
-        batches = [Batch(ids, ids, None, index > 0 or mesh.sp_rank > 0, 0, [0]) for index in range(segments)]
+        split = mesh.split(case.config.data.seq_len, 1, segments=segments)
+        batches = [Batch(ids, ids, split.position(index), [0]) for index in range(segments)]
         with _recorded_parameters() as sent:
             for micro_step in range(micro_steps):
                 step.backward(batches, last=micro_step == micro_steps - 1)
@@ -225,7 +226,7 @@ def test_planned_halos_are_those_of_a_real_step() -> None:
     model.init_weights(0)
     exchange = local_exchange().replaced(halo=halo)
     ids = torch.zeros(1, 65, dtype=torch.int64)
-    model(ids[:, :-1], SequenceShard(exchange, 0, 64), ids[:, 1:]).backward()
+    model(ids[:, :-1], SequencePosition((0, 64), exchange=exchange), ids[:, 1:]).backward()
     case = make_case(
         "model=mamba2_tiny",
         "model.num_layers=2",

@@ -17,7 +17,8 @@ from tests.support.distributed import run_distributed
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.seam import Boundary, Place
+from zeco_train.ops.position import SequencePosition, even_bounds
+from zeco_train.ops.seam import Boundary, Exchange
 from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather
@@ -47,12 +48,14 @@ class Case:
     Attributes:
         tokens: its length; None: one less than there are ranks, so that a rank has none.
         queries_per_key: heads of queries for each of keys; None: all of them.
+        uneven: later ranks have more tokens, the first of many has one.
     """
 
     tokens: int | None = 24
     borders: tuple[int, ...] | None = None
     window: int | None = None
     queries_per_key: int | None = 1
+    uneven: bool = False
 
 
 CASES = {
@@ -67,6 +70,11 @@ CASES = {
     "one head of keys": Case(queries_per_key=None),
     "unequal shards": Case(tokens=23),
     "unequal shards, window": Case(tokens=23, window=9, queries_per_key=4),
+    "uneven shards": Case(uneven=True),
+    "uneven shards, documents": Case(borders=DOCUMENTS, uneven=True),
+    "uneven shards, documents, wide window, four queries a key": Case(
+        borders=THIRDS, window=15, queries_per_key=4, uneven=True
+    ),
     "documents, window": Case(borders=DOCUMENTS, window=5),
     "documents, wide window, four queries a key": Case(borders=THIRDS, window=15, queries_per_key=4),
     "a rank without tokens": Case(tokens=None),
@@ -82,7 +90,6 @@ class Whole:
         self.tokens = max(1, ranks - 1) if case.tokens is None else case.tokens
         self.heads = 4 * ranks
         self.key_heads = self.heads // (case.queries_per_key or self.heads)
-        self.borders = None if case.borders is None else torch.tensor(case.borders)
         generator = torch.Generator().manual_seed(self.tokens)
         heads = {"q": self.heads, "k": self.key_heads, "v": self.key_heads, "do": self.heads}
         self.inputs = {
@@ -94,7 +101,14 @@ class Whole:
 
     @property
     def shards(self) -> list[tuple[int, int]]:
-        return [*itertools.pairwise(self.tokens * rank // self.ranks for rank in range(self.ranks + 1))]
+        if not self.case.uneven:
+            return [*itertools.pairwise(even_bounds(self.tokens, self.ranks))]
+        return [*itertools.pairwise(max(r, self.tokens * r**2 // self.ranks**2) for r in range(self.ranks + 1))]
+
+    def position(self, exchange: Exchange, rank: int) -> SequencePosition:
+        documents = None if self.case.borders is None else [self.case.borders]
+        bounds = [0, *(stop for _, stop in self.shards)]
+        return SequencePosition(bounds, rank, documents=documents, exchange=exchange)
 
     def mask(self) -> Tensor:
         """[queries, keys], by the definition."""
@@ -134,12 +148,12 @@ class Whole:
         """By a method, through the op, checked against a replay, which gives the same bits."""
         start, stop = self.shards[rank]
         exchange = local_exchange().replaced(attention=method)
-        place = Place(exchange.handle(torch.device("cpu")), offset=start, seq_len=self.tokens, borders=self.borders)
+        position = self.position(exchange, rank)
         boundaries = Boundary(), Boundary()
         found: list[dict[str, Tensor]] = []
         for _ in ("first", "replay"):
             leaves = [self.inputs[name][:, start:stop].clone().requires_grad_() for name in ("q", "k", "v")]
-            o, crossings = attend_at(*leaves, SCALE, place, boundaries, self.case.window)
+            o, crossings = attend_at(*leaves, SCALE, position, boundaries, self.case.window)
             grads = torch.autograd.grad(o, leaves, self.inputs["do"][:, start:stop])
             found.append(dict(zip(NAMES, (o.detach(), *grads), strict=True)))
             boundaries = tuple(Boundary(crossing.received) for crossing in crossings)
@@ -242,9 +256,9 @@ def frugal(rank: int, world_size: int) -> list[int]:
         recorded, whole = Recorded(method), Whole(case, world_size)
         start, stop = whole.shards[rank]
         exchange = local_exchange().replaced(attention=method)
-        place = Place(exchange.handle(torch.device("cpu")), offset=start, seq_len=whole.tokens, borders=whole.borders)
+        position = whole.position(exchange, rank)
         attend_at(
-            *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, place, [Boundary()] * 2, case.window
+            *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, position, [Boundary()] * 2, case.window
         )
         # Of each block up to this rank's, the keys from the first that later queries read.
         read = whole.mask()[stop:].any(0).tolist()

@@ -111,6 +111,6 @@ def _peak(name: str, rank: int, load: AttentionLoad, dtype: torch.dtype) -> int:
     attended = Attended(o, torch.zeros(1, load.heads, TOKENS, dtype=accumulation_dtype(dtype)))
     span = Span(rank * TOKENS, (rank + 1) * TOKENS, None, load.window)
     with Living() as found:
-        method.backward(do, q, k, v, attended, span, load.ranks * TOKENS, 1.0)
+        method.backward(do, q, k, v, attended, span, range(0, load.ranks * TOKENS + 1, TOKENS), 1.0)
     assert found.living == 0
     return found.peak

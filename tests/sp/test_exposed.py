@@ -105,16 +105,16 @@ def attention_waits(rank: int, world_size: int) -> dict[str, dict[str, list[floa
     for name, spec in METHODS.items():
         meter = ExposedMeter()
         method = build_attention(spec, dist.new_group(range(world_size)), timedelta(seconds=10), CPU)
-        attended = method.forward(q, k, v, span, 4, 1.0)
+        attended = method.forward(q, k, v, span, (0, 2, 4), 1.0)
         results[name] = {"outside": [meter.take()], "forward": [], "backward": []}
         for way in ("forward", "backward") * REPEATS:
             dist.barrier()
             with meter.measuring():
                 time.sleep(DELAY if rank == 0 else 0.0)
                 if way == "forward":
-                    method.forward(q, k, v, span, 4, 1.0)
+                    method.forward(q, k, v, span, (0, 2, 4), 1.0)
                 else:
-                    method.backward(do, q, k, v, attended, span, 4, 1.0)
+                    method.backward(do, q, k, v, attended, span, (0, 2, 4), 1.0)
             results[name][way].append(meter.take())
     dist.barrier()
     return results
@@ -148,7 +148,7 @@ def first_messages(rank: int, world_size: int) -> dict[str, list[str]]:
             messages.append("built")
             q = torch.ones(1, 2, 2, 4)
             assert scan.attention is not None
-            scan.attention.forward(q, q, q, Span(2 * rank, 2 * rank + 2), 4, 1.0)
+            scan.attention.forward(q, q, q, Span(2 * rank, 2 * rank + 2), (0, 2, 4), 1.0)
         found[name] = messages
         scan.drain()
     dist.barrier()

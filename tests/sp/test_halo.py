@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.ops.test_short_conv import NAMES, check, expected, tensors
 from tests.support.distributed import run_distributed
+from tests.support.positions import position_of
 from tests.support.sp_reference import TIMEOUT, RecordedExchange, build_scans
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Costs, Link, Load
@@ -21,7 +22,8 @@ from zeco_train.collectives.neighbour import NEIGHBOUR
 from zeco_train.distributed.mesh import Launch, halo_groups, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import Exchange, ScanRequest, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Exchange, ScanRequest
 from zeco_train.sp.backend import SpecScan
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter
@@ -52,12 +54,9 @@ def of_rank(
 ) -> dict[str, Tensor]:
     """y and gradients on a rank's tokens; a replay of the received state must give the same bits."""
     start, stop = borders[rank : rank + 2]
-    shard = SequenceShard(scan, start, borders[-1])
-    if documents is not None:
-        inner = [border for border in documents if start < border < stop]
-        begin = max(border for border in documents if border <= start)
-        before = start - begin + (begin == 0)  # the sequence's first document continues from the carry
-        shard = SequenceShard(scan, start, borders[-1], torch.tensor([start, *inner, stop]) - start, before)
+    whole = None if documents is None else [*documents, borders[-1]]
+    # The sequence's first document continues from the carry.
+    shard = position_of(scan, start, stop, whole, continues=True)
     results: list[dict[str, Tensor]] = []
     for replay in (False, True):
         scan.events.clear()
@@ -149,7 +148,7 @@ def segments(rank: int, world_size: int) -> None:
     with torch.no_grad():
         for start in starts:
             operands = [values["x"][:, start : start + share], values["weight"], values["bias"]]
-            shard = SequenceShard(halo, start, values["x"].shape[1])
+            shard = position_of(halo, start, start + share)
             y, after = mix("short_conv", operands, shard, scale=1.0, carry_in=carry, want_carry=True)
             assert after is not None
             carry = after
@@ -160,7 +159,7 @@ def segments(rank: int, world_size: int) -> None:
     for start, incoming in reversed([*zip(starts, received, strict=True)]):
         operands = [values["x"][:, start : start + share], values["weight"], values["bias"]]
         leaves = [tensor.clone().requires_grad_() for tensor in (*operands, torch.full_like(carry, torch.nan))]
-        shard = SequenceShard(halo, start, values["x"].shape[1])
+        shard = position_of(halo, start, start + share)
         y, after = mix(
             "short_conv", leaves[:3], shard, scale=1.0, incoming_state=incoming, carry_in=leaves[3], want_carry=True
         )
@@ -184,7 +183,7 @@ def refusal(rank: int, world_size: int) -> list[str]:
     for tokens in (2, 3):
         values = tensors(1, tokens * world_size, 4)
         x = values["x"][:, tokens * rank : tokens * (rank + 1)].clone().requires_grad_()
-        shard = SequenceShard(halo, tokens * rank, tokens * world_size)
+        shard = position_of(halo, tokens * rank, tokens * (rank + 1))
         try:
             y, _ = mix("short_conv", [x, values["weight"], values["bias"]], shard, scale=1.0)
             y.sum().backward()
@@ -211,13 +210,13 @@ def beside_a_backend(rank: int, world_size: int) -> None:
     halo = halo_groups(mesh)
     exchange, meter = connect(SPConfig(), mesh.scan_groups, mesh.timeout, mesh.device, halo), ExposedMeter()
     assert exchange.halo is not exchange.states
-    shard = SequenceShard(exchange, 4 * mesh.sp_rank, 8)
+    shard = SequencePosition((0, 4, 8), mesh.sp_rank, exchange=exchange)
     values = tensors(1, 8, 4)
     with meter.measuring():
-        tokens = values["x"][:, shard.offset : shard.offset + 4]
+        tokens = values["x"][:, shard.start : shard.stop]
         y, _ = mix("short_conv", [tokens, values["weight"], values["bias"]], shard, scale=1.0)
     assert meter.take() is not None
-    check({"y": y}, {"y": expected(values, None, False)["y"][:, shard.offset : shard.offset + 4]}, "by a mesh")
+    check({"y": y}, {"y": expected(values, None, False)["y"][:, shard.start : shard.stop]}, "by a mesh")
     exchange.drain()
     dist.barrier()
     alone = init_mesh(Launch(rank, world_size, rank), 1, torch.device("cpu"), timedelta(seconds=60))

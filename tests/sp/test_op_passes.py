@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.op_passes import op_passes
+from tests.support.positions import position_of
 from tests.support.recurrence import naive_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
@@ -23,9 +24,9 @@ from zeco_train.ops.gla import GLA
 from zeco_train.ops.hgrn import HGRN
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import Kind
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -131,12 +132,9 @@ def of_rank(
 ) -> dict[str, Tensor]:
     """The same on the tokens [start, stop) of a rank, checked against a replay of the received state."""
     values = tensors(name, num_tokens)
-    shard = SequenceShard(scan, start, num_tokens)
-    if documents is not None:
-        inner = [border - start for border in documents if start < border < stop]
-        begin = max(border for border in documents if border <= start)
-        before = start - begin + (begin == 0)  # the sequence's first document continues from the carry
-        shard = SequenceShard(scan, start, num_tokens, torch.tensor([0, *inner, stop - start]), before)
+    whole = None if documents is None else [border for border in documents if border < num_tokens] + [num_tokens]
+    # The sequence's first document continues from the carry.
+    shard = position_of(scan, start, stop, whole, continues=True)
     results: list[dict[str, Tensor]] = []
     for replay in (False, True):
         operands = [x.clone() for x in operands_of(name, values, start, stop)]
@@ -245,7 +243,7 @@ def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None
 
 
 def test_unknown_operator_and_wrong_operands_are_refused() -> None:
-    shard = SequenceShard(local_exchange(), 0, 4)
+    shard = SequencePosition((0, 4), exchange=local_exchange())
     x = torch.ones(1, 4, 1, 2)
     with pytest.raises(ValueError, match=r"^operator: must be one of gla.*; got 'gal'$"):
         mix("gal", [x] * 4, shard)

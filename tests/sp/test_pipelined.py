@@ -73,8 +73,8 @@ def test_messages_of_a_part_travel_while_others_are_computed(module: Any, monkey
     span = Span(0, TOKENS)
     attended = Attended(do, torch.zeros(1, 4, TOKENS))
     for run in (
-        lambda: method.forward(q, k, v, span, RANKS * TOKENS, 1.0),
-        lambda: method.backward(do, q, k, v, attended, span, RANKS * TOKENS, 1.0),
+        lambda: method.forward(q, k, v, span, (0, TOKENS, 2 * TOKENS), 1.0),
+        lambda: method.backward(do, q, k, v, attended, span, (0, TOKENS, 2 * TOKENS), 1.0),
     ):
         wire.events.clear()
         run()

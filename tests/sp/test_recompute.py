@@ -16,8 +16,8 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Place
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -71,8 +71,8 @@ def kept(recompute: Recompute, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        place = Place(scan.handle(torch.device("cpu")))
-        y, *_ = block(torch.randn(1, tokens, TINY.hidden_size).requires_grad_(), place)
+        x = torch.randn(1, tokens, TINY.hidden_size).requires_grad_()
+        y, *_ = block(x, SequencePosition((0, tokens), exchange=scan))
     y.sum().backward()
     return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
 

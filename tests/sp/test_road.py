@@ -18,7 +18,7 @@ from models.spec import ModelSpec
 from tests.support.commands import REPOSITORY
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import SPConfig
@@ -60,7 +60,8 @@ def road(rank: int, world_size: int) -> list[str]:
     exchange = connect(config, groups, timedelta(seconds=60), torch.device("cpu"))
     model = ModelSpec(TINY).build()
     model.init_weights(0)
-    ids, shard = torch.zeros(1, TOKENS, dtype=torch.int64), SequenceShard(exchange, rank * TOKENS, 2 * TOKENS)
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+    shard = SequencePosition((0, TOKENS, 2 * TOKENS), rank, exchange=exchange)
     with torch.no_grad():
         model(ids, shard)
         exchange.drain()

@@ -31,7 +31,8 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import ScanRequest, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.exchange import local_exchange
@@ -230,7 +231,7 @@ def test_autocast_changes_nothing() -> None:
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            o, _ = mix("gla", (*tokens, g), SequenceShard(local_exchange(), 0, 100))
+            o, _ = mix("gla", (*tokens, g), SequencePosition((0, 100), exchange=local_exchange()))
             results.append([o, *torch.autograd.grad(o, tokens, torch.ones_like(o))])
     assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
 
@@ -244,7 +245,7 @@ def test_single_chunk_or_head_equals_recurrence(num_tokens: int, heads: int) -> 
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
     g = (-torch.rand(shape, generator=generator, dtype=torch.float64)).requires_grad_()
     do = torch.randn(shape, generator=generator, dtype=torch.float64)
-    o, _ = mix("gla", (q, k, v, g), SequenceShard(local_exchange(), 0, num_tokens))
+    o, _ = mix("gla", (q, k, v, g), SequencePosition((0, num_tokens), exchange=local_exchange()))
     expected, _ = naive_gla(q, k, v, g)
     torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)
     grads, wanted = (torch.autograd.grad(out, (q, k, v, g), do) for out in (o, expected))

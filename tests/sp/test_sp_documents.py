@@ -1,20 +1,16 @@
-"""Packed documents over several ranks, cut by the loader's `shard_cu_seqlens`, against each document alone."""
+"""Packed documents over several ranks, cut by the loader's `sequence_borders`, against each document alone."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import Case, Reference, build_scans, check_segments, ordinary_pass
-from zeco_train.ops.seam import SequenceShard
-from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -103,18 +99,3 @@ def suite(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_documents_over_ranks_equal_documents_alone(world_size: int) -> None:
     run_distributed(suite, world_size)
-
-
-def test_shard_caches_its_restarts() -> None:
-    cpu = torch.device("cpu")
-    shard = SequenceShard(local_exchange(), 0, 6, torch.tensor([0, 2, 6]))
-    first, again = shard.pieces(6, cpu), shard.pieces(6, cpu)
-    assert first is not None
-    assert first is again
-    assert first.tolist() == [1, 1, 2, 2, 2, 2]
-    with pytest.raises(ValueError, match="rise from 0 to 7"):  # another number of tokens does not use the cache
-        shard.pieces(7, cpu)
-    continued = replace(shard, before=3).pieces(6, cpu)
-    assert continued is not None
-    assert continued.tolist() == [0, 0, 1, 1, 1, 1]
-    assert replace(shard, cu_seqlens=None).pieces(6, cpu) is None

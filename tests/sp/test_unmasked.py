@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
+from tests.support.positions import position_of
 from tests.support.recurrence import naive_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.unmasked import UNMASKED
 from zeco_train.sp.exchange import local_exchange
 
@@ -57,7 +58,7 @@ def of_rank(scan: RecordedExchange, start: int, stop: int, num_tokens: int) -> d
         scan.events.clear()
         leaves = [values[name][:, start:stop].clone().requires_grad_() for name in NAMES]
         incoming = results[0]["R"] if replay else None
-        shard = SequenceShard(scan, start, num_tokens)
+        shard = position_of(scan, start, stop)
         o, carry_out = mix("unmasked", leaves, shard, scale=SCALE, incoming_state=incoming)
         assert carry_out is None
         state = o.grad_fn.saved_tensors[-2]  # type: ignore[union-attr]
@@ -96,7 +97,7 @@ def test_unmasked_attention_equals_attention_over_all_pairs(world_size: int) -> 
 
 def test_unmasked_outputs_of_early_tokens_depend_on_late_ones() -> None:
     values = tensors(12)
-    shard = SequenceShard(local_exchange(), 0, 12)
+    shard = SequencePosition((0, 12), exchange=local_exchange())
     operands = [values[name].clone().requires_grad_() for name in NAMES]
     o, _ = mix("unmasked", operands, shard)
     dk, dv = torch.autograd.grad(o[:, 0].sum(), operands[1:])
@@ -131,12 +132,12 @@ def test_documents_segments_and_generation_are_refused_by_name() -> None:
     values, scan = tensors(8), local_exchange()
     operands = [values[name][:1] for name in NAMES]
     state = torch.zeros(1, HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
-    documents = SequenceShard(scan, 0, 8, torch.tensor([0, 3, 8]))
+    documents = SequencePosition((0, 8), documents=[torch.tensor([0, 3, 8])], exchange=scan)
     with pytest.raises(ValueError, match=r"^pieces: .*data\.reset_state_at_document must be off$"):
         mix("unmasked", operands, documents)
     for name, given in (("carry_in", {"carry_in": state}), ("want_carry", {"want_carry": True})):
         with pytest.raises(ValueError, match=rf"^{name}: .* whole sequence at once, not by train\.segments$"):
-            mix("unmasked", operands, SequenceShard(scan, 0, 8), **given)
+            mix("unmasked", operands, SequencePosition((0, 8), exchange=scan), **given)
     with pytest.raises(ConfigError, match=r"^model\.causal=false: .*generation needs model\.causal=true$"):
         OPERATORS["unmasked"].step(*operands, state)
     with pytest.raises(ValueError, match=re.escape("initial_state: ")):
@@ -148,4 +149,4 @@ def test_operands_of_other_shapes_are_refused_by_name(position: int) -> None:
     operands = [tensors(8)[name] for name in NAMES]
     operands[position] = operands[position][:, :-1]
     with pytest.raises(ValueError, match=rf"^{NAMES[position]}: expected shape"):
-        mix("unmasked", operands, SequenceShard(local_exchange(), 0, 8))
+        mix("unmasked", operands, SequencePosition((0, 8), exchange=local_exchange()))

@@ -28,7 +28,7 @@ class RankCase:
     Attributes:
         shape: of the operands, see the subclasses.
         rate: log-decays are uniform from −rate to 0.
-        documents: cu_seqlens. before: see `SequenceShard`.
+        documents: cu_seqlens. before: see `SequencePosition`.
         reset: the log-decay of every 40th token, as users write a reset; None: no resets.
     """
 

@@ -20,18 +20,20 @@ import torch
 
 # From whichever version is first on the path.
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import SequenceShard
 
 _DEFAULTS = {"heads": "16", "key_dim": "64", "value_dim": "128", "tokens": "16384", "dtype": "bfloat16"}
 _CALLS_A_ROW = 20
 
 
-def _one_rank() -> Any:
-    """What connects the tokens of one rank; until f356e4f a scan."""
+def _one_rank(tokens: int) -> Any:
+    """The position of the tokens of one rank, which holds what connects it; in 0.2 a scan."""
     try:
-        return importlib.import_module("zeco_train.sp.exchange").local_exchange()
+        module = importlib.import_module("zeco_train.ops.position")
     except ModuleNotFoundError:
-        return importlib.import_module("zeco_train.sp.dp").LocalScan()
+        shard = importlib.import_module("zeco_train.ops.seam").SequenceShard
+        return shard(importlib.import_module("zeco_train.sp.dp").LocalScan(), 0, tokens)
+    local_exchange = importlib.import_module("zeco_train.sp.exchange").local_exchange
+    return module.SequencePosition((0, tokens), exchange=local_exchange())
 
 
 def main() -> None:
@@ -43,10 +45,10 @@ def main() -> None:
     v, do = (torch.randn(1, tokens, heads, value_dim, **options) for _ in range(2))
     g = torch.nn.functional.logsigmoid(g.float()) / 16
     operands = [x.requires_grad_() for x in (q, k, v, g)]
-    shard = SequenceShard(_one_rank(), 0, tokens)
+    position = _one_rank(tokens)
 
     def call() -> None:
-        torch.autograd.grad(mix("gla", operands, shard)[0], operands, do)
+        torch.autograd.grad(mix("gla", operands, position)[0], operands, do)
 
     wait: Callable[[], None] = lambda: None  # noqa: E731
     if settings["device"] == "cuda":

@@ -13,8 +13,8 @@ from models.language_model import Block
 from models.parameters import cast
 from models.registry import LAYERS
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.plan.advice import Option
 from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.command import main, make_plan
@@ -76,12 +76,13 @@ def saved_bytes(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    shard, shared, own = SequenceShard(local_exchange(), 0, tokens), block.attn.shared, block.attn.wide_parameters
+    shard = SequencePosition((0, tokens), exchange=local_exchange())
+    shared, own = block.attn.shared, block.attn.wide_parameters
     part = None if own is None else own()
     if shared is not None:
         parameter = torch.zeros(shared.shape(config), dtype=accumulation_dtype(dtype), requires_grad=True)
         part = shared.parts(parameter)[0]
-    place = shard.place(tokens, x.device, with_positions=block.attn.reads_positions)
+    place = shard.on(x, with_positions=block.attn.reads_positions)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y, *_ = block(x, place, shared=part)
     del y

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.documents import shard_cu_seqlens
+from data.documents import sequence_borders
+from tests.support.positions import position_of
 from tests.support.recurrence import naive_gla
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, SequenceShard, StateScan
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, StateScan
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import SHARING, Backend, SPConfig
@@ -99,13 +101,13 @@ class Case:
     def piece(self, segment: int, rank: int) -> int:
         return segment * len(self.lengths[0]) + rank
 
-    def shard(self, exchange: Exchange, piece: int) -> SequenceShard:
+    def position(self, exchange: Exchange, piece: int) -> SequencePosition:
         start, stop = self.borders[piece : piece + 2]
-        cu_seqlens, before = None, 0
+        documents = None
         if self.documents is not None:
             doc_offsets = np.array(self.doc_offsets or self.documents)
-            cu_seqlens, before = shard_cu_seqlens(doc_offsets, self.stream_start, self.borders[-1], start, stop - start)
-        return SequenceShard(exchange, start, self.borders[-1], cu_seqlens, before)
+            documents = sequence_borders(doc_offsets, self.stream_start, self.borders[-1]).tolist()
+        return position_of(exchange, start, stop, documents)
 
     def tokens(self, piece: int) -> dict[str, Tensor]:
         """q, k, v, g as leaves, and do, of one piece."""
@@ -249,7 +251,7 @@ def shard_pass(
     o, carry_out = mix(
         "gla",
         [*tokens.values()],
-        case.shard(scan, piece),
+        case.position(scan, piece),
         incoming_state=incoming_state,
         carry_in=inputs[4] if case.carry else None,
         want_carry=case.carry,
@@ -316,7 +318,7 @@ def check_segments(case: Case, scan: RecordedExchange, rank: int, reference: Ref
             piece = case.piece(segment, rank)
             tokens = case.tokens(piece)
             del tokens["do"]
-            o, carry = mix("gla", [*tokens.values()], case.shard(scan, piece), carry_in=carry, want_carry=True)
+            o, carry = mix("gla", [*tokens.values()], case.position(scan, piece), carry_in=carry, want_carry=True)
             slots.append(scan.received["R"])
             reference.check({"o": o, "R": slots[-1]}, piece, where)
     assert carry is not None

@@ -133,7 +133,6 @@ def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) 
         strategy=case.strategy,
         grad_clip=grad_clip,
         tokens_per_step=GLOBAL_BATCH * SEQ_LEN,
-        seq_len=SEQ_LEN,
     )
     return model, step
 

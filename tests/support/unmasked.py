@@ -11,8 +11,9 @@ from models.activations import Activations
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.mixers.gla import GLAConfig
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.seam import Boundary, Crossing
 
 
 class UnmaskedMixer(Mixer):
@@ -31,13 +32,13 @@ class UnmaskedMixer(Mixer):
         self.o_proj = nn.Linear(config.value_dim, width, bias=False)
 
     def forward(
-        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         config, [boundary] = self._config, boundaries
         widths = config.key_dim, config.key_dim, config.value_dim
         q, k, v = (y.unflatten(-1, (config.num_heads, -1)) for y in self.qkv_proj(x).split(widths, dim=-1))
         # Of order one over any length: the sum over all tokens is not normalised.
-        o, crossing = mix_at("unmasked", (F.relu(q), F.relu(k), v), 0.1, place, boundary)
+        o, crossing = mix_at("unmasked", (F.relu(q), F.relu(k), v), 0.1, position, boundary)
         return self.o_proj(o.flatten(-2)), (crossing,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

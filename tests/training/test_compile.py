@@ -34,8 +34,9 @@ from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.linear.rows import quantise_rows
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Boundary, Exchange, SequenceShard, exchange_of
+from zeco_train.ops.seam import Boundary, Exchange, exchange_of
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.nonfinite import explain
@@ -110,7 +111,7 @@ def test_no_recompilation_after_second_length() -> None:
     graphs = []
     for tokens in (40, 60, 80, 130):
         ids = torch.randint(TINY.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
-        shard, grads = SequenceShard(scan, 0, tokens), []
+        shard, grads = SequencePosition((0, tokens), exchange=scan), []
         for model in (eager, compiled):
             model.init_weights(0)
             model.zero_grad()
@@ -130,7 +131,7 @@ def test_another_exchange_does_not_recompile() -> None:
     ids = torch.randint(TINY.vocab_size, (1, 41), generator=torch.Generator().manual_seed(0))
 
     def loss(exchange: Exchange) -> Tensor:
-        found = model(ids[:, :-1], SequenceShard(exchange, 0, 40), ids[:, 1:])
+        found = model(ids[:, :-1], SequencePosition((0, 40), exchange=exchange), ids[:, 1:])
         assert isinstance(found, Tensor)
         return found
 
@@ -162,13 +163,13 @@ def test_a_handle_and_a_copy_of_it_name_the_exchange_as_long_as_it_lives() -> No
 @pytest.mark.gpu
 def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
     """Of an op with an input on the CPU Inductor would not, and its kernels read them more slowly."""
-    exchange, device = local_exchange(), torch.device("cuda")
-    place = SequenceShard(exchange, 0, 256).place(256, device)
+    device = torch.device("cuda")
+    position = SequencePosition((0, 256), exchange=local_exchange()).on(torch.empty(1, 256, device=device))
     q, k, v = (torch.randn(1, 256, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     g = -torch.rand(1, 256, 2, 64, device=device, requires_grad=True)
 
     def layer(*operands: Tensor) -> Tensor:
-        o, _ = mix_at("gla", operands, 0.125, place, Boundary())
+        o, _ = mix_at("gla", operands, 0.125, position, Boundary())
         return (o.float() * o.float().square().mean(-1, keepdim=True).rsqrt()).sum()
 
     _, codes = run_fw_bw_and_get_code(lambda: torch.compile(layer)(q, k, v, g))

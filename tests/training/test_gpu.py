@@ -17,7 +17,7 @@ from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from zeco_train.generate import command as generate
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.gpu
@@ -137,8 +137,8 @@ def test_slow_paths_are_warned_of_once_and_refused_on_request(tmp_path: Path) ->
     assert "in PyTorch" not in found.err
 
 
-def _whole(seq_len: int) -> SequenceShard:
-    return SequenceShard(local_exchange(), 0, seq_len)
+def _whole(seq_len: int) -> SequencePosition:
+    return SequencePosition((0, seq_len), exchange=local_exchange())
 
 
 def _relative(value: torch.Tensor, expected: torch.Tensor) -> float:

@@ -58,18 +58,13 @@ def batches(number: int, documents: bool, segments: int, mesh: ProcessMesh) -> l
     if number % 5 < 2:
         labels[:, : TOKENS // 4] = -100
     borders = torch.tensor([0, 64 + 7 * number, 300 + 13 * number % 100, TOKENS]) if documents else None
-    length, step_labels = TOKENS // mesh.sp_size // segments, int((labels >= 0).sum())
+    split, step_labels = mesh.split(TOKENS, 1, segments=segments), int((labels >= 0).sum())
     found = []
     for segment in range(segments):
-        start = (segment * mesh.sp_size + mesh.sp_rank) * length
-        own = slice(start, start + length)
-        pieces, before = None, start
-        if borders is not None:
-            inside = borders[(borders > own.start) & (borders < own.stop)] - start
-            pieces = torch.cat([torch.tensor([0]), inside, torch.tensor([length])])
-            before = start - int(borders[borders <= start].max())
+        position = split.position(segment, None if borders is None else [borders])
+        own = slice(position.start, position.stop)
         ids, targets = tokens[:, :-1][:, own], labels[:, own]
-        found.append(Batch(ids, targets, pieces, before, start, [number], False, segment, step_labels, borders))
+        found.append(Batch(ids, targets, position, [number], step_labels=step_labels))
     return found
 
 
@@ -134,7 +129,6 @@ def train(
         strategy=config.parallel.strategy,
         grad_clip=1.0,
         tokens_per_step=TOKENS,
-        seq_len=TOKENS,
         graphs=None if graphs is None else graphs(model),
     )
     numbers = []

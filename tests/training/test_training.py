@@ -18,7 +18,7 @@ from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.training import SMALL, largest_difference, train
 from zeco_train.config.schema import load_config
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -145,7 +145,7 @@ def test_first_loss_is_the_mean_over_each_document_alone(runs: Runs) -> None:
             if begin < end:
                 ids = torch.from_numpy(store.read(begin, end + 1))[None]
                 with torch.no_grad():
-                    shard = SequenceShard(scan, 0, end - begin)
+                    shard = SequencePosition((0, end - begin), exchange=scan)
                     loss += model(ids[:, :-1], shard, ids[:, 1:]).item()
                 count += end - begin
     assert count < 4 * 768

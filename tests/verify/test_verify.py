@@ -312,11 +312,11 @@ def test_piecewise_float64_equals_recurrence(operator: str, documents: bool, car
 
 def test_documents_straddle_ranks_and_start_at_an_edge() -> None:
     sequence = small(tokens=64, num_ranks=4, documents=True)
-    shards = [sequence.shard(local_exchange(), 64 * rank, 64 * rank + 64) for rank in range(4)]
-    assert [shard.before for shard in shards] == [1, 32, 96, 0]
-    borders = [shard.cu_seqlens.tolist() for shard in shards if shard.cu_seqlens is not None]
+    positions = [sequence.position(local_exchange(), range(0, 257, 64), rank) for rank in range(4)]
+    assert [position.before() for position in positions] == [1, 32, 96, 0]
+    borders = [found.tolist() for position in positions if (found := position.cu_seqlens()) is not None]
     assert borders == [[0, 3, 21, 32, 64], [0, 64], [0, 16, 64], [0, 32, 64]]
-    assert small(documents=True, carry=False).shard(local_exchange(), 0, 64).before == 0
+    assert small(documents=True, carry=False).position(local_exchange(), (0, 64)).before() == 0
 
 
 def test_huge_detects_error_in_last_head(monkeypatch: pytest.MonkeyPatch) -> None:

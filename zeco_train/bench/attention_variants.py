@@ -37,7 +37,7 @@ from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.registry import DEFAULT
-from zeco_train.ops.seam import Boundary, Exchange, SequenceShard
+from zeco_train.ops.seam import Boundary
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
@@ -114,11 +114,10 @@ def build_variant(name: str, shape: Shape, window: int | None, session: Session)
     method = LocalAttention() if is_alone(name) else _method(name, shape, session)
     method.deterministic = name.endswith(_ONE_ORDER)
     exchange = local_exchange().replaced(attention=method)
-    place = SequenceShard(exchange, offset, seq_len).place(tokens, session.device)
+    position = session.position(exchange, tokens, alone=is_alone(name))
 
-    # The place has its number only.
-    def attention(q: Tensor, k: Tensor, v: Tensor, kept: Exchange = exchange) -> Tensor:
-        return attend_at(q, k, v, scale, place, (Boundary(), Boundary()), window)[0]
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_at(q, k, v, scale, position, (Boundary(), Boundary()), window)[0]
 
     return Variant(attention, own)
 

@@ -19,7 +19,8 @@ from zeco_train.bench.variants import NO_OPTIMIZER, is_dp
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import build_softmax, local_exchange
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.training.build import build_graphs, build_model
@@ -88,9 +89,9 @@ class RandomTokens:
         sequences = [number * len(inputs) + index for index in range(len(inputs))]
         batches = []
         for segment in range(segments):
-            offset = split.offset(segment)
-            ids, labels = (x[:, offset : offset + split.length] for x in (inputs, nexts))
-            batches.append(Batch(ids, labels, None, offset, offset, sequences, segment=segment))
+            position = split.position(segment)
+            ids, labels = (x[:, position.start : position.stop] for x in (inputs, nexts))
+            batches.append(Batch(ids, labels, position, sequences))
         return batches
 
 
@@ -189,7 +190,7 @@ class Backends:
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
         """[1, T] → [1, T, vocab], for each rank alone. Collective."""
-        logits = self.model(ids, SequenceShard(local_exchange(), 0, ids.shape[1]))
+        logits = self.model(ids, SequencePosition((0, ids.shape[1]), exchange=local_exchange()))
         # FSDP frees gathered parameters in the backward pass, of which there is none.
         reshard(self.model)
         return logits
@@ -215,7 +216,6 @@ class Backends:
             strategy=run.parallel.strategy,
             grad_clip=run.optim.grad_clip,
             tokens_per_step=self._session.world_size * tokens.per_step,
-            seq_len=tokens.seq_len(alone),
             graphs=graphs,
         )
 

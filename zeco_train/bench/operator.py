@@ -33,7 +33,6 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import SequenceShard
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 
@@ -110,10 +109,8 @@ def sharded_operator(variant: str, shape: Shape, session: Session, purpose: str 
         exchange = over_all_ranks(LocalCopyScan())
     else:
         exchange = session.exchange(variant, shape.state_elements, purpose)
-    alone = variant == "dp"
-    offset = 0 if alone else session.rank * shape.tokens
-    shard = SequenceShard(exchange, offset, shape.tokens if alone else session.world_size * shape.tokens)
-    return lambda *operands: mix(shape.operator, operands, shard)[0]
+    position = session.position(exchange, shape.tokens, alone=variant == "dp")
+    return lambda *operands: mix(shape.operator, operands, position)[0]
 
 
 def _check_tokens(config: OperatorConfig, session: Session) -> int:

@@ -15,6 +15,7 @@ from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
 from zeco_train.ops.operator import Target
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
 from zeco_train.ops.slow_paths import Calls, Kernels, SlowPath, check_kernels, warn_of
 from zeco_train.sp.all_scan_config import AllScanTransport
@@ -115,6 +116,11 @@ class Session:
         if key not in self._exchanges:
             self._exchanges[key] = build_exchange(config, self.mesh, needs_halo=with_halo)
         return self._exchanges[key]
+
+    def position(self, exchange: Exchange, tokens: int, *, alone: bool = False) -> SequencePosition:
+        """Of a rank's `tokens` in a sequence over all ranks, or in its own if each is `alone`."""
+        ranks, rank = (1, 0) if alone else (self.world_size, self.rank)
+        return SequencePosition(range(0, ranks * tokens + 1, tokens), rank, exchange=exchange)
 
     def choice(self, variant: str, state_elements: int) -> str | None:
         """See `choice_of`, of the cached exchange of a variant; None for variants without one."""

@@ -146,17 +146,25 @@ class GatheredAttention:
     def __init__(self, num_calls: int = 1) -> None:
         self._num_calls = num_calls
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
         """See `AttentionMethod`."""
-        k, v = self.gather([k, v], (0, seq_len))
+        k, v = self.gather([k, v], bounds)
         found = [attend(part, k, v, own, 0, scale) for own, part in zip(self._cut(span), self._split(q), strict=True)]
         return Attended(torch.cat([each.o for each in found], 1), torch.cat([each.lse for each in found], 2))
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionMethod`."""
-        k, v = self.gather([k, v], (0, seq_len))
+        k, v = self.gather([k, v], bounds)
         lses = attended.lse.chunk(self._num_calls, 2)
         parts = zip(self._cut(span), *map(self._split, (do, q, attended.o)), lses, strict=True)
         grads = [attend_backward(dop, qp, k, v, Attended(o, lse), own, 0, scale) for own, dop, qp, o, lse in parts]
@@ -174,9 +182,9 @@ class GatheredAttention:
         size = -(-(span.stop - span.start) // self._num_calls)
         return [span.part(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size)]
 
-    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """See `AttentionMethod`."""
-        del segment
+        del bounds
         found = []
         for tensor in (tensor.contiguous() for tensor in tensors):
             parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]

@@ -10,8 +10,9 @@ class Cut:
     """Shape of a batch of segmented sequences.
 
     Attributes:
-        length: of each sequence, padded at its end, which is harmless for a causal model.
-        segments: equal parts in time, each with equal shards.
+        length: of each sequence, padded at its end if it has fewer tokens than shards, which is harmless for a causal
+            model.
+        segments: parts in time.
         batch: sequences per forward pass.
     """
 
@@ -31,5 +32,5 @@ class Cut:
         """
         least = sp_size * least_segments
         times = -(-length // (least * tokens))
-        shard = -(-length // (least * times))
-        return cls(shard * least * times, least_segments * times, tokens // shard)
+        longest = -(-length // (least * times))
+        return cls(max(length, least * times), least_segments * times, tokens // longest)

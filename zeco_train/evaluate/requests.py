@@ -90,7 +90,7 @@ def score(forward: SequenceForward, requests: Sequence[ScoreRequest], batch_toke
         rows = [requests[number].example for number in pack.numbers] or [_NOTHING.example]
         reader = ExampleReader(rows.__getitem__, len(rows), mesh.split(pack.length, len(rows), segments=pack.segments))
         segments = [reader.read(list(range(len(rows))), segment) for segment in range(pack.segments)]
-        for batch, scores in zip(segments, forward.scores(segments, pack.length), strict=True):
+        for batch, scores in zip(segments, forward.scores(segments), strict=True):
             wrong = scores.predictions != batch.labels.to(device)
             both = torch.stack([scores.losses.sum(1, dtype=torch.float64), wrong.sum(1).double()], dim=1)
             # A padding batch has a row but no request.

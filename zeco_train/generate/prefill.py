@@ -24,7 +24,8 @@ from torch import Tensor
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import CHUNK
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.position import SequencePosition, even_bounds
+from zeco_train.ops.seam import Exchange
 from zeco_train.ops.segments import LayerStates
 from zeco_train.sp.exchange import local_exchange
 
@@ -118,16 +119,14 @@ class Prefill:
         Caches are updated in place, and returned with the other states.
         """
         total, ranks = tokens.shape[1], self._mesh.sp_size
-        first, after = 0, total
         # Shard only if each rank gets a chunk: every rank needs a token, and smaller shards do not pay off.
         is_shared = ranks > 1 and total >= ranks * CHUNK
-        if is_shared:
-            first, after = (total * rank // ranks for rank in (self._mesh.sp_rank, self._mesh.sp_rank + 1))
-        exchange, segment = self._exchange if is_shared else self._alone, (start, start + total)
-        shard = SequenceShard(exchange, start + first, start + total, segment=segment)
+        bounds = [start + border for border in even_bounds(total, ranks if is_shared else 1)]
+        rank, exchange = (self._mesh.sp_rank, self._exchange) if is_shared else (0, self._alone)
+        position = SequencePosition(bounds, rank, exchange=exchange)
         states = LayerStates(carry_in=carries, want_carry=True)
-        own = tokens[:, first:after].to(self._mesh.device)
-        hidden = self._model(own, shard, states=states, states_only=True)[:, -1].contiguous()
+        own = tokens[:, position.start - start : position.stop - start].to(self._mesh.device)
+        hidden = self._model(own, position, states=states, states_only=True)[:, -1].contiguous()
         if is_shared:
             group = self._mesh.devices.get_group("sp")
             dist.broadcast(hidden, src=dist.get_global_rank(group, ranks - 1), group=group)
@@ -137,4 +136,4 @@ class Prefill:
 @torch.no_grad()
 def whole_logits(model: LanguageModel, input_ids: Tensor) -> Tensor:
     """All logits in one pass of the chunked operator, on this rank alone: input_ids [B, T] → [B, T, vocab]."""
-    return model(input_ids, SequenceShard(local_exchange(), 0, input_ids.shape[1]))
+    return model(input_ids, SequencePosition((0, input_ids.shape[1]), exchange=local_exchange()))

@@ -1,8 +1,8 @@
 """State restarts inside a rank's tokens, for packed documents (docs/mathematics.md).
 
-The data loader gives a shard's borders, `cu_seqlens` and `before`; operators take them as *pieces*, [T] int32 on the
-device of the tokens: the number of restarts through each token. A restart at token t means that t sees nothing before
-itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard.
+The data loader gives the documents' borders (`zeco_train.ops.position`); operators take them as *pieces*, [T] int32 on
+the device of the tokens: the number of restarts through each token. A restart at token t means that t sees nothing
+before itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard.
 """
 
 from __future__ import annotations

@@ -23,15 +23,14 @@ from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import Kind, Operator
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import (
     Boundary,
     Crossing,
     Exchange,
     LaunchedScan,
-    Place,
     ScanRequest,
-    SequenceShard,
     adjoint,
     exchange_of,
 )
@@ -40,7 +39,7 @@ from zeco_train.ops.seam import (
 def mix(
     operator: str,
     operands: Sequence[Tensor],
-    shard: SequenceShard,
+    position: SequencePosition,
     *,
     scale: float | None = None,
     incoming_state: Tensor | None = None,
@@ -56,7 +55,7 @@ def mix(
         operands: of this rank's tokens, in the operator's order (`Operator.dims`): of most, q, k [B, T, H, K] in bf16,
             fp32 or fp64, v [B, T, H, V] in the same dtype, and the operands of A_t. Values are not checked, since that
             would synchronise with the device: positive log-decays give wrong results on GPUs.
-        shard: position of these tokens, and what connects them to the rest of the sequence.
+        position: of these tokens, with an exchange.
         scale: factor of the outputs; if None K^-1/2, or 1 for an operator without scale.
         incoming_state: [B, H, K, V], the state R that a first forward pass received. It is replayed as a constant:
             the forward pass then communicates nothing, as recomputation requires. The backward pass still does.
@@ -72,25 +71,26 @@ def mix(
         ValueError: unknown operator, or invalid operands; the message names the problem.
     """
     first = operands[0]
-    place, boundary = shard.place(first.shape[1], first.device), Boundary(incoming_state, carry_in, want_carry)
+    position, boundary = position.on(first), Boundary(incoming_state, carry_in, want_carry)
     scale = operator_of(operator, operands).scale_of(operands, scale)
-    o, crossing = mix_at(operator, operands, scale, place, boundary)
+    o, crossing = mix_at(operator, operands, scale, position, boundary)
     if o.grad_fn is not None:
-        # The op refers to the exchange by its handle only, and a caller may drop the shard before the backward pass.
+        # The op refers to the exchange by its handle only, and a caller may drop the position before the backward pass.
         metadata: Any = o.grad_fn.metadata
-        metadata["exchange"] = shard.exchange
+        metadata["exchange"] = position.exchange
     return o, crossing.carry_out if want_carry else None
 
 
 def mix_at(
-    operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
+    operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, boundary: Boundary
 ) -> tuple[Tensor, Crossing]:
-    """`mix` with arguments that a compiler can trace.
+    """`mix` with arguments that a compiler can trace, and a position on the device of the tokens.
 
     Returns:
         o, shaped like the operand `Operator.output`; and the states that crossed ranks.
     """
-    where = place.exchange, place.pieces
+    assert position.pieces is not None or position.documents is None, "take `SequencePosition.on` first"
+    where = position.handle, position.pieces
     o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *where, *boundary)
     return o, Crossing(received, carry_out)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeco_train.ops.seam import Boundary, Place
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Boundary
 
 
 class Block(Protocol):
@@ -24,7 +25,7 @@ class Block(Protocol):
     def __call__(
         self,
         x: Tensor,
-        place: Place,
+        position: SequencePosition,
         boundaries: Sequence[Boundary],
         shared: Tensor | None,
         is_read: bool = True,
@@ -48,14 +49,14 @@ class Recompute(Enum):
 
 
 def recomputed(
-    block: Block, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+    block: Block, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """`block(x, place, boundaries, shared)`, keeping only x, `shared` and states for the backward pass.
+    """`block(x, position, boundaries, shared)`, keeping only x, `shared` and states for the backward pass.
 
     Args:
         block: deterministic; only x, `shared`, the boundaries' `carry_in` and parameters need gradients.
         x: [B, T, D], requires grad.
-        place: of the tokens; the caller keeps its `Exchange` alive.
+        position: of the tokens; the caller keeps its `Exchange` alive.
         boundaries: the layer's states at the boundaries of its tokens, with one value of `want_carry`.
         shared: the layer's part of a parameter of the whole model, or None.
 
@@ -65,7 +66,7 @@ def recomputed(
     incoming = (boundary.incoming_state for boundary in boundaries)
     carries = (boundary.carry_in for boundary in boundaries)
     want_carry = any(boundary.want_carry for boundary in boundaries)
-    return _Recomputed.apply(block, x, place, want_carry, shared, *incoming, *carries)
+    return _Recomputed.apply(block, x, position, want_carry, shared, *incoming, *carries)
 
 
 # Inputs of `_Recomputed.forward` before the states.
@@ -83,19 +84,18 @@ class _Recomputed(torch.autograd.Function):
         ctx: Any,
         block: Block,
         x: Tensor,
-        place: Place,
+        position: SequencePosition,
         want_carry: bool,
         shared: Tensor | None,
         *states: Tensor | None,
     ) -> tuple[Tensor, ...]:
         count = len(states) // 2
         incoming, carries = states[:count], states[count:]
-        y, *crossings = block(x, place, _boundaries(incoming, carries, want_carry), shared)
+        y, *crossings = block(x, position, _boundaries(incoming, carries, want_carry), shared)
         received = crossings[::2]
         kept = (new if old is None else old for new, old in zip(received, incoming, strict=True))
-        ctx.save_for_backward(x, shared, place.pieces, place.positions, place.borders, *kept, *carries)
-        ctx.block, ctx.want_carry = block, want_carry
-        ctx.place = place._replace(pieces=None, positions=None, borders=None)
+        ctx.save_for_backward(x, shared, *kept, *carries)
+        ctx.block, ctx.position, ctx.want_carry = block, position, want_carry
         ctx.mark_non_differentiable(*received)
         # Undefined gradients stay None: an output without gradient is left out of the inner backward pass.
         ctx.set_materialize_grads(False)
@@ -104,7 +104,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dcrossings: Tensor | None) -> tuple[Any, ...]:
-        x, shared, pieces, positions, borders, *states = ctx.saved_tensors
+        x, shared, *states = ctx.saved_tensors
         count = len(states) // 2
         wanted = ctx.needs_input_grad
         # New leaves: the inner backward pass stops here, and their `.grad` is returned to the outer one.
@@ -115,9 +115,8 @@ class _Recomputed(torch.autograd.Function):
             for carry, is_wanted in zip(states[count:], wanted[_BEFORE_STATES + count :], strict=True)
         ]
         with torch.enable_grad():
-            place = ctx.place._replace(pieces=pieces, positions=positions, borders=borders)
             boundaries = _boundaries(states[:count], carries, ctx.want_carry)
-            y, *crossings = ctx.block(x, place, boundaries, shared, is_read=False)
+            y, *crossings = ctx.block(x, ctx.position, boundaries, shared, is_read=False)
         pairs = [(y, dy), *zip(crossings[1::2], dcrossings[1::2], strict=True)]
         outputs, grads = zip(*((output, grad) for output, grad in pairs if grad is not None), strict=True)
         torch.autograd.backward(outputs, grads)

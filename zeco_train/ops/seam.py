@@ -26,7 +26,6 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol, Self
 from weakref import WeakValueDictionary
 
@@ -34,7 +33,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.span import Span
 
@@ -195,7 +193,7 @@ class StateScan(Protocol):
 class AttentionMethod(Protocol):
     """Softmax attention over the ranks of one sequence-parallel group, each of which has consecutive tokens."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
         """Attention of this rank's queries; see `zeco_train.ops.attend.attend_at`. Collective.
 
         Args:
@@ -203,23 +201,31 @@ class AttentionMethod(Protocol):
             k: [B, T, G, D].
             v: [B, T, G, V].
             span: the queries.
-            seq_len: length of the whole sequence; rank r of P has its tokens from seq_len · r // P on.
+            bounds: [P + 1], from 0 to the length of the sequence: rank r has the tokens [bounds[r], bounds[r + 1]).
             scale: factor of the scores.
         """
         ...
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in any dtype. Collective."""
         ...
 
-    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Tensors [B, T, ...] of this rank's tokens → [B, tokens of the segment, ...] of all ranks'. Collective.
 
         Args:
             tensors: of one dtype.
-            segment: positions of the first token and after the last; rank r of P has those from r / P of it on.
+            bounds: of the ranks' tokens in the segment, as of `forward`; they need not begin at 0.
         """
         ...
 
@@ -310,25 +316,6 @@ def exchange_of(handle: Tensor) -> Exchange:
     return found
 
 
-class Place(NamedTuple):
-    """A `SequenceShard` as the operator sees it.
-
-    Attributes:
-        exchange: see `Exchange.handle`.
-        pieces: [T], see `zeco_train.ops.documents`, on the device of the tokens; None without documents.
-        positions: [T] int64, of the tokens in the whole sequence; None for a model that does not read them.
-        offset, seq_len, borders, segment: see `SequenceShard`.
-    """
-
-    exchange: Tensor
-    pieces: Tensor | None = None
-    positions: Tensor | None = None
-    offset: int = 0
-    seq_len: int = 0
-    borders: Tensor | None = None
-    segment: tuple[int, int] | None = None
-
-
 class Boundary(NamedTuple):
     """One of a layer's states at the boundaries of its tokens; see `zeco_train.ops.mix.mix`, `ops.attend.attend_at`."""
 
@@ -347,86 +334,3 @@ class Crossing(NamedTuple):
 
     received: Tensor
     carry_out: Tensor
-
-
-@dataclass(frozen=True)
-class SequenceShard:
-    """Position of a shard in its sequence: all that a layer needs to know about parallelism.
-
-    Attributes:
-        exchange: connects it with the other shards of the sequence.
-        offset: position of this shard's first token in the whole sequence.
-        seq_len: length of the whole sequence in tokens.
-        cu_seqlens: [documents + 1] int64, the borders of the documents' pieces on this shard, from 0 to its number of
-            tokens; None if the sequence is one document.
-        before: tokens of the first piece's document on earlier shards; 0 if it begins here. Without documents the whole
-            sequence is the document, this equals `offset`, and it need not be given.
-        borders: [documents + 1] int64 on the CPU, borders of all documents of the sequence, from 0 to `seq_len`, for
-            softmax attention; None if the sequence is one document.
-        segment: positions of the first token and after the last of those that go through the model together, on all
-            ranks, for softmax attention after a cache (`LayerStates.carry_in`); None: the whole sequence.
-        known_pieces: [T] int32, what `cu_seqlens` and `before` mean to operators (`zeco_train.ops.documents`), if it is
-            on the tokens' device already.
-        known_positions: [T] int64, see `positions`, likewise.
-    """
-
-    exchange: Exchange
-    offset: int
-    seq_len: int
-    cu_seqlens: Tensor | None = None
-    before: int = 0
-    borders: Tensor | None = None
-    segment: tuple[int, int] | None = None
-    known_pieces: Tensor | None = None
-    known_positions: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.cu_seqlens is None:
-            object.__setattr__(self, "before", self.offset)
-
-    def place(self, num_tokens: int, device: torch.device, *, with_positions: bool = False) -> Place:
-        """The shard as traceable values for the operator; arguments and errors of `pieces`."""
-        return Place(
-            exchange=self.exchange.handle(device),
-            pieces=self.pieces(num_tokens, device),
-            positions=self.positions(num_tokens, device) if with_positions else None,
-            offset=self.offset,
-            seq_len=self.seq_len,
-            borders=self.borders,
-            segment=self.segment,
-        )
-
-    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """[num_tokens] int64, positions of this shard's tokens in the whole sequence, on their device; cached."""
-        if self.known_positions is not None:
-            return self.known_positions
-        key = num_tokens, device
-        if key not in self._positions:
-            self._positions[key] = torch.arange(self.offset, self.offset + num_tokens, device=device)
-        return self._positions[key]
-
-    def pieces(self, num_tokens: int, device: torch.device) -> Tensor | None:
-        """Restarts among this shard's `num_tokens` tokens, on their device; None without documents.
-
-        Computed once and cached for all layers: it copies the borders to the host, which synchronises with CUDA.
-
-        Returns:
-            [T] int32, see `zeco_train.ops.documents`.
-
-        Raises:
-            ValueError: `cu_seqlens` does not rise from 0 to `num_tokens`.
-        """
-        if self.known_pieces is not None:
-            return self.known_pieces
-        key = num_tokens, device
-        if key not in self._pieces:
-            self._pieces[key] = find_pieces(self.cu_seqlens, self.before, num_tokens, device)
-        return self._pieces[key]
-
-    @cached_property
-    def _pieces(self) -> dict[tuple[int, torch.device], Tensor | None]:
-        return {}
-
-    @cached_property
-    def _positions(self) -> dict[tuple[int, torch.device], Tensor]:
-        return {}

@@ -97,7 +97,7 @@ def more_ranks(case: Case, headroom: float) -> Option | None:
         case = dataclasses.replace(case, world_size=2 * case.world_size, sp_size=2 * case.sp_size)
         if problem_of(case, case.config.sp.attention.value) is not None:
             return None
-        if case.config.data.seq_len % case.sp_size or case.config.data.seq_len // case.sp_size < LEAST_TOKENS:
+        if case.config.data.seq_len // case.sp_size < LEAST_TOKENS:
             return None
         if fitting := options(case.with_changes(segments=1), headroom):
             return fitting[0]

@@ -81,8 +81,8 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank per pass: one segment of a micro-batch."""
-        return self.batch * self.config.data.seq_len // (self.segments * self.sp_size)
+        """Tokens of a rank per pass, of the one with the most: one segment of a micro-batch."""
+        return self.batch * -(-self.config.data.seq_len // (self.segments * self.sp_size))
 
     @property
     def passes(self) -> int:

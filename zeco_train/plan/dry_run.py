@@ -190,16 +190,15 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
 
 def _batches(case: Case, mesh: ProcessMesh) -> list[Batch]:
     """The segments of one micro-batch, of arbitrary tokens; with document resets of a single document."""
-    tokens, seq_len = case.tokens // case.batch, case.config.data.seq_len
-    ids = torch.arange(tokens).remainder(case.config.model.vocab_size).expand(case.batch, -1).contiguous()
-    pieces = borders = None
-    if case.config.data.reset_state_at_document:
-        pieces, borders = torch.tensor([0, tokens]), torch.tensor([0, seq_len])
+    seq_len, has_documents = case.config.data.seq_len, case.config.data.reset_state_at_document
+    split = mesh.split(seq_len, case.batch, documents=has_documents, segments=case.segments)
+    documents = [torch.tensor([0, seq_len])] * case.batch if has_documents else None
     batches = []
     for segment in range(case.segments):
-        offset = (segment * mesh.sp_size + mesh.sp_rank) * tokens
-        numbers = list(range(case.batch))
-        batches.append(Batch(ids, ids, pieces, offset, offset, numbers, segment=segment, borders=borders))
+        position = split.position(segment, documents)
+        ids = torch.arange(position.num_tokens).remainder(case.config.model.vocab_size)
+        ids = ids.expand(case.batch, -1).contiguous()
+        batches.append(Batch(ids, ids, position, list(range(case.batch))))
     return batches
 
 

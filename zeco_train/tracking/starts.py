@@ -48,8 +48,8 @@ class Layout:
 
     @property
     def tokens_per_device(self) -> int:
-        """Tokens of a sequence per rank."""
-        return self.seq_len // self.sp_size
+        """Tokens of a sequence on the rank with the most."""
+        return -(-self.seq_len // self.sp_size)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, and `tokens_per_device`."""

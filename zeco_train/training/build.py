@@ -256,7 +256,7 @@ def build(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
         segments=train.segments,
         labels_across_documents=data.has_labels_across,
     )
-    shape = data.micro_batch, split.length
+    shape = data.micro_batch, split.position(0).num_tokens
     with kernels_ahead(config.model, train, shape, data.reset_state_at_document, mesh.device):
         model = build_model(config.model, train, parallel.strategy, mesh, config.seed, parallel.shard_size)
     optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
@@ -347,7 +347,6 @@ def build_step(
         strategy=config.parallel.strategy,
         grad_clip=config.optim.grad_clip,
         tokens_per_step=config.data.global_batch * config.data.seq_len,
-        seq_len=config.data.seq_len,
         graphs=build_graphs(config, model, mesh.device),
     )
 

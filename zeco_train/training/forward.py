@@ -11,7 +11,7 @@ from data.reader import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.loss import TokenScores
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Exchange
 from zeco_train.ops.segments import LayerStates
 
 
@@ -27,46 +27,44 @@ class SequenceForward:
     def __init__(self, model: LanguageModel, exchange: Exchange, mesh: ProcessMesh) -> None:
         self.model, self.exchange, self.mesh = model, exchange, mesh
 
-    def loss(self, batch: Batch, seq_len: int, states: LayerStates) -> Tensor:
-        """The sum of the token losses of a segment of sequences of `seq_len` tokens; see `LanguageModel.forward`."""
+    def loss(self, batch: Batch, states: LayerStates) -> Tensor:
+        """The sum of the token losses of a segment; see `LanguageModel.forward`."""
         input_ids, labels = self._tokens(batch)
-        return self.model(input_ids, self._shard(batch, seq_len), labels, states)
+        return self.model(input_ids, batch.position.over(self.exchange), labels, states)
 
-    def fill_states(self, batch: Batch, seq_len: int, states: LayerStates) -> None:
+    def fill_states(self, batch: Batch, states: LayerStates) -> None:
         """Run a segment only to compute its states."""
         input_ids, _ = self._tokens(batch)
-        self.model(input_ids, self._shard(batch, seq_len), None, states, states_only=True)
+        self.model(input_ids, batch.position.over(self.exchange), None, states, states_only=True)
 
     @torch.no_grad()
-    def total_loss(self, segments: Sequence[Batch], seq_len: int) -> Tensor:
+    def total_loss(self, segments: Sequence[Batch]) -> Tensor:
         """The sum of the token losses of this rank's part of a micro-batch, without gradients; fp64, on the device."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for batch, states in self._in_order(segments):
-            total += self.loss(batch, seq_len, states)
+            total += self.loss(batch, states)
         return total
 
     @torch.no_grad()
-    def scores(self, segments: Sequence[Batch], seq_len: int) -> Iterator[TokenScores]:
+    def scores(self, segments: Sequence[Batch]) -> Iterator[TokenScores]:
         """Loss and prediction of each token of a micro-batch; memory is that of one segment.
 
         Args:
             segments: this rank's shards of the micro-batch's segments, in order; one if the sequence is not segmented.
                 The head is applied only to tokens whose label is not −100.
-            seq_len: of the whole sequence.
 
         Yields:
             The scores of this rank's tokens of each segment, on the device. Every rank must consume all of them.
         """
         for batch, states in self._in_order(segments):
             input_ids, labels = self._tokens(batch)
-            yield self.model(input_ids, self._shard(batch, seq_len), labels, states, scores=True)
+            yield self.model(input_ids, batch.position.over(self.exchange), labels, states, scores=True)
 
     def zero_carries(self, segments: Sequence[Batch]) -> list[Tensor] | None:
         """The initial states of a sequence; None if it is not segmented and needs none."""
         if len(segments) == 1:
             return None
-        batch, tokens = segments[0].input_ids.shape
-        capacity = tokens * self.mesh.sp_size * len(segments)
+        batch, capacity = len(segments[0].input_ids), segments[0].position.seq_len
         return self.model.zero_states(batch, self.mesh.device, capacity)
 
     def _in_order(self, segments: Sequence[Batch]) -> Iterator[tuple[Batch, LayerStates]]:
@@ -76,23 +74,6 @@ class SequenceForward:
             states = LayerStates(carry_in=carries, want_carry=len(segments) > 1)
             yield batch, states
             carries = states.carry_out
-
-    def _shard(self, batch: Batch, seq_len: int) -> SequenceShard:
-        # Shards of a segment are equal.
-        tokens = batch.input_ids.shape[1]
-        start = batch.offset - self.mesh.sp_rank * tokens
-        segment = None if tokens * self.mesh.sp_size == seq_len else (start, start + tokens * self.mesh.sp_size)
-        return SequenceShard(
-            self.exchange,
-            batch.offset,
-            seq_len,
-            batch.cu_seqlens,
-            batch.before,
-            batch.borders,
-            segment,
-            known_pieces=batch.pieces,
-            known_positions=batch.positions,
-        )
 
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.mesh.device

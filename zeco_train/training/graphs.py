@@ -27,7 +27,6 @@ from torch.distributed.fsdp import FSDPModule
 from data.reader import Batch
 from zeco_train.config.schema import Config
 from zeco_train.errors import CommunicationError, ConfigError, first_cause
-from zeco_train.ops.documents import find_pieces
 from zeco_train.sp.exposed import Events, active_meter
 from zeco_train.training.forward import to_device
 
@@ -159,7 +158,7 @@ class StepGraphs(StepLauncher):
         # in memory that graphs captured before it may use for something else.
         place = frozenset(self._passes)
         self._passes.add(key)
-        form = given.input_ids.shape, given.pieces is not None, tuple(len(of) for of in states)
+        form = given.input_ids.shape, given.position.pieces is not None, tuple(len(of) for of in states)
         part = key, place, form
         # Captured now, a step's first passes would add to the last step's gradients, which are kept.
         assert place or not self._gradients or part in self._captured, (
@@ -183,19 +182,16 @@ class StepGraphs(StepLauncher):
             parameter.grad = grad
 
     def _at_fixed_address(self, batch: Batch) -> Batch:
-        tokens = batch.input_ids.shape[1]
-        positions = torch.arange(batch.offset, batch.offset + tokens, device=self._device)
-        fixed = replace(
+        position = batch.position.on(batch.input_ids, with_positions=True)
+        assert position.positions is not None
+        # `pieces` says what the documents say, which change and so must not get into a captured kernel.
+        pieces = None if position.pieces is None else self._fixed("pieces", position.pieces)
+        return replace(
             batch,
             input_ids=self._fixed("input_ids", batch.input_ids),
             labels=self._fixed("labels", batch.labels),
-            positions=self._fixed("positions", positions),
+            position=position.with_tensors(pieces, self._fixed("positions", position.positions)),
         )
-        pieces = find_pieces(batch.cu_seqlens, batch.before, tokens, torch.device("cpu"))
-        if pieces is None:
-            return fixed
-        # It says what `before` and `borders` say, which change and so must not get into a captured kernel.
-        return replace(fixed, pieces=self._fixed("pieces", pieces), before=0, borders=None)
 
     def _fixed(self, name: str, tensor: Tensor) -> Tensor:
         """A copy at the address of all tensors of this name and shape."""

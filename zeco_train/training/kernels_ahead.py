@@ -19,7 +19,7 @@ from models.parameters import cast
 from models.projections import set_matmul
 from models.spec import spec_of
 from zeco_train.config.schema import TrainConfig
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 
 logger = logging.getLogger(__name__)
@@ -100,8 +100,7 @@ def run_blocks(
         for parameter in blocks.parameters():
             parameter.zero_()
     batch, tokens = _fewer(shape)
-    borders = torch.tensor([0, tokens]) if documents else None
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
-    shard = SequenceShard(local_exchange(), 0, tokens, cu_seqlens=borders, borders=borders)
-    x = blocks(ids, shard)
+    borders = [torch.tensor([0, tokens])] * batch if documents else None
+    x = blocks(ids, SequencePosition((0, tokens), documents=borders, exchange=local_exchange()))
     x.backward(torch.zeros_like(x))

@@ -257,7 +257,7 @@ class _Watch:
         name = self._names[module]
         self._running.append(name)
         if module is self._model:
-            self._in_backward, self._input_ids, self._offset = False, inputs[0], inputs[1].offset
+            self._in_backward, self._input_ids, self._offset = False, inputs[0], inputs[1].start
         for x in inputs if not self._in_backward else ():
             if isinstance(x, Tensor) and x.is_floating_point():
                 self.check("input of", name, x)
@@ -303,9 +303,10 @@ class _Watch:
         # Gradients go from later tokens to earlier ones.
         token, index = bad.flatten(2).any(-1).T.nonzero()[-1 if self._in_backward else 0].tolist()
         position, document = self._offset + token, ""
-        if batch.borders is not None:
-            number = int(torch.searchsorted(batch.borders, position, right=True)) - 1
-            document = f", token {position - int(batch.borders[number])} of its document {number}"
+        if batch.position.documents is not None:
+            borders = batch.position.documents[index]
+            number = int(torch.searchsorted(borders, position, right=True)) - 1
+            document = f", token {position - int(borders[number])} of its document {number}"
         identity = int(self._input_ids[index, token])
         sequence = batch.sequence_ids[index]
         return f"token {position} of sequence {sequence}{document} (id {identity}), micro-batch {self._micro_step + 1}"

@@ -46,7 +46,6 @@ class TrainingStep:
         strategy: how the model is parallelised.
         grad_clip: largest global gradient norm; 0 clips nothing.
         tokens_per_step: of the global batch; a batch's own count of labels takes precedence.
-        seq_len: of a whole sequence.
         graphs: replay the step; None: launch its kernels one by one.
 
     Attributes:
@@ -64,13 +63,12 @@ class TrainingStep:
         strategy: Strategy,
         grad_clip: float,
         tokens_per_step: int,
-        seq_len: int,
         graphs: StepGraphs | None = None,
     ) -> None:
         self.model, self.optimizer, self.mesh = model, optimizer, mesh
         self.forward = SequenceForward(model, exchange, mesh)
         self._strategy, self._shards, self._grad_clip = strategy, num_shards(model), grad_clip
-        self._tokens_per_step, self._seq_len = tokens_per_step, seq_len
+        self._tokens_per_step = tokens_per_step
         self._launcher = graphs or StepLauncher()
         # On the device, where replayed kernels read them; with or without graphs, for the same bits.
         self._num_labels = torch.ones((), dtype=torch.float64, device=mesh.device)
@@ -114,7 +112,7 @@ class TrainingStep:
 
     def loss(self, segments: Sequence[Batch]) -> Tensor:
         """Sum of the token losses of this rank's part of a micro-batch, without gradients."""
-        return self.forward.total_loss(segments, self._seq_len)
+        return self.forward.total_loss(segments)
 
     def update(self) -> PendingNumbers:
         """Clip the gradient by its global norm and run the optimizer step, if loss and norm are finite.
@@ -185,7 +183,7 @@ class TrainingStep:
         # Cuts the autograd graph between segments.
         leaves = [carry.detach().requires_grad_() for carry in carries]
         states = LayerStates(received or None, leaves or None, want_carry=bool(carry_grads))
-        loss_sum = self.forward.loss(batch, self._seq_len, states)
+        loss_sum = self.forward.loss(batch, states)
         share = loss_sum / self._num_labels.to(loss_sum.dtype)
         outputs = states.carry_out if states.want_carry else []
         torch.autograd.backward([share, *outputs], [None, *carry_grads])
@@ -209,7 +207,7 @@ class TrainingStep:
     def _run_forward(self, batch: Batch, carries: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """First pass of a segment: the states received, and those after it."""
         states = LayerStates(carry_in=carries, want_carry=True)
-        self.forward.fill_states(batch, self._seq_len, states)
+        self.forward.fill_states(batch, states)
         return *states.received, *states.carry_out
 
 

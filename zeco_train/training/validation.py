@@ -97,9 +97,9 @@ class Validation:
         while segments := list(islice(batches, self._split.segments)):
             if not proceed():
                 return None
-            for batch, scores in zip(segments, forward.scores(segments, self._split.seq_len), strict=True):
+            for batch, scores in zip(segments, forward.scores(segments), strict=True):
                 # Padding is computed like the rest, for matching collectives.
                 if not batch.is_padding:
-                    sums.add(batch.sequence_ids, batch.offset, scores)
+                    sums.add(batch.sequence_ids, batch.position.start, scores)
         sums.reduce()
         return sums

@@ -21,6 +21,7 @@ from zeco_train.distributed.mesh import ProcessMesh, attention_group
 from zeco_train.ops import accumulation_dtype, seam
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.oracle import exact_softmax
+from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
@@ -94,13 +95,12 @@ def run_method(
     """Forward and backward by a method, of the tokens from position `start` on. Collective over the method's ranks."""
     q, k, v = (tokens[name].detach().requires_grad_() for name in ("q", "k", "v"))
     exchange = local_exchange().replaced(attention=method)
-    place = seam.Place(
-        exchange.handle(q.device),
-        offset=start,
-        seq_len=sequence.seq_len,
-        borders=sequence.span(0, sequence.seq_len).borders,
+    parts = sequence.seq_len // q.shape[1]
+    documents = [sequence.borders] if sequence.documents else None
+    position = SequencePosition(
+        even_bounds(sequence.seq_len, parts), start // q.shape[1], documents=documents, exchange=exchange
     )
-    o, _ = attend_at(q, k, v, sequence.scale, place, [seam.Boundary()] * 2, sequence.window)
+    o, _ = attend_at(q, k, v, sequence.scale, position, [seam.Boundary()] * 2, sequence.window)
     grads = torch.autograd.grad(o, (q, k, v), tokens["do"])
     return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
 

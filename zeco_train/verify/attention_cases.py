@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.oracle import exact_softmax
-from zeco_train.ops.seam import Boundary, Exchange, SequenceShard
+from zeco_train.ops.seam import Boundary, Exchange
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import build_attention
@@ -170,12 +170,11 @@ def _segments(whole: Whole, exchange: Exchange, rank: int, window: int | None) -
     shape = whole.batch, whole.groups, capacity
     caches = [torch.full((*shape, dim), math.nan, dtype=torch.float64) for dim in (whole.key_dim, whole.value_dim)]
     for segment in range(whole.segments):
-        piece, span = segment * whole.ranks + rank, whole.tokens * whole.ranks
-        shard = replace(whole.shard(exchange, piece), segment=(segment * span, (segment + 1) * span))
+        piece = segment * whole.ranks + rank
         q, k, v = whole.operands(piece).values()
-        place = shard.place(whole.tokens, q.device)
+        position = whole.position(exchange, piece)
         with torch.no_grad():
-            o, _ = attend_at(q, k, v, whole.key_dim**-0.5, place, [Boundary(None, x, True) for x in caches], window)
+            o, _ = attend_at(q, k, v, whole.key_dim**-0.5, position, [Boundary(None, x, True) for x in caches], window)
         yield "a segment after caches", "segments", piece, {"o": o}
 
 
@@ -186,11 +185,10 @@ class _Pass:
         self, whole: Whole, exchange: Exchange, rank: int, window: int | None, kept: Sequence[Tensor] = ()
     ) -> None:
         self._whole, self._rank, self._leaves = whole, rank, [*whole.operands(rank).values()]
-        shard: SequenceShard = whole.shard(exchange, rank)
         boundaries = [Boundary(x) for x in kept] or [Boundary(), Boundary()]
-        place = shard.place(whole.tokens, self._leaves[0].device)
         q, k, v = self._leaves
-        self._o, crossings = attend_at(q, k, v, whole.key_dim**-0.5, place, boundaries, window)
+        position = whole.position(exchange, rank)
+        self._o, crossings = attend_at(q, k, v, whole.key_dim**-0.5, position, boundaries, window)
         self.kept = [crossing.received.clone() for crossing in crossings]
         self.results: Results = {"o": self._o.detach()}
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import Exchange, ScanRequest, SequenceShard, StateScan
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.seam import Exchange, ScanRequest, StateScan
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.tapped import TappedScan
 from zeco_train.verify.reference import Place
@@ -49,9 +50,9 @@ def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange,
         The tensors of `zeco_train.verify.reference.exact`, on the device of `part`.
     """
     received: dict[str, Tensor] = {}
-    start = place.rank * sequence.tokens
     recording = _recording(exchange, received)
-    results = _forward_backward(sequence, part, [sequence.shard(recording, start, start + sequence.tokens)])
+    bounds = range(0, sequence.seq_len + 1, sequence.tokens)
+    results = _forward_backward(sequence, part, [sequence.position(recording, bounds, place.rank)])
     return results | received
 
 
@@ -69,7 +70,7 @@ def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
     odd = [0, *range(min(ODD_PLACE, sequence.tokens // 2), length, sequence.tokens), length]
     runs = {}
     for run, borders in (("one device", [0, length]), ("one device, cut oddly", odd)):
-        shards = [sequence.shard(local_exchange(), a, b) for a, b in itertools.pairwise(borders)]
+        shards = [sequence.position(local_exchange(), bounds) for bounds in itertools.pairwise(borders)]
         results = _forward_backward(sequence, whole, shards)
         runs[run] = {name: _own(name, x, start, sequence) for name, x in results.items()}
     return runs
@@ -84,8 +85,8 @@ def run_in_float64(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
     received: list[dict[str, Tensor]] = [{} for _ in range(place.size)]
     starts = range(0, sequence.seq_len + 1, sequence.tokens)
     shards = [
-        sequence.shard(_recording(local_exchange(), own), a, b)
-        for own, (a, b) in zip(received, itertools.pairwise(starts), strict=True)
+        sequence.position(_recording(local_exchange(), own), bounds)
+        for own, bounds in zip(received, itertools.pairwise(starts), strict=True)
     ]
     results = _forward_backward(sequence, whole, shards)
     own = {name: _own(name, x, place.rank * sequence.tokens, sequence) for name, x in results.items()}
@@ -99,17 +100,19 @@ def _own(name: str, x: Tensor, start: int, sequence: Sequence) -> Tensor:
     return x[:, start : start + sequence.tokens].clone()
 
 
-def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: list[SequenceShard]) -> dict[str, Tensor]:
+def _forward_backward(
+    sequence: Sequence, tokens: dict[str, Tensor], shards: list[SequencePosition]
+) -> dict[str, Tensor]:
     """One pass over tokens, cut into shards that pass their state on in autograd's graph."""
     device, dtype = tokens["do"].device, accumulation_dtype(tokens["do"].dtype)
     carries = {name: state.to(device, dtype) for name, state in sequence.carries().items()}
     carry_in = carries["carry_in"].requires_grad_() if sequence.carry else None
-    first, stops = shards[0].offset, [*(shard.offset for shard in shards[1:]), None]
+    first, stops = shards[0].start, [*(shard.start for shard in shards[1:]), None]
     leaves: list[Tensor] = []
     outputs: list[Tensor] = []
     state = carry_in
     for shard, stop in zip(shards, stops, strict=True):
-        cut = slice(shard.offset - first, None if stop is None else stop - first)
+        cut = slice(shard.start - first, None if stop is None else stop - first)
         own = {name: tokens[name][:, cut].detach().requires_grad_() for name in sequence.operands}
         operands = sequence.cut(own, slice(None))
         # Every shard but the last passes its state on.

@@ -330,10 +330,10 @@ class Pass:
             carry_in = whole.tensors["carry_in"]
         self._carry_in = None if carry_in is None else carry_in.detach().clone().requires_grad_()
         want_carry = whole.carry if want_carry is None else want_carry
-        place = whole.shard(exchange, piece).place(whole.tokens, operands[0].device)
+        position = whole.position(exchange, piece).on(operands[0])
         scale = OPERATORS[whole.operator].scale_of(operands, whole.scale)
         boundary = Boundary(incoming, self._carry_in, want_carry)
-        self._o, crossing = mix_at(whole.operator, operands, scale, place, boundary)
+        self._o, crossing = mix_at(whole.operator, operands, scale, position, boundary)
         self.results: Results = {"o": self._o.detach()}
         self.received, self.carry_out = crossing.received, crossing.carry_out if want_carry else None
         if incoming is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import Kind
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import DEFAULT, OPERATORS
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Exchange
 
 WEAKEST, STRONGEST = 1e-6, 20.0
 # Operands that are the same for all tokens, and have no gradient.
@@ -94,15 +95,20 @@ class Sequence(RankedSequence):
         """The tokens before which the state restarts. With a carry the first document is a continuation."""
         return self.borders[self.carry : -1] if self.documents else []
 
-    def shard(self, exchange: Exchange, start: int, stop: int) -> SequenceShard:
-        """The shard of the tokens [start, stop). With a carry the first document is a continuation."""
-        if not self.documents:
-            return SequenceShard(exchange, start, self.seq_len)
-        inside = [border - start for border in self.borders if start < border < stop]
-        begin = max(border for border in self.borders if border <= start)
-        # Any `before` above 0 makes the first piece a continuation: with a carry, tokens precede the sequence.
-        before = start - begin + (self.carry and begin == 0)
-        return SequenceShard(exchange, start, self.seq_len, torch.tensor([0, *inside, stop - start]), before)
+    def position(self, exchange: Exchange, bounds: Iterable[int], rank: int = 0) -> SequencePosition:
+        """Of a rank's tokens, see `SequencePosition`. With a carry a token precedes the sequence.
+
+        So the first document is a continuation then.
+        """
+        before = int(self.carry)
+        documents = [[0, *(border + before for border in self.borders[1:])]] if self.documents else None
+        return SequencePosition(
+            [before + bound for bound in bounds],
+            rank,
+            seq_len=before + self.seq_len,
+            documents=documents,
+            exchange=exchange,
+        )
 
     def part(self, rank: int) -> dict[str, Tensor]:
         """The operands that have tokens, and do, of one rank's tokens, on the CPU: the same on every rank that asks."""

@@ -42,7 +42,7 @@ from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.exposed import ExposedMeter
@@ -323,7 +323,6 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
         strategy=case.strategy,
         grad_clip=_GRAD_CLIP,
         tokens_per_step=case.global_batch * SEQ_LEN,
-        seq_len=SEQ_LEN,
     )
     micro_batch = 2 // case.micro_batches
     loader = _loader(case, mesh.split(SEQ_LEN, micro_batch, documents=case.documents, segments=case.segments), store)
@@ -385,9 +384,8 @@ def _losses(model: LanguageModel, exchange: Exchange, loader: SequenceLoader, co
     """Each batch's part of the mean loss of a step."""
     for micro_step in range(loader.micro_steps):
         batch = loader.batch(consumed, micro_step)
-        shard = SequenceShard(exchange, 0, SEQ_LEN, batch.cu_seqlens, batch.before, batch.borders)
         labels = batch.step_labels or loader.global_batch * SEQ_LEN
-        loss = model(batch.input_ids, shard, batch.labels)
+        loss = model(batch.input_ids, batch.position.over(exchange), batch.labels)
         assert isinstance(loss, Tensor)
         yield loss / labels
 

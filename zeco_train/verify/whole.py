@@ -14,8 +14,9 @@ from torch import Tensor
 
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.oracle import ExactTokens
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Exchange, SequenceShard
+from zeco_train.ops.seam import Exchange
 
 Results = dict[str, Tensor]
 # Softmax attention, beside the operators: heads of values are those of keys.
@@ -111,16 +112,20 @@ class Whole:
         operator = OPERATORS[self.operator]
         return operator.state_shape([torch.empty(self._shape(dims), device="meta") for dims in operator.dims])
 
-    def shard(self, exchange: Exchange, piece: int) -> SequenceShard:
-        """Position of a shard."""
-        start = piece * self.tokens
-        if self.documents is None:
-            return SequenceShard(exchange, start, self.seq_len)
-        inside = [border - start for border in self.borders if start < border < start + self.tokens]
-        begin = max(border for border in self.borders if border <= start)
-        before = start - begin + (self.carry and begin == 0)
-        cu_seqlens = torch.tensor([0, *inside, self.tokens])
-        return SequenceShard(exchange, start, self.seq_len, cu_seqlens, before, torch.tensor(self.borders))
+    def position(self, exchange: Exchange, piece: int) -> SequencePosition:
+        """Position of a shard. With a carry a token precedes the sequence, so that the first document continues."""
+        (segment, rank), before = divmod(piece, self.ranks), int(self.carry)
+        shards = range(segment * self.ranks, (segment + 1) * self.ranks + 1)
+        documents = None if self.documents is None else [[0, *(border + before for border in self.borders[1:])]]
+        return SequencePosition(
+            [before + shard * self.tokens for shard in shards],
+            rank,
+            seq_len=before + self.seq_len,
+            documents=documents,
+            segment=segment,
+            num_segments=self.segments,
+            exchange=exchange,
+        )
 
     def operands(self, piece: int) -> Results:
         """The operands of a shard, as leaves."""

@@ -61,11 +61,11 @@ def score(
         made = [examples[number]() for number in own] or [examples[0]()]
         reader = ExampleReader(made.__getitem__, len(made), split)
         segments = [reader.read(list(range(len(made))), segment) for segment in range(cut.segments)]
-        for part, scores in zip(segments, forward.scores(segments, cut.length), strict=True):
+        for part, scores in zip(segments, forward.scores(segments), strict=True):
             is_wrong = scores.predictions.cpu() != part.labels
             own_losses = scores.losses.double().sum(1).cpu()
             for row, number in enumerate(own):
-                wrong[number] += _by_answer(is_wrong[row], made[row], part.offset)
+                wrong[number] += _by_answer(is_wrong[row], made[row], part.position.start)
                 losses[number] += torch.stack([own_losses[row], (part.labels[row] != IGNORE_INDEX).sum()])
     wrong, losses = wrong.to(mesh.device), losses.to(mesh.device)
     # Over the shards of a sequence, too: an answer's tokens may lie on two ranks.

@@ -56,9 +56,11 @@ class AllGather(PipelinedAttention):
         super().__init__(wire, num_parts=num_parts)
         self._paired = paired and wire.size > 1
 
-    def forward_steps(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Steps[Attended]:
+    def forward_steps(
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+    ) -> Steps[Attended]:
         """See `PipelinedAttention`."""
-        work = self._work(span, seq_len)
+        work = self._work(span, bounds)
         keys = self._routes(work.held, [[keys] for keys in work.keys])
         arriving, queries = keys.start([k, v], "keys and values"), self._to_computing(work, [q])
         yield
@@ -78,10 +80,18 @@ class AllGather(PipelinedAttention):
         return Attended(o, lse.mT)
 
     def backward_steps(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """See `PipelinedAttention`."""
-        work = self._work(span, seq_len)
+        work = self._work(span, bounds)
         wanted = [[keys] for keys in work.keys]
         arriving = self._routes(work.held, wanted).start([k, v], "keys and values")
         queries = self._to_computing(work, [do, q, attended.o])
@@ -143,8 +153,8 @@ class AllGather(PipelinedAttention):
     def _is_paired(self, span: Span) -> bool:
         return self._paired and span.window is None
 
-    def _work(self, span: Span, seq_len: int) -> _Work:
-        own = self.spans(span, seq_len)
+    def _work(self, span: Span, bounds: Sequence[int]) -> _Work:
+        own = self.spans(span, bounds)
         computed = [[each] for each in own]
         if self._is_paired(span):
             halves = [half for each in own for half in _halves(each)]

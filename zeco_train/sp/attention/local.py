@@ -17,17 +17,25 @@ class LocalAttention:
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
         """See `zeco_train.ops.seam.AttentionMethod`."""
         return attend(q, k, v, span, span.start, scale)
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
         return attend_backward(do, q, k, v, attended, span, span.start, scale, self.deterministic)
 
-    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
-        del segment
+        del bounds
         return list(tensors)

@@ -59,22 +59,30 @@ class ShardedAttention(ABC):
             self._is_connected = True
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
         """See `zeco_train.ops.seam.AttentionMethod`."""
 
     @abstractmethod
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
 
-    def spans(self, span: Span, seq_len: int) -> list[Span]:
+    def spans(self, span: Span, bounds: Sequence[int]) -> list[Span]:
         """The spans of all ranks, given that of this one.
 
         Raises:
-            ValueError: this rank's tokens are not its share of the sequence.
+            ValueError: this rank's tokens are not those of the bounds.
         """
-        shares = self._shares(0, seq_len)
+        shares = self._shares(bounds)
         if (span.start, span.stop) != (share := shares[self.wire.rank]):
             has, wanted = (f"{start} to {stop}" for start, stop in ((span.start, span.stop), share))
             raise ValueError(
@@ -82,23 +90,26 @@ class ShardedAttention(ABC):
             )
         return [span.part(*share) for share in shares]
 
-    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`.
 
         Raises:
-            ValueError: this rank's tokens are not its share of the segment.
+            ValueError: this rank's tokens are not those of the bounds.
         """
-        shares = self._shares(*segment)
+        shares = self._shares(bounds)
         own, (first, after) = tensors[0].shape[1], shares[self.wire.rank]
         if own != after - first:
-            raise ValueError(f"rank {self.wire.rank} has {own} tokens of the segment {segment}, not {after - first}")
-        routes = Routes(self.wire, [[share] for share in shares], [[segment]] * self.wire.size)
+            raise ValueError(
+                f"rank {self.wire.rank} has {own} tokens of {bounds[0]} to {bounds[-1]}, not {after - first}"
+            )
+        routes = Routes(self.wire, [[share] for share in shares], [[(bounds[0], bounds[-1])]] * self.wire.size)
         return routes.start(tensors, "keys and values").wait()
 
-    def _shares(self, start: int, stop: int) -> list[Range]:
-        """Each rank's tokens of [start, stop)."""
-        size = self.wire.size
-        return list(itertools.pairwise(start + (stop - start) * rank // size for rank in range(size + 1)))
+    def _shares(self, bounds: Sequence[int]) -> list[Range]:
+        """Each rank's tokens."""
+        if len(bounds) != self.wire.size + 1:
+            raise ValueError(f"attention over {self.wire.size} ranks: has the tokens of {len(bounds) - 1}")
+        return list(itertools.pairwise(bounds))
 
 
 class AttentionLoad(NamedTuple):

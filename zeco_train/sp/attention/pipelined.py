@@ -47,38 +47,56 @@ class PipelinedAttention(ShardedAttention):
         return 1
 
     @abstractmethod
-    def forward_steps(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Steps[Attended]:
+    def forward_steps(
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+    ) -> Steps[Attended]:
         """`forward` of some heads."""
 
     @abstractmethod
     def backward_steps(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """`backward` of some heads."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
         """See `zeco_train.ops.seam.AttentionMethod`."""
-        parts = zip(*(self._in_parts(x, k.shape[2], seq_len) for x in (q, k, v)), strict=True)
-        found = _in_turns([self.forward_steps(qp, kp, vp, span, seq_len, scale) for qp, kp, vp in parts])
+        parts = zip(*(self._in_parts(x, k.shape[2], bounds) for x in (q, k, v)), strict=True)
+        found = _in_turns([self.forward_steps(qp, kp, vp, span, bounds, scale) for qp, kp, vp in parts])
         return Attended(_joined([part.o for part in found], 2), _joined([part.lse for part in found], 1))
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
         lse = attended.lse.transpose(1, 2)
-        cut = (self._in_parts(x, k.shape[2], seq_len) for x in (do, q, k, v, attended.o, lse))
+        cut = (self._in_parts(x, k.shape[2], bounds) for x in (do, q, k, v, attended.o, lse))
         steps = [
-            self.backward_steps(dop, qp, kp, vp, Attended(op, lsep.transpose(1, 2)), span, seq_len, scale)
+            self.backward_steps(dop, qp, kp, vp, Attended(op, lsep.transpose(1, 2)), span, bounds, scale)
             for dop, qp, kp, vp, op, lsep in zip(*cut, strict=True)
         ]
         dq, dk, dv = (_joined(grads, 2) for grads in zip(*_in_turns(steps), strict=True))
         return dq, dk, dv
 
-    def _in_parts(self, x: Tensor, key_heads: int, seq_len: int) -> Sequence[Tensor]:
+    def _in_parts(self, x: Tensor, key_heads: int, bounds: Sequence[int]) -> Sequence[Tensor]:
         """[B, T, heads, …] in parts of the heads, those of queries as those of the keys that they read."""
-        # The same on all ranks, whose shards may differ by a token.
-        tokens = seq_len // self.wire.size
+        # The mean, which is the same on all ranks, whose shards may differ.
+        tokens = (bounds[-1] - bounds[0]) // self.wire.size
         return x.chunk(num_parts(key_heads, self.heads_step, tokens, self.num_nodes, self._num_parts), 2)
 
 

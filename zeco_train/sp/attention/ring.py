@@ -34,11 +34,11 @@ from zeco_train.sp.attention.routes import Range
 class Ring(ShardedAttention):
     """See the module."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
         """See `zeco_train.ops.seam.AttentionMethod`."""
         # Messages between some ranks must not be the first ones.
         self.connect(q)
-        blocks = _Blocks(self.wire, self.spans(span, seq_len), k, v)
+        blocks = _Blocks(self.wire, self.spans(span, bounds), k, v)
         found: Attended | None = None
         for _ in range(self.wire.size):
             transfers = self.wire.exchange(*blocks.messages())
@@ -53,11 +53,19 @@ class Ring(ShardedAttention):
         return Attended(found.o.to(q.dtype), found.lse)
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
         wide = accumulation_dtype(q.dtype)
-        blocks = _Blocks(self.wire, self.spans(span, seq_len), k, v)
+        blocks = _Blocks(self.wire, self.spans(span, bounds), k, v)
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
         part: Tensor | None = None
         for step in range(self.wire.size + 1):

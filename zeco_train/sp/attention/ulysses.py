@@ -8,7 +8,7 @@ Memory: queries, keys, values and outputs of the whole sequence, of H / P heads:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,9 +30,11 @@ class Ulysses(PipelinedAttention):
         """See `PipelinedAttention`: fewer heads of keys than ranks would be repeated."""
         return self.wire.size
 
-    def forward_steps(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Steps[Attended]:
+    def forward_steps(
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+    ) -> Steps[Attended]:
         """See `PipelinedAttention`."""
-        spans, whole = self.spans(span, seq_len), Span(0, seq_len, span.borders, span.window)
+        spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         operands = {"queries": q, "keys": self._repeated(k), "values": self._repeated(v)}
         arriving = [self._by_heads(x, spans, what) for what, x in operands.items()]
         del operands
@@ -46,10 +48,18 @@ class Ulysses(PipelinedAttention):
         return Attended(o.wait(), lse.wait().squeeze(-1).mT)
 
     def backward_steps(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """See `PipelinedAttention`."""
-        spans, whole = self.spans(span, seq_len), Span(0, seq_len, span.borders, span.window)
+        spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         of_queries = {
             "gradients": do,
             "queries": q,

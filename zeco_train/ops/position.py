@@ -1,0 +1,191 @@
+"""Where the tokens of a rank lie in their sequence.
+
+The data loader makes one `SequencePosition` for each segment of a micro-batch, and the model's layers get it as it is;
+only the custom ops (`zeco_train.ops.mix`, `zeco_train.ops.attend`) take parts of it, as tensors, since a compiled graph
+does not depend on a tensor's value.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.seam import Exchange
+
+_CPU = torch.device("cpu")
+
+
+class SequencePosition:
+    """Where the tokens of a rank lie in their sequence: a frozen record.
+
+    The ranks that share a sequence have consecutive tokens of it, at least one each; their numbers may differ. A
+    sequence may be cut in time into segments, each over all those ranks.
+
+    Not a dataclass: FSDP2 copies those among a module's inputs.
+
+    Attributes:
+        bounds: P + 1 positions in the sequence: rank r of P has the tokens [bounds[r], bounds[r + 1]) of the segment.
+        rank: this rank, from 0 to P − 1.
+        seq_len: tokens of the whole sequence.
+        documents: for each sequence of the batch the borders of all its documents, [documents + 1] int64 on the CPU,
+            from 0 to `seq_len`; None: each is one document. Equal neighbours are empty documents.
+        segment, num_segments: number of the segment, from 0, and how many there are.
+        micro_step: number of the micro-batch in its step, from 0.
+        exchange: connects the ranks; None as the loader makes the record, see `over`.
+        handle: [] int64, that of the exchange (`Exchange.handle`), on the CPU before `on`; None without one.
+        pieces: [T] int32, of a batch of several sequences [B, T], on the tokens' device: restarts at documents, see
+            `zeco_train.ops.documents`; None without documents, and before `on`.
+        positions: [T] int64, of this rank's tokens in the sequence, likewise; None unless they are wanted.
+
+    Raises:
+        ValueError: the bounds fall or leave the sequence, or documents' borders do not rise from 0 to `seq_len`.
+    """
+
+    bounds: tuple[int, ...]
+    rank: int
+    seq_len: int
+    documents: tuple[Tensor, ...] | None
+    segment: int
+    num_segments: int
+    micro_step: int
+    exchange: Exchange | None
+    handle: Tensor | None
+    pieces: Tensor | None
+    positions: Tensor | None
+
+    def __init__(
+        self,
+        bounds: Sequence[int],
+        rank: int = 0,
+        *,
+        seq_len: int | None = None,
+        documents: Sequence[Tensor | Sequence[int]] | None = None,
+        segment: int = 0,
+        num_segments: int = 1,
+        micro_step: int = 0,
+        exchange: Exchange | None = None,
+    ) -> None:
+        seq_len = bounds[-1] if seq_len is None else seq_len
+        # Tensors made in inference mode could not be saved for a backward pass later.
+        with torch.inference_mode(False):
+            rows = None if documents is None else tuple(_checked(borders, seq_len) for borders in documents)
+        rises = all(start <= stop for start, stop in itertools.pairwise((0, *bounds, seq_len)))
+        if not (0 <= rank < len(bounds) - 1 and rises):
+            raise ValueError(f"bounds: rank {rank} of {_short(bounds)}, which must rise within 0 to {seq_len}")
+        vars(self).update(
+            bounds=tuple(bounds),
+            rank=rank,
+            seq_len=seq_len,
+            documents=rows,
+            segment=segment,
+            num_segments=num_segments,
+            micro_step=micro_step,
+            exchange=exchange,
+            handle=None if exchange is None else exchange.handle(_CPU),
+            pieces=None,
+            positions=None,
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a position is frozen")
+
+    @property
+    def start(self) -> int:
+        """Position of this rank's first token in the whole sequence."""
+        return self.bounds[self.rank]
+
+    @property
+    def stop(self) -> int:
+        """Position after this rank's last token."""
+        return self.bounds[self.rank + 1]
+
+    @property
+    def num_tokens(self) -> int:
+        """T, tokens of this rank."""
+        return self.stop - self.start
+
+    def cu_seqlens(self, row: int = 0) -> Tensor | None:
+        """[pieces + 1] int64, borders of the documents' pieces on this rank, from 0 to T; None without documents."""
+        if self.documents is None:
+            return None
+        borders = self.documents[row]
+        inner = borders[(borders > self.start) & (borders < self.stop)] - self.start
+        return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), self.num_tokens)])
+
+    def before(self, row: int = 0) -> int:
+        """Tokens of the first token's document (without documents: of the sequence) on earlier ranks and segments."""
+        if self.documents is None:
+            return self.start
+        borders = self.documents[row]
+        return self.start - int(borders[borders <= self.start].max())
+
+    def over(self, exchange: Exchange) -> Self:
+        """The same with what connects the ranks."""
+        return self._replaced(exchange=exchange, handle=exchange.handle(_CPU))
+
+    def with_tensors(self, pieces: Tensor | None, positions: Tensor) -> Self:
+        """The same for tokens whose documents only `pieces` describes, on their device."""
+        return self._replaced(pieces=pieces, positions=positions, documents=None)
+
+    def on(self, tokens: Tensor, *, with_positions: bool = False) -> Self:
+        """The same with `handle`, `pieces`, and `positions` if they are wanted, on the device of the tokens.
+
+        With documents this copies to the device, which synchronises with CUDA, so call it once for all layers.
+
+        Args:
+            tokens: [B, T, ...] of this rank.
+            with_positions: see `positions`.
+
+        Raises:
+            ValueError: the record is of another number of tokens or sequences.
+        """
+        batch, num_tokens = tokens.shape[:2]
+        if num_tokens != self.num_tokens:
+            raise ValueError(f"position: of {self.num_tokens} tokens, {self.start} to {self.stop}, not {num_tokens}")
+        if self.documents is not None and len(self.documents) != batch:
+            raise ValueError(f"position: has the documents of {len(self.documents)} sequences, not of {batch}")
+        pieces, positions = self.pieces, self.positions
+        if pieces is None and self.documents is not None:
+            rows = [self._pieces_of(row, tokens.device) for row in range(batch)]
+            pieces = rows[0] if batch == 1 else torch.stack(rows)
+        if positions is None and with_positions:
+            positions = torch.arange(self.start, self.stop, device=tokens.device)
+        handle = None if self.exchange is None else self.exchange.handle(tokens.device)
+        return self._replaced(pieces=pieces, positions=positions, handle=handle)
+
+    def _pieces_of(self, row: int, device: torch.device) -> Tensor:
+        found = find_pieces(self.cu_seqlens(row), self.before(row), self.num_tokens, device)
+        assert found is not None, "only without documents"
+        return found
+
+    def _replaced(self, **changes: object) -> Self:
+        found = copy.copy(self)
+        vars(found).update(changes)
+        return found
+
+
+def even_bounds(seq_len: int, parts: int, first: int = 0, stop: int | None = None) -> list[int]:
+    """Borders of the parts [first, stop) of a sequence in `parts` parts, whose lengths differ by at most one token."""
+    return [seq_len * part // parts for part in range(first, (parts if stop is None else stop) + 1)]
+
+
+def _checked(borders: Tensor | Sequence[int], seq_len: int) -> Tensor:
+    found = torch.as_tensor(borders)
+    if found.dim() != 1 or found.numel() < 2 or found.is_floating_point():
+        shape = f"shape {list(found.shape)} of {found.dtype}"
+        raise ValueError(f"documents: expected a list of at least two integers, got {shape}")
+    found = found.to(device="cpu", dtype=torch.int64)
+    if found[0] != 0 or found[-1] != seq_len or bool((found.diff() < 0).any()):
+        raise ValueError(f"documents: expected borders that rise from 0 to {seq_len}, got {_short(found)}")
+    return found
+
+
+def _short(values: Tensor | Sequence[int]) -> str:
+    listed = values.tolist() if isinstance(values, Tensor) else [*values]
+    return str(listed) if len(listed) <= 8 else f"{listed[:4]} … {listed[-4:]} ({len(listed)} values)"
