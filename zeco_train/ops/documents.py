@@ -2,7 +2,8 @@
 
 The data loader gives a shard's borders, `cu_seqlens` and `before`; operators take them as *pieces*, [T] int32 on the
 device of the tokens: the number of restarts through each token. A restart at token t means that t sees nothing before
-itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard.
+itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard. For several
+sequences in a batch, pieces are [B, T].
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Passes(NamedTuple):
     - do, [B, T, H, V], the gradient of o, and the saved tensors (backward pass only);
     - incoming_state: R, [B, H, K, V], if needed (backward pass only);
     - scale: factor of the outputs;
-    - pieces: [T], see `zeco_train.ops.documents`; None without documents.
+    - pieces: [T], see `zeco_train.ops.documents`, for a batch of one (`zeco_train.ops.rows`); None without documents.
 
     An invalid shape or dtype raises a ValueError that names the tensor.
 
@@ -165,8 +165,8 @@ class Operator:
 
     Attributes:
         operands: names of the operands, in call order; q, k, v first.
-        dims: their dimensions, a letter each: B, T; H heads, of which consecutive ones may share one of G; K, V; of a
-            convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
+        dims: their dimensions, a letter each: B, the first of all, T; H heads, of which consecutive ones may share one
+            of G; K, V; of a convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
         kind: of its transition.
         select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
             a backward pass.

@@ -224,7 +224,7 @@ class Place(NamedTuple):
 
     Attributes:
         exchange: its number, see `Exchange`.
-        pieces: [T], see `zeco_train.ops.documents`, on the device of the tokens; None without documents.
+        pieces: [T] or [B, T], see `zeco_train.ops.documents`, on the device of the tokens; None without documents.
         positions: [T] int64, of the tokens in the whole sequence; None for a model that does not read them.
         offset, seq_len, borders, segment: see `SequenceShard`.
     """
@@ -275,7 +275,7 @@ class SequenceShard:
         segment: positions of the first token and after the last of those that go through the model together, on all
             ranks, for softmax attention after a cache (`LayerStates.carry_in`); None: the whole sequence.
         known_pieces: [T] int32, what `cu_seqlens` and `before` mean to operators (`zeco_train.ops.documents`), if it is
-            on the tokens' device already.
+            on the tokens' device already; for several sequences in a batch [B, T].
         known_positions: [T] int64, see `positions`, likewise.
     """
 
