@@ -17,12 +17,18 @@ from torch.library import opcheck
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
 from tests.support.sp_reference import TIMEOUT, RecordedExchange
+from zeco_train.collectives.wire import Wire
+from zeco_train.ops.attend import attend_at
 from zeco_train.ops.gla import GLA
+from zeco_train.ops.gla.chunked import ChunkedForward
 from zeco_train.ops.mix import mix
-from zeco_train.ops.passes import ForwardPass, Passes
+from zeco_train.ops.oracle import exact_softmax
+from zeco_train.ops.passes import Passes
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.rows import passes_of
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.seam import Boundary, Place, SequenceShard
+from zeco_train.sp.attention.local import LocalAttention
+from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import SPConfig
 
@@ -36,6 +42,7 @@ LENGTHS = {1: (9,), 2: (1, 6), 3: (5, 1, 3), 5: (1, 1, 1, 5, 2)}
 STARTS = ((), (2, 3, 6), tuple(range(10)))
 # Sums of tens of terms near 1, each rounded by 2^-53.
 TOLERANCE = 1e-13
+PROMISES = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 
 
 def tensors(name: str, tokens: int) -> dict[str, Tensor]:
@@ -198,21 +205,12 @@ def test_kernels_give_a_row_the_bits_that_it_has_alone(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class Keeping:
+class Keeping(ChunkedForward):
     """GLA's forward pass, which saves 2g in place of g, and its states, as kernels do."""
-
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
-        self._pass: ForwardPass = GLA.select(operands).forward(operands, scale, pieces)
-        self._g, self.state, self.transition, self.overlap = (
-            operands[3],
-            self._pass.state,
-            self._pass.transition,
-            self._pass.overlap,
-        )
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         self.saved = 2 * self._g, incoming_state.clone(), self.state.mT.contiguous()
-        return self._pass.outputs(incoming_state)
+        return super().outputs(incoming_state)
 
 
 def keeping_backward(
@@ -260,8 +258,7 @@ def check_promises(name: str, values: dict[str, Tensor]) -> None:
     operands = [values[key].clone().requires_grad_(key != "log_decay") for key in OPERATORS[name].operands]
     where = 1.0, shard.exchange.number, shard.known_pieces
     arguments = (operands, name, *where, None, values["carry_in"].clone().requires_grad_(), True)
-    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
+    opcheck(torch.ops.zeco.mix.default, arguments, test_utils=PROMISES)
 
 
 def test_wrong_pieces_are_refused() -> None:
@@ -272,3 +269,52 @@ def test_wrong_pieces_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^cu_seqlens: describes 3 tokens, but there are 4$"):
         passes_of(GLA, operands, pieces[:2, :3]).forward(operands, 1.0, pieces[:2, :3])
     assert passes_of(GLA, operands, pieces[0]) is GLA.select(operands)
+
+
+# --- softmax attention ---
+
+# Heads of queries and of keys, which three ranks can share; tokens of a sequence.
+HEADS, KEY_HEADS, HEAD_DIM, TOKENS = 6, 3, 4, 13
+
+
+def softmax(rank: int, world_size: int) -> None:
+    """Every method, with and without a window: o and the gradients, and a replay's; then opcheck on one rank."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": HEADS, "k": KEY_HEADS, "v": KEY_HEADS, "do": HEADS}
+    inputs = {
+        name: torch.randn(len(STARTS), TOKENS, heads, HEAD_DIM, generator=generator, dtype=torch.float64)
+        for name, heads in shapes.items()
+    }
+    borders = [torch.tensor([0, *(start for start in starts if start > 0), TOKENS]) for starts in STARTS]
+    start, stop = (TOKENS * index // world_size for index in (rank, rank + 1))
+    methods = {"local": LocalAttention()}
+    if world_size > 1:
+        methods = {name: spec.build(Wire(dist.new_group(), name, False, TIMEOUT)) for name, spec in METHODS.items()}
+    for window, (name, method) in itertools.product((None, 3), methods.items()):
+        rows = [
+            exact_softmax(*(inputs[key][row : row + 1] for key in shapes), borders=of_row, window=window)
+            for row, of_row in enumerate(borders)
+        ]
+        exchange = local_exchange().replaced(attention=method)
+        place = Place(exchange.number, offset=start, seq_len=TOKENS, borders=borders)
+        boundaries = Boundary(), Boundary()
+        for _ in ("first", "replay"):
+            leaves = [inputs[key][:, start:stop].clone().requires_grad_() for key in ("q", "k", "v")]
+            o, crossings = attend_at(*leaves, HEAD_DIM**-0.5, place, boundaries, window)
+            grads = torch.autograd.grad(o, leaves, inputs["do"][:, start:stop])
+            for key, x in zip(rows[0], (o.detach(), *grads), strict=True):
+                wanted = torch.cat([row[key] for row in rows])
+                error = (x - wanted[:, start:stop]).abs().max().item() / wanted.abs().max().item()
+                assert error <= TOLERANCE, f"{name}, {window=}: {key} is off by {error:.1e}"
+            boundaries = tuple(Boundary(crossing.received) for crossing in crossings)
+    if world_size == 1:
+        arguments = *leaves, None, None, 0.5, exchange.number, 0, TOKENS
+        opcheck(torch.ops.zeco.attend.default, (*arguments, borders, 3), test_utils=PROMISES)
+        with pytest.raises(ValueError, match=r"^borders: documents of 2 sequences, for a batch of 3$"):
+            torch.ops.zeco.attend(*arguments, borders[:2], None)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_softmax_of_rows_with_documents_of_their_own_equals_the_formula(world_size: int) -> None:
+    run_distributed(softmax, world_size)
