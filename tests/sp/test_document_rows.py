@@ -14,6 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import opcheck
 
+from models.attn import AttnConfig
+from models.language_model import LanguageModel
+from models.registry import MIXERS
+from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
 from tests.support.sp_reference import TIMEOUT, RecordedExchange
@@ -24,9 +28,11 @@ from zeco_train.ops.gla.chunked import ChunkedForward
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.passes import Passes
+from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.rows import passes_of
-from zeco_train.ops.seam import Boundary, Place, SequenceShard
+from zeco_train.ops.rows import by_rows
+from zeco_train.ops.seam import Boundary, Exchange, Place, SequenceShard
+from zeco_train.ops.segments import LayerStates
 from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.exchange import connect, local_exchange
@@ -84,7 +90,7 @@ def expected(name: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def shard_of(exchange: RecordedExchange, borders: Sequence[int], rank: int) -> SequenceShard:
+def shard_of(exchange: Exchange, borders: Sequence[int], rank: int) -> SequenceShard:
     """This rank's tokens, with the documents of `STARTS`."""
     start, stop = borders[rank : rank + 2]
     pieces = torch.stack([pieces_of(starts, start, stop) for starts in STARTS])
@@ -265,16 +271,20 @@ def test_wrong_pieces_are_refused() -> None:
     operands = [torch.zeros(2, 4, 3, 6) for _ in range(4)]
     pieces = torch.zeros(3, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^pieces: of 3 sequences, for a batch of 2$"):
-        passes_of(GLA, operands, pieces)
+        by_rows(GLA, operands, pieces)
     with pytest.raises(ValueError, match=r"^cu_seqlens: describes 3 tokens, but there are 4$"):
-        passes_of(GLA, operands, pieces[:2, :3]).forward(operands, 1.0, pieces[:2, :3])
-    assert passes_of(GLA, operands, pieces[0]) is GLA.select(operands)
+        by_rows(GLA, operands, pieces[:2, :3]).forward(operands, 1.0, pieces[:2, :3])
 
 
 # --- softmax attention ---
 
 # Heads of queries and of keys, which three ranks can share; tokens of a sequence.
 HEADS, KEY_HEADS, HEAD_DIM, TOKENS = 6, 3, 4, 13
+
+
+def documents_of(tokens: int) -> list[Tensor]:
+    """The borders of each row's documents."""
+    return [torch.tensor([0, *(start for start in starts if start > 0), tokens]) for starts in STARTS]
 
 
 def softmax(rank: int, world_size: int) -> None:
@@ -285,7 +295,7 @@ def softmax(rank: int, world_size: int) -> None:
         name: torch.randn(len(STARTS), TOKENS, heads, HEAD_DIM, generator=generator, dtype=torch.float64)
         for name, heads in shapes.items()
     }
-    borders = [torch.tensor([0, *(start for start in starts if start > 0), TOKENS]) for starts in STARTS]
+    borders = documents_of(TOKENS)
     start, stop = (TOKENS * index // world_size for index in (rank, rank + 1))
     methods = {"local": LocalAttention()}
     if world_size > 1:
@@ -318,3 +328,78 @@ def softmax(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_softmax_of_rows_with_documents_of_their_own_equals_the_formula(world_size: int) -> None:
     run_distributed(softmax, world_size)
+
+
+# --- models ---
+
+
+def build(recompute: Recompute = Recompute.none) -> LanguageModel:
+    """A convolution, a scan and softmax attention, in fp64, with matrices large enough that every path matters."""
+    attn = AttnConfig(layers=[1], num_heads=2, head_dim=8, window=5)
+    config = MIXERS["mamba2"].config_class(hidden_size=32, num_layers=2, attn=attn, head_dim=8, state_size=8)
+    model = ModelSpec(config).build().double()
+    model.init_weights(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 5 if parameter.ndim > 1 else 1
+    model.set_recompute(recompute)
+    return model
+
+
+def tokens_and_labels() -> Tensor:
+    return torch.randint(256, (2, len(STARTS), TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def part_of(exchange: Exchange, start: int, stop: int, row: slice = slice(None)) -> SequenceShard:
+    """The tokens [start, stop) of some rows. A document that begins the sequence begins from no state in any case."""
+    pieces = torch.stack([pieces_of(starts, start, stop) for starts in STARTS[row]])
+    return SequenceShard(exchange, start, TOKENS, None, 0, documents_of(TOKENS)[row], known_pieces=pieces)
+
+
+def gradients(model: LanguageModel, shard: SequenceShard, rows: slice, tokens: slice) -> list[Tensor]:
+    ids, labels = tokens_and_labels()[:, rows, tokens]
+    loss = model(ids, shard, labels)
+    loss.backward()
+    return [loss.detach(), *(x.grad for x in model.parameters())]
+
+
+def of_model(rank: int, world_size: int) -> None:
+    alone, total = build(), torch.zeros((), dtype=torch.float64)
+    for row in range(len(STARTS)):
+        rows = slice(row, row + 1)
+        total += gradients(alone, part_of(local_exchange(), 0, TOKENS, rows), rows, slice(None))[0]
+    wanted = [total, *(x.grad for x in alone.parameters())]
+    start, stop = (TOKENS * index // world_size for index in (rank, rank + 1))
+    groups = [dist.new_group() for _ in range(5)]
+    exchange = connect(SPConfig(), (groups[0], groups[1]), TIMEOUT, halo=(groups[2], groups[3]))
+    exchange = exchange.replaced(attention=METHODS["ring"].build(Wire(groups[4], "ring", False, TIMEOUT)))
+    model = build(Recompute.full)
+    found = gradients(model, part_of(exchange, start, stop), slice(None), slice(start, stop))
+    names = ["loss", *(name for name, _ in model.named_parameters())]
+    for name, x, expected in zip(names, found, wanted, strict=True):
+        dist.all_reduce(x)
+        error = (x - expected).abs().max().item() / expected.abs().max().item()
+        assert error <= 1e-11, f"{name} is off by {error:.1e}"
+    exchange.drain()
+    dist.barrier()
+
+
+def test_a_recomputed_model_over_ranks_has_the_gradients_of_its_rows() -> None:
+    run_distributed(of_model, 2)
+
+
+@torch.no_grad()
+def test_segments_of_rows_equal_whole_sequences() -> None:
+    """Keys of earlier segments are in caches."""
+    model, exchange, ids = build(), local_exchange(), tokens_and_labels()[0]
+    states, found = model.zero_states(len(ids), ids.device, TOKENS), []
+    for start, stop in itertools.pairwise((0, 1, 4, 11, TOKENS)):
+        carried = LayerStates(carry_in=states, want_carry=True)
+        shard = replace(part_of(exchange, start, stop), segment=(start, stop))
+        found.append(model(ids[:, start:stop], shard, states=carried))
+        states = carried.carry_out
+    whole = model(ids, part_of(exchange, 0, TOKENS))
+    assert (torch.cat(found, 1) - whole).abs().max() <= 1e-12 * whole.abs().max()
+    alone = model(ids, SequenceShard(exchange, 0, TOKENS))
+    assert (whole - alone)[0].abs().max() <= 1e-12 * whole.abs().max()
+    assert ((whole - alone)[1:].abs().amax((1, 2)) > 1e-3).all()

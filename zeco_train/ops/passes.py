@@ -175,8 +175,8 @@ class Operator:
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
         output: position of the operand whose shape and dtype the outputs have.
-        neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
-            halo scan (`Exchange.halo`).
+        neighbours: a shard's state depends on its last tokens only, so it crosses one border, or a few of short shards:
+            it is exchanged by the halo scan (`Exchange.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
         kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.

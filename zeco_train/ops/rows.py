@@ -17,19 +17,17 @@ from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.passes import BackwardPass, ForwardPass, Operator, Passes
 
 
-def passes_of(operator: Operator, operands: Sequence[Tensor], pieces: Tensor | None) -> Passes:
-    """The implementation for these operands; row by row if the pieces are those of several sequences.
+def by_rows(operator: Operator, operands: Sequence[Tensor], pieces: Tensor) -> Passes:
+    """The implementation for these operands, run row by row.
 
     Args:
         operator: of the operands.
         operands: in its order.
-        pieces: [T], for a batch of one, or [B, T], see `zeco_train.ops.documents`; None without documents.
+        pieces: [B, T], see `zeco_train.ops.documents`.
 
     Raises:
         ValueError: another number of sequences than in the batch.
     """
-    if pieces is None or pieces.dim() == 1:
-        return operator.select(operands)
     batch = operands[operator.output].shape[0]
     if len(pieces) != batch:
         raise ValueError(f"pieces: of {len(pieces)} sequences, for a batch of {batch}")
