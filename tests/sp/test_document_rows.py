@@ -23,6 +23,7 @@ from tests.support.recurrence import recurrence
 from tests.support.sp_reference import TIMEOUT, RecordedExchange
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.documents import stack_borders
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.gla.chunked import ChunkedForward
 from zeco_train.ops.mix import mix
@@ -282,9 +283,9 @@ def test_wrong_pieces_are_refused() -> None:
 HEADS, KEY_HEADS, HEAD_DIM, TOKENS = 6, 3, 4, 13
 
 
-def documents_of(tokens: int) -> list[Tensor]:
+def documents_of(rows: slice = slice(None)) -> list[Tensor]:
     """The borders of each row's documents."""
-    return [torch.tensor([0, *(start for start in starts if start > 0), tokens]) for starts in STARTS]
+    return [torch.tensor([0, *(start for start in starts if start > 0), TOKENS]) for starts in STARTS[rows]]
 
 
 def softmax(rank: int, world_size: int) -> None:
@@ -295,7 +296,7 @@ def softmax(rank: int, world_size: int) -> None:
         name: torch.randn(len(STARTS), TOKENS, heads, HEAD_DIM, generator=generator, dtype=torch.float64)
         for name, heads in shapes.items()
     }
-    borders = documents_of(TOKENS)
+    borders = documents_of()
     start, stop = (TOKENS * index // world_size for index in (rank, rank + 1))
     methods = {"local": LocalAttention()}
     if world_size > 1:
@@ -306,7 +307,7 @@ def softmax(rank: int, world_size: int) -> None:
             for row, of_row in enumerate(borders)
         ]
         exchange = local_exchange().replaced(attention=method)
-        place = Place(exchange.number, offset=start, seq_len=TOKENS, borders=borders)
+        place = Place(exchange.number, offset=start, seq_len=TOKENS, borders=stack_borders(borders))
         boundaries = Boundary(), Boundary()
         for _ in ("first", "replay"):
             leaves = [inputs[key][:, start:stop].clone().requires_grad_() for key in ("q", "k", "v")]
@@ -319,9 +320,9 @@ def softmax(rank: int, world_size: int) -> None:
             boundaries = tuple(Boundary(crossing.received) for crossing in crossings)
     if world_size == 1:
         arguments = *leaves, None, None, 0.5, exchange.number, 0, TOKENS
-        opcheck(torch.ops.zeco.attend.default, (*arguments, borders, 3), test_utils=PROMISES)
+        opcheck(torch.ops.zeco.attend.default, (*arguments, stack_borders(borders), 3), test_utils=PROMISES)
         with pytest.raises(ValueError, match=r"^borders: documents of 2 sequences, for a batch of 3$"):
-            torch.ops.zeco.attend(*arguments, borders[:2], None)
+            torch.ops.zeco.attend(*arguments, stack_borders(borders[:2]), None)
     dist.barrier()
 
 
@@ -353,7 +354,7 @@ def tokens_and_labels() -> Tensor:
 def part_of(exchange: Exchange, start: int, stop: int, row: slice = slice(None)) -> SequenceShard:
     """The tokens [start, stop) of some rows. A document that begins the sequence begins from no state in any case."""
     pieces = torch.stack([pieces_of(starts, start, stop) for starts in STARTS[row]])
-    return SequenceShard(exchange, start, TOKENS, None, 0, documents_of(TOKENS)[row], known_pieces=pieces)
+    return SequenceShard(exchange, start, TOKENS, None, 0, stack_borders(documents_of(row)), known_pieces=pieces)
 
 
 def gradients(model: LanguageModel, shard: SequenceShard, rows: slice, tokens: slice) -> list[Tensor]:

@@ -61,7 +61,7 @@ def attend_at(
     if any(boundary.want_carry for boundary in boundaries):
         raise ValueError("softmax attention carries caches out only if they are carried in")
     replayed = [boundary.incoming_state for boundary in boundaries]
-    where = place.exchange, place.offset, place.seq_len, _by_sequence(place.borders)
+    where = place.exchange, place.offset, place.seq_len, place.borders
     o, lse = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(Crossing(tensor, lse.new_empty(0)) for tensor in kept)
@@ -83,21 +83,19 @@ def _attend_after(
     (keys, first), (values, _) = (
         extend(cache, new, segment[0], window) for cache, new in zip(caches, (k, v), strict=True)
     )
-    spans = _spans(place.offset, q, _by_sequence(place.borders), window)
+    spans = _spans(place.offset, q, place.borders, window)
     o, _ = _by_rows(lambda span, q, k, v: attend(q, k, v, span, first, scale), spans, q, keys, values)
     return o
 
 
-def _by_sequence(borders: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
-    return [] if borders is None else [borders] if isinstance(borders, Tensor) else list(borders)
-
-
-def _spans(start: int, q: Tensor, borders: Sequence[Tensor], window: int | None) -> list[Span]:
-    """One span for the whole batch; or, with documents of several sequences, that of each."""
-    if len(borders) > 1 and len(borders) != q.shape[0]:
+def _spans(start: int, q: Tensor, borders: Tensor | None, window: int | None) -> list[Span]:
+    """One span for the whole batch; or, with borders [B, documents + 1], that of each sequence."""
+    stop = start + q.shape[1]
+    if borders is None or borders.dim() == 1:
+        return [Span(start, stop, borders, window)]
+    if len(borders) != q.shape[0]:
         raise ValueError(f"borders: documents of {len(borders)} sequences, for a batch of {q.shape[0]}")
-    by_sequence: Sequence[Tensor | None] = borders or [None]
-    return [Span(start, start + q.shape[1], of_sequence, window) for of_sequence in by_sequence]
+    return [Span(start, stop, row, window) for row in borders]
 
 
 def _by_rows(compute: Callable[..., Sequence[Tensor]], spans: Sequence[Span], *tensors: Tensor) -> Sequence[Tensor]:
@@ -125,7 +123,7 @@ def _attend(
     number: Tensor,
     offset: int,
     seq_len: int,
-    borders: list[Tensor],
+    borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `known_o` and `known_lse` if given."""
@@ -155,7 +153,7 @@ def _attend_backward(
     number: Tensor,
     offset: int,
     seq_len: int,
-    borders: list[Tensor],
+    borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     method, spans = _method(number), _spans(offset, q, borders, window)
@@ -175,16 +173,15 @@ def _attend_backward_shapes(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, _, _, scale, number, offset, seq_len, borders, window = inputs
-    ctx.save_for_backward(q, k, v, *output, number, *borders)
+    ctx.save_for_backward(q, k, v, *output, number, borders)
     ctx.mark_non_differentiable(output[1])
     ctx.scale, ctx.offset, ctx.seq_len, ctx.window = scale, offset, seq_len, window
 
 
-def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, o, lse, number, *borders = ctx.saved_tensors
-    where = number, ctx.offset, ctx.seq_len, borders
-    grads = _attend_backward(do.contiguous(), q, k, v, o, lse, ctx.scale, *where, ctx.window)
-    return *grads, *(None,) * 6, [None] * len(borders), None
+def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, number, borders = ctx.saved_tensors
+    grads = _attend_backward(do.contiguous(), *tensors, ctx.scale, number, ctx.offset, ctx.seq_len, borders, ctx.window)
+    return *grads, *(None,) * 8
 
 
 _attend.register_autograd(_backward, setup_context=_keep)

@@ -93,9 +93,9 @@ class _Recomputed(torch.autograd.Function):
         y, *crossings = block(x, place, _boundaries(incoming, carries, want_carry), shared)
         received = crossings[::2]
         kept = (new if old is None else old for new, old in zip(received, incoming, strict=True))
-        ctx.save_for_backward(x, shared, place.pieces, place.positions, *kept, *carries)
+        ctx.save_for_backward(x, shared, place.pieces, place.positions, place.borders, *kept, *carries)
         ctx.block, ctx.want_carry = block, want_carry
-        ctx.place = place._replace(pieces=None, positions=None)
+        ctx.place = place._replace(pieces=None, positions=None, borders=None)
         ctx.mark_non_differentiable(*received)
         # Undefined gradients stay None: an output without gradient is left out of the inner backward pass.
         ctx.set_materialize_grads(False)
@@ -104,7 +104,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dcrossings: Tensor | None) -> tuple[Any, ...]:
-        x, shared, pieces, positions, *states = ctx.saved_tensors
+        x, shared, pieces, positions, borders, *states = ctx.saved_tensors
         count = len(states) // 2
         wanted = ctx.needs_input_grad
         # New leaves: the inner backward pass stops here, and their `.grad` is returned to the outer one.
@@ -115,7 +115,7 @@ class _Recomputed(torch.autograd.Function):
             for carry, is_wanted in zip(states[count:], wanted[_BEFORE_STATES + count :], strict=True)
         ]
         with torch.enable_grad():
-            place = ctx.place._replace(pieces=pieces, positions=positions)
+            place = ctx.place._replace(pieces=pieces, positions=positions, borders=borders)
             boundaries = _boundaries(states[:count], carries, ctx.want_carry)
             y, *crossings = ctx.block(x, place, boundaries, shared, is_read=False)
         pairs = [(y, dy), *zip(crossings[1::2], dcrossings[1::2], strict=True)]

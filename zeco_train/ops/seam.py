@@ -234,7 +234,7 @@ class Place(NamedTuple):
     positions: Tensor | None = None
     offset: int = 0
     seq_len: int = 0
-    borders: Tensor | Sequence[Tensor] | None = None
+    borders: Tensor | None = None
     segment: tuple[int, int] | None = None
 
 
@@ -271,7 +271,8 @@ class SequenceShard:
         before: tokens of the first piece's document on earlier shards; 0 if it begins here. Without documents the whole
             sequence is the document, this equals `offset`, and it need not be given.
         borders: [documents + 1] int64 on the CPU, borders of all documents of the sequence, from 0 to `seq_len`, for
-            softmax attention; a list of those of each sequence in the batch; None if each is one document.
+            softmax attention; None if the sequence is one document. For several sequences in a batch
+            [B, documents + 1], see `zeco_train.ops.documents.stack_borders`.
         segment: positions of the first token and after the last of those that go through the model together, on all
             ranks, for softmax attention after a cache (`LayerStates.carry_in`); None: the whole sequence.
         known_pieces: [T] int32, what `cu_seqlens` and `before` mean to operators (`zeco_train.ops.documents`), if it is
@@ -284,7 +285,7 @@ class SequenceShard:
     seq_len: int
     cu_seqlens: Tensor | None = None
     before: int = 0
-    borders: Tensor | Sequence[Tensor] | None = None
+    borders: Tensor | None = None
     segment: tuple[int, int] | None = None
     known_pieces: Tensor | None = None
     known_positions: Tensor | None = None
