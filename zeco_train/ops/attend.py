@@ -6,7 +6,7 @@ values, or queries and outputs) is the method's own matter. As `zeco::mix` this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def attend_at(
     if any(boundary.want_carry for boundary in boundaries):
         raise ValueError("softmax attention carries caches out only if they are carried in")
     replayed = [boundary.incoming_state for boundary in boundaries]
-    where = position.number, position.table, position.rank, list(position.documents or ())
+    where = position.number, position.table, position.rank, position.borders
     o, lse = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(Crossing(tensor, lse.new_empty(0)) for tensor in kept)
@@ -89,20 +89,33 @@ def _attend_after(
     (keys, first), (values, _) = (
         extend(cache, new, position.bounds[0], window) for cache, new in zip(caches, (k, v), strict=True)
     )
-    span = Span(position.start, position.stop, _only(position.documents or ()), window)
-    return attend(q, keys, values, span, first, scale).o
+    spans = _spans(position.start, q, position.borders, window)
+    o, _ = _by_rows(lambda span, q, k, v: attend(q, k, v, span, first, scale), spans, q, keys, values)
+    return o
+
+
+def _spans(start: int, q: Tensor, borders: Tensor | None, window: int | None) -> list[Span]:
+    """One span for the whole batch; or, with borders [B, documents + 1], that of each sequence."""
+    stop = start + q.shape[1]
+    if borders is None or borders.dim() == 1:
+        return [Span(start, stop, borders, window)]
+    if len(borders) != q.shape[0]:
+        raise ValueError(f"borders: documents of {len(borders)} sequences, for a batch of {q.shape[0]}")
+    return [Span(start, stop, row, window) for row in borders]
+
+
+def _by_rows(compute: Callable[..., Sequence[Tensor]], spans: Sequence[Span], *tensors: Tensor) -> Sequence[Tensor]:
+    """`compute(span, *tensors)`; with several spans of each row of the batch, one after another, on every rank."""
+    if len(spans) == 1:
+        return compute(spans[0], *tensors)
+    rows = zip(spans, *(x.split(1) for x in tensors), strict=True)
+    return [torch.cat(parts) for parts in zip(*(compute(*row) for row in rows), strict=True)]
 
 
 def _method(number: Tensor) -> AttentionMethod:
     method = exchange_of(number).attention
     assert method is not None, "an exchange for softmax layers has a method"
     return method
-
-
-def _only(borders: Sequence[Tensor]) -> Tensor | None:
-    """Borders of the documents of a batch of one sequence; None without documents."""
-    assert len(borders) <= 1, "documents of a batch above one"
-    return borders[0] if borders else None
 
 
 @custom_op("zeco::attend", mutates_args=())
@@ -116,7 +129,7 @@ def _attend(
     number: Tensor,
     table: Tensor,
     rank: int,
-    borders: list[Tensor],
+    borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `known_o` and `known_lse` if given."""
@@ -124,8 +137,8 @@ def _attend(
         # The outputs of a custom op must not alias its inputs.
         return known_o.clone(), known_lse.clone()
     bounds = table.tolist()
-    span = Span(bounds[rank], bounds[rank + 1], _only(borders), window)
-    o, lse = _method(number).forward(q, k, v, span, bounds, scale)
+    method, spans = _method(number), _spans(bounds[rank], q, borders, window)
+    o, lse = _by_rows(lambda span, q, k, v: method.forward(q, k, v, span, bounds, scale), spans, q, k, v)
     return o.contiguous(), lse.contiguous()
 
 
@@ -147,12 +160,16 @@ def _attend_backward(
     number: Tensor,
     table: Tensor,
     rank: int,
-    borders: list[Tensor],
+    borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds = table.tolist()
-    span = Span(bounds[rank], bounds[rank + 1], _only(borders), window)
-    grads = _method(number).backward(do, q, k, v, Attended(o, lse), span, bounds, scale)
+    method, spans = _method(number), _spans(bounds[rank], q, borders, window)
+
+    def of_rows(span: Span, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *attended: Tensor) -> Sequence[Tensor]:
+        return method.backward(do, q, k, v, Attended(*attended), span, bounds, scale)
+
+    grads = _by_rows(of_rows, spans, do, q, k, v, o, lse)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
@@ -164,16 +181,15 @@ def _attend_backward_shapes(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, _, _, scale, number, table, rank, borders, window = inputs
-    ctx.save_for_backward(q, k, v, *output, number, table, *borders)
+    ctx.save_for_backward(q, k, v, *output, number, table, borders)
     ctx.mark_non_differentiable(output[1])
     ctx.scale, ctx.rank, ctx.window = scale, rank, window
 
 
 def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, number, table, *borders = ctx.saved_tensors
-    where = number, table, ctx.rank, borders
-    grads = _attend_backward(do.contiguous(), q, k, v, o, lse, ctx.scale, *where, ctx.window)
-    return *grads, *(None,) * 6, [None] * len(borders), None
+    *tensors, number, table, borders = ctx.saved_tensors
+    grads = _attend_backward(do.contiguous(), *tensors, ctx.scale, number, table, ctx.rank, borders, ctx.window)
+    return *grads, *(None,) * 8
 
 
 _attend.register_autograd(_backward, setup_context=_keep)

@@ -89,7 +89,7 @@ class Passes(NamedTuple):
     - do, [B, T, H, V], the gradient of o, and the saved tensors (backward pass only);
     - incoming_state: R, [B, H, K, V], if needed (backward pass only);
     - scale: factor of the outputs;
-    - pieces: [T], see `zeco_train.ops.documents`; None without documents.
+    - pieces: [T], see `zeco_train.ops.documents`, for a batch of one (`zeco_train.ops.rows`); None without documents.
 
     An invalid shape or dtype raises a ValueError that names the tensor.
 
@@ -165,8 +165,8 @@ class Operator:
 
     Attributes:
         operands: names of the operands, in call order; q, k, v first.
-        dims: their dimensions, a letter each: B, T; H heads, of which consecutive ones may share one of G; K, V; of a
-            convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
+        dims: their dimensions, a letter each: B, the first of all, T; H heads, of which consecutive ones may share one
+            of G; K, V; of a convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
         kind: of its transition.
         select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
             a backward pass.
@@ -175,8 +175,8 @@ class Operator:
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
         output: position of the operand whose shape and dtype the outputs have.
-        neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
-            halo scan (`Exchange.halo`).
+        neighbours: a shard's state depends on its last tokens only, so it crosses one border, or a few of short shards:
+            it is exchanged by the halo scan (`Exchange.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
         kernels: which calls its kernels on GPUs serve; None: there are none, and PyTorch's products are as fast.

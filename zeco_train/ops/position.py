@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_pieces, stack_borders
 from zeco_train.ops.seam import Exchange
 
 _NONE = torch.tensor(-1, device="cpu")
@@ -39,6 +39,7 @@ class SequencePosition:
         micro_step: number of the micro-batch in its step, from 0.
         exchange: connects the ranks; None as the loader makes the record, see `over`.
         number: [] int64 on the CPU, of the exchange, for `zeco_train.ops.seam.exchange_of`; −1 without one.
+        borders: `documents` in one tensor, see `stack_borders`; None without documents.
         table: `bounds` as [P + 1] int64 on the CPU.
         pieces: [T] int32, of a batch of several sequences [B, T], on the tokens' device: restarts at documents, see
             `zeco_train.ops.documents`; None without documents, and before `on`.
@@ -57,6 +58,7 @@ class SequencePosition:
     micro_step: int
     exchange: Exchange | None
     number: Tensor
+    borders: Tensor | None
     table: Tensor
     pieces: Tensor | None
     positions: Tensor | None
@@ -86,6 +88,7 @@ class SequencePosition:
             rank=rank,
             seq_len=seq_len,
             documents=rows,
+            borders=None if rows is None else stack_borders(rows),
             segment=segment,
             num_segments=num_segments,
             micro_step=micro_step,
@@ -132,7 +135,7 @@ class SequencePosition:
 
     def with_tensors(self, pieces: Tensor | None, positions: Tensor) -> Self:
         """The same for tokens whose documents only `pieces` describes, on their device."""
-        return self._replaced(pieces=pieces, positions=positions, documents=None)
+        return self._replaced(pieces=pieces, positions=positions, documents=None, borders=None)
 
     def on(self, tokens: Tensor, *, with_positions: bool = False) -> Self:
         """The same with `pieces`, and `positions` if they are wanted, on the device of the tokens.
