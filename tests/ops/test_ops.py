@@ -401,5 +401,5 @@ def test_cu_seqlens_of_other_length_are_refused() -> None:
     case = make_case(10)
     pieces = find_pieces(torch.tensor([0, 11]), 0, 11, torch.device("cpu"))
     assert find_pieces(None, 0, 10, torch.device("cpu")) is None
-    with pytest.raises(ValueError, match=r"^cu_seqlens: describes 11 tokens, but there are 10"):
+    with pytest.raises(ValueError, match=r"^documents: expected pieces of shape \[10\], got \[11\]"):
         OPERATORS["gla"].check((case.q, case.k, case.v, case.g), pieces)

@@ -30,7 +30,6 @@ def test_parts_differ_by_at_most_one_token(seq_len: int, parts: int) -> None:
 def test_position_of_a_rank_in_a_segment() -> None:
     position = SequencePosition((10, 11, 15, 30), 1, seq_len=40, segment=1, num_segments=3)
     assert (position.start, position.stop, position.num_tokens, position.before()) == (11, 15, 4, 11)
-    assert (position.table.tolist(), position.table.dtype) == ([10, 11, 15, 30], torch.int64)
     found = position.on(tokens(3, 4), with_positions=True)
     assert found.positions is not None
     assert found.positions.tolist() == [11, 12, 13, 14]

@@ -20,7 +20,6 @@ from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.neighbour import NEIGHBOUR
 from zeco_train.distributed.mesh import Launch, halo_groups, init_mesh
-from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, ScanRequest
@@ -32,8 +31,8 @@ from zeco_train.sp.registry import SPConfig
 pytestmark = pytest.mark.numeric
 
 LENGTHS = (7, 3, 5, 4, 6)
-# With a state of 3 tokens: ranks of fewer, which only general scans take.
-SHORT_LENGTHS = (4, 1, 2, 1, 3)
+# With a state of 3 tokens: ranks of fewer, over several of which it reaches.
+SHORT_LENGTHS = (4, 1, 2, 1, 3), (1, 1, 1, 5, 2)
 DOCUMENTS = {
     "one document": None,
     "over ranks and from an edge": (0, 2, 7, 12, 15),
@@ -41,7 +40,7 @@ DOCUMENTS = {
     "one token each": tuple(range(25)),
 }
 # Ranks that a document crosses whole, in shards shorter than the state.
-SHORT_DOCUMENTS = {"one document": None, "in short shards": (0, 3, 6), "from an edge": (0, 5)}
+SHORT_DOCUMENTS = {"one document": None, "in short shards": (0, 3, 6), "from an edge": (0, 5), "one token": (0, 1)}
 
 
 def of_rank(
@@ -124,8 +123,9 @@ def new_groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 def suite(rank: int, world_size: int) -> None:
     scans = build_scans(tuple(range(world_size)), with_halo=False)
-    compare(scans, SHORT_LENGTHS[:world_size], SHORT_DOCUMENTS, rank)
     scans["halo"] = RecordedExchange(make_halo(world_size))
+    compare(scans, SHORT_LENGTHS[0][:world_size], SHORT_DOCUMENTS, rank)
+    compare({"halo": scans["halo"]}, SHORT_LENGTHS[1][:world_size], SHORT_DOCUMENTS, rank)
     compare(scans, LENGTHS[:world_size], DOCUMENTS, rank)
     for scan in scans.values():
         scan.drain()
@@ -137,10 +137,10 @@ def test_convolution_over_ranks_equals_conv1d(world_size: int) -> None:
     run_distributed(suite, world_size)
 
 
-def segments(rank: int, world_size: int) -> None:
+def segments(rank: int, world_size: int, share: int) -> None:
     """A sequence in three segments, the last one first in the backward pass, each replayed."""
     halo = RecordedExchange(make_halo(world_size))
-    count, share = 3, 4
+    count = 3
     values = tensors(2, count * share * world_size, 4)
     wanted = expected(values, None, carry=True)
     starts = [(segment * world_size + rank) * share for segment in range(count)]
@@ -172,36 +172,10 @@ def segments(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_segments_carry_inputs_and_their_gradients(world_size: int) -> None:
-    run_distributed(segments, world_size)
-
-
-def refusal(rank: int, world_size: int) -> list[str]:
-    """Errors of a shard shorter than the state, and the counts of messages of a step that follows."""
-    halo, messages = make_halo(world_size), []
-    for tokens in (2, 3):
-        values = tensors(1, tokens * world_size, 4)
-        x = values["x"][:, tokens * rank : tokens * (rank + 1)].clone().requires_grad_()
-        shard = position_of(halo, tokens * rank, tokens * (rank + 1))
-        try:
-            y, _ = mix("short_conv", [x, values["weight"], values["bias"]], shard, scale=1.0)
-            y.sum().backward()
-        except ConfigError as error:
-            messages.append(error.line)
-    halo.drain()
-    dist.barrier()
-    return messages
-
-
-def test_shard_shorter_than_the_state_is_refused_in_one_line() -> None:
-    """On ranks that share a sequence; the scan stays usable."""
-    line = (
-        "error: sp.size=2: fewer than 3 tokens a rank, and a state of 3 must not reach past the neighbour: "
-        "share the sequence between fewer ranks"
-    )
-    assert run_distributed(refusal, 2) == [[line]] * 2
-    assert run_distributed(refusal, 1) == [[]]
+@pytest.mark.parametrize(("world_size", "share"), [(3, 4), (2, 1)])
+def test_segments_carry_inputs_and_their_gradients(world_size: int, share: int) -> None:
+    """With 2 tokens a segment, inputs pass through whole segments."""
+    run_distributed(segments, world_size, share)
 
 
 def beside_a_backend(rank: int, world_size: int) -> None:
@@ -229,25 +203,27 @@ def test_backend_takes_a_halo_beside_it() -> None:
     run_distributed(beside_a_backend, 4)
 
 
-def messages(rank: int, world_size: int) -> tuple[int, int]:
-    """Bytes sent point to point by a scan, and its message count."""
+def messages(rank: int, world_size: int, short: bool) -> tuple[int, int]:
+    """Bytes sent point to point by a scan, and its message count; if `short`, a row passes through rank 1."""
     group, sent = dist.new_group(), []
     halo, send = SpecScan((Courier(group, TIMEOUT),), NEIGHBOUR), dist.isend
-    state = torch.full((2, 1, 3, 5), float(rank))
-    transition = torch.zeros(2, 1, 3, 3)
+    state, transition = torch.full((2, 1, 3, 5), rank + 1.0), torch.zeros(2, 1, 3, 3)
+    passes = short and rank == 1
+    transition[..., 0, 2] = float(passes)
     with mock.patch.object(dist, "isend", lambda tensor, **to: (sent.append(tensor.nbytes), send(tensor, **to))[1]):
-        pending = halo.launch(ScanRequest(state, transition, want_carry=True, cuts=True))
-        received = pending.wait()
-        assert bool((received == max(rank - 1, 0)).all())
-        assert bool((pending.carry_out() == world_size - 1).all())
+        pending = halo.launch(ScanRequest(state, transition, want_carry=True, cuts=not passes))
+        wanted = [rank + float(short and rank == 2), rank, rank]
+        assert pending.wait()[0, 0, :, 0].tolist() == wanted
+        assert bool((pending.carry_out() == world_size).all())
         halo.drain()
     dist.barrier()
     return sum(sent), len(sent)
 
 
-def test_each_rank_but_the_last_sends_one_state() -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_each_rank_but_the_last_sends_one_state(short: bool) -> None:
     load = Load(3, (2, 1, 3, 5), 4, matrices=True)
-    assert run_distributed(messages, 3) == [(load.state_bytes, 1)] * 2 + [(0, 0)]
+    assert run_distributed(messages, 3, short) == [(load.state_bytes, 1)] * 2 + [(0, 0)]
     assert NEIGHBOUR.bytes_sent(load, False) == load.state_bytes
     costs = Costs(Link.gloo, 1e-3, 1e-6, 0.0, 0.0, 0.0)
     assert NEIGHBOUR.seconds(costs, load, None) == pytest.approx(1e-3 + 120e-6)

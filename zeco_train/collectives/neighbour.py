@@ -1,12 +1,14 @@
-"""A scan in which a state reaches the next rank only: each rank's transition is 0, so that nothing is folded.
+"""A scan in which a state as a rule reaches the next rank only, since most ranks' transitions are 0.
 
-    rank p:  send S_p to p+1, at once;  receive R_p = S_{p−1} from p−1
+    rank p:  send S_p to p+1, at once;  receive R_p from p−1
+             or, if its transition is not known to be 0:  receive R_p, then send A_p R_p + S_p
 
-It is for states such as the last inputs of a convolution, and not a general scan: `SCANS` does not list it. Transitions
-are not read from the device: the request says that its own cuts (`ScanRequest.cuts`).
+It is for states such as the last inputs of a convolution, and not a general scan: `SCANS` does not list it. A rank with
+fewer tokens than the state has rows passes on some rows of the rank before. Each rank decides for itself, from
+`ScanRequest.cuts`: the messages are the same either way, so ranks need not know each other's tokens.
 
-On the wire: each rank but the last sends one state of S bytes, in one message and one round, α + βS however many ranks
-there are; `carry_out` adds a broadcast of S from the last rank.
+On the wire: each rank but the last sends one state of S bytes, in one message. One round, α + βS however many ranks
+there are, and one more for each such rank in a row; `carry_out` adds a broadcast of S from the last rank.
 """
 
 from __future__ import annotations
@@ -17,26 +19,20 @@ from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
-from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.seam import ScanRequest, fold
 
 
 def launch_neighbour(request: ScanRequest, courier: Courier) -> PendingScan:
     """Start the scan. The receive is posted before this returns; this rank's state is sent without its `wait`.
 
     Args:
-        request: this rank's part. Over one rank its transition need not cut.
+        request: this rank's part.
         courier: of the group and the request's direction.
 
     Raises:
-        ConfigError: the transition is not known to cut: the shard has fewer tokens than the state has rows.
         ValueError: this process is not in the group.
         CommunicationError: an earlier scan of the courier failed, or a peer is gone.
     """
-    if courier.size > 1 and not request.cuts:
-        rows = request.state.shape[2]
-        allowed = f"fewer than {rows} tokens a rank, and a state of {rows} must not reach past the neighbour"
-        raise ConfigError("sp.size", courier.size, f"{allowed}: share the sequence between fewer ranks")
     return courier.launch(_Neighbour(request, courier.take_tags(1)[0]))
 
 
@@ -66,19 +62,27 @@ class _Neighbour(ScanJob):
             self._receive = wire.receive(self._incoming, wire.position - 1, self._tag, "the state")
 
     def run(self) -> None:
-        """Send, then wait for the other rank's message."""
-        wire, scan, state = self.wire, self.scan, self.request.state.contiguous()
+        """Send, then wait for the other rank's message; or wait first, if rows of it are sent on."""
+        request, wire, scan, state = self.request, self.wire, self.scan, self.request.state
+        if not request.cuts:
+            self._take()
+            state = fold(state, request.transition, self._incoming)
+        state = state.contiguous()
         send = None if wire.is_last else wire.send(state, wire.position + 1, self._tag, "the state")
-        if self._receive is not None:
-            self._receive.wait()
-            scan.incoming.deliver(self._incoming)
+        self._take()
         if send is not None:
             send.wait()
         if scan.carry is not None:
-            # The last rank's transition cuts as well: its state is the carry.
             carry = state if wire.is_last else torch.empty_like(state)
             wire.broadcast(carry, wire.size - 1, "carry_out").wait()
             scan.carry.deliver(carry)
+
+    def _take(self) -> None:
+        """Wait for the other rank's message, once."""
+        if self._receive is not None:
+            self._receive.wait()
+            self._receive = None
+            self.scan.incoming.deliver(self._incoming)
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:

@@ -6,7 +6,7 @@ values, or queries and outputs) is the method's own matter. As `zeco::mix` this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def attend_at(
     if any(boundary.want_carry for boundary in boundaries):
         raise ValueError("softmax attention carries caches out only if they are carried in")
     replayed = [boundary.incoming_state for boundary in boundaries]
-    where = position.handle, list(position.bounds), position.rank, list(position.documents or ())
+    where = position.handle, list(position.bounds), position.rank, position.borders
     o, lse = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(Crossing(tensor, lse.new_empty(0)) for tensor in kept)
@@ -89,8 +89,27 @@ def _attend_after(
     (keys, first), (values, _) = (
         extend(cache, new, position.bounds[0], window) for cache, new in zip(caches, (k, v), strict=True)
     )
-    span = Span(position.start, position.stop, _only(position.documents or ()), window)
-    return attend(q, keys, values, span, first, scale).o
+    spans = _spans(position.start, q, position.borders, window)
+    o, _ = _by_rows(lambda span, q, k, v: attend(q, k, v, span, first, scale), spans, q, keys, values)
+    return o
+
+
+def _spans(start: int, q: Tensor, borders: Tensor | None, window: int | None) -> list[Span]:
+    """One span for the whole batch; or, with borders [B, documents + 1], that of each sequence."""
+    stop = start + q.shape[1]
+    if borders is None or borders.dim() == 1:
+        return [Span(start, stop, borders, window)]
+    if len(borders) != q.shape[0]:
+        raise ValueError(f"borders: documents of {len(borders)} sequences, for a batch of {q.shape[0]}")
+    return [Span(start, stop, row, window) for row in borders]
+
+
+def _by_rows(compute: Callable[..., Sequence[Tensor]], spans: Sequence[Span], *tensors: Tensor) -> Sequence[Tensor]:
+    """`compute(span, *tensors)`; with several spans of each row of the batch, one after another, on every rank."""
+    if len(spans) == 1:
+        return compute(spans[0], *tensors)
+    rows = zip(spans, *(x.split(1) for x in tensors), strict=True)
+    return [torch.cat(parts) for parts in zip(*(compute(*row) for row in rows), strict=True)]
 
 
 def _method(handle: Tensor | None) -> AttentionMethod:
@@ -98,12 +117,6 @@ def _method(handle: Tensor | None) -> AttentionMethod:
     method = exchange_of(handle).attention
     assert method is not None, "an exchange for softmax layers has a method"
     return method
-
-
-def _only(borders: Sequence[Tensor]) -> Tensor | None:
-    """Borders of the documents of a batch of one sequence; None without documents."""
-    assert len(borders) <= 1, "documents of a batch above one"
-    return borders[0] if borders else None
 
 
 @custom_op("zeco::attend", mutates_args=())
@@ -117,15 +130,15 @@ def _attend(
     handle: Tensor,
     bounds: list[int],
     rank: int,
-    borders: list[Tensor],
+    borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `known_o` and `known_lse` if given."""
     if known_o is not None and known_lse is not None:
         # The outputs of a custom op must not alias its inputs.
         return known_o.clone(), known_lse.clone()
-    span = Span(bounds[rank], bounds[rank + 1], _only(borders), window)
-    o, lse = _method(handle).forward(q, k, v, span, bounds, scale)
+    method, spans = _method(handle), _spans(bounds[rank], q, borders, window)
+    o, lse = _by_rows(lambda span, q, k, v: method.forward(q, k, v, span, bounds, scale), spans, q, k, v)
     return o.contiguous(), lse.contiguous()
 
 
@@ -147,11 +160,15 @@ def _attend_backward(
     handle: Tensor,
     bounds: list[int],
     rank: int,
-    borders: list[Tensor],
+    borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    span = Span(bounds[rank], bounds[rank + 1], _only(borders), window)
-    grads = _method(handle).backward(do, q, k, v, Attended(o, lse), span, bounds, scale)
+    method, spans = _method(handle), _spans(bounds[rank], q, borders, window)
+
+    def of_rows(span: Span, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *attended: Tensor) -> Sequence[Tensor]:
+        return method.backward(do, q, k, v, Attended(*attended), span, bounds, scale)
+
+    grads = _by_rows(of_rows, spans, do, q, k, v, o, lse)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
@@ -163,16 +180,15 @@ def _attend_backward_shapes(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, _, _, scale, handle, bounds, rank, borders, window = inputs
-    ctx.save_for_backward(q, k, v, *output, handle, *borders)
+    ctx.save_for_backward(q, k, v, *output, handle, borders)
     ctx.mark_non_differentiable(output[1])
     ctx.scale, ctx.bounds, ctx.rank, ctx.window = scale, bounds, rank, window
 
 
 def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, handle, *borders = ctx.saved_tensors
-    where = handle, ctx.bounds, ctx.rank, borders
-    grads = _attend_backward(do.contiguous(), q, k, v, o, lse, ctx.scale, *where, ctx.window)
-    return *grads, *(None,) * 6, [None] * len(borders), None
+    *tensors, handle, borders = ctx.saved_tensors
+    grads = _attend_backward(do.contiguous(), *tensors, ctx.scale, handle, ctx.bounds, ctx.rank, borders, ctx.window)
+    return *grads, *(None,) * 8
 
 
 _attend.register_autograd(_backward, setup_context=_keep)

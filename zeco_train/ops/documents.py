@@ -3,9 +3,12 @@
 The data loader gives the documents' borders (`zeco_train.ops.position`); operators take them as *pieces*, [T] int32 on
 the device of the tokens: the number of restarts through each token. A restart at token t means that t sees nothing
 before itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard.
+For several sequences in a batch, pieces are [B, T].
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +49,21 @@ def find_pieces(cu_seqlens: Tensor | None, before: int, num_tokens: int, device:
     starts = borders[borders < num_tokens]
     restarts[starts[starts > 0] if before else starts] = True
     return restarts.to(device).cumsum(0, dtype=torch.int32)
+
+
+def stack_borders(rows: Sequence[Tensor]) -> Tensor:
+    """The borders of the documents of each sequence of a batch, as softmax attention takes them.
+
+    Args:
+        rows: [documents + 1] int64 of each, rising to the same length.
+
+    Returns:
+        [B, documents + 1], those with fewer followed by empty documents; of one sequence [documents + 1].
+    """
+    if len(rows) == 1:
+        return rows[0]
+    most = max(map(len, rows))
+    return torch.stack([torch.cat([row, row[-1:].expand(most - len(row))]) for row in rows])
 
 
 def find_restarts(pieces: Tensor) -> Tensor:

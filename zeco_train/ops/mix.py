@@ -23,8 +23,10 @@ from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import Kind, Operator
+from zeco_train.ops.passes import Passes
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import (
     Boundary,
     Crossing,
@@ -109,6 +111,13 @@ def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
     return operator
 
 
+def _passes(operator: Operator, operands: Sequence[Tensor], pieces: Tensor | None) -> Passes:
+    """The implementation for these operands; row by row if each row of the batch has documents of its own."""
+    if pieces is None or pieces.dim() == 1:
+        return operator.select(operands)
+    return by_rows(operator, operands, pieces)
+
+
 def _mix(
     operands: list[Tensor],
     operator: str,
@@ -127,7 +136,7 @@ def _mix(
     chosen.check(operands, pieces)
     chosen.check_carries(carry_in, want_carry)
     with _alone(operands[0]):
-        local = chosen.select(operands).forward(operands, scale, pieces)
+        local = _passes(chosen, operands, pieces).forward(operands, scale, pieces)
         passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
         shape = chosen.transition_shape(operands)
         transition = local.transition if passed else local.state.new_zeros(shape)
@@ -169,7 +178,7 @@ def _whole(pending: LaunchedScan) -> Tensor:
 
 
 def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any, ...]:
-    _, _, _, incoming_state, _, want_carry = rest
+    _, _, pieces, incoming_state, _, want_carry = rest
     chosen = operator_of(operator, operands)
     like = operands[chosen.output]
     state, dtype = chosen.state_shape(operands), accumulation_dtype(like.dtype)
@@ -177,7 +186,7 @@ def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any,
     received, carry_out, transition = (
         like.new_empty(shape, dtype=dtype) for shape in (*shapes, chosen.transition_shape(operands))
     )
-    saved = chosen.select(operands).saved_like(operands)
+    saved = _passes(chosen, operands, pieces).saved_like(operands)
     return like.new_empty(like.shape), received, carry_out, transition, list(saved)
 
 
@@ -199,7 +208,8 @@ def _mix_backward(
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     chosen.check(operands, pieces, do)
     with _alone(do):
-        local = chosen.select(operands).backward(operands, do, saved, incoming_state, scale, pieces)
+        passes = _passes(chosen, operands, pieces)
+        local = passes.backward(operands, do, saved, incoming_state, scale, pieces)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
         request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, wanted, cuts)
         pending = (exchange.halo if chosen.neighbours else exchange.states).launch(request)
@@ -245,7 +255,7 @@ class _Differentiable(torch.autograd.Function):
             )
         ctx.mark_non_differentiable(received, transition, *saved)
         ctx.set_materialize_grads(False)
-        passes = operator_of(operator, operands).select(operands)
+        passes = _passes(operator_of(operator, operands), operands, pieces)
         incoming_state = received if incoming_state is None else incoming_state
         kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
         incoming_state = incoming_state if passes.needs_incoming else None

@@ -136,7 +136,7 @@ def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapp
     """Check the tensors of a call against each other.
 
     Args:
-        pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
+        pieces: [T] for a batch of one, or [B, T], see `zeco_train.ops.documents`.
         dims: the dimensions of each tensor, a letter each, "BTHK" for example. Equal letters have equal sizes, and G
             divides H.
         tensors: by their names.
@@ -161,12 +161,9 @@ def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapp
             raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
     if "G" in sizes and sizes["H"] % sizes["G"]:
         raise ValueError(f"q: expected a number of groups that divides the {sizes['H']} heads of v, got {sizes['G']}")
-    if pieces is None:
-        return
-    if sizes["B"] != 1:
-        raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {sizes['B']}")
-    if pieces.numel() != sizes["T"]:
-        raise ValueError(f"cu_seqlens: describes {pieces.numel()} tokens, but there are {sizes['T']}")
+    of_rows = [sizes["B"], sizes["T"]][sizes["B"] == 1 :]
+    if pieces is not None and list(pieces.shape) != of_rows:
+        raise ValueError(f"documents: expected pieces of shape {of_rows}, got {list(pieces.shape)}")
 
 
 # recurrence(*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last
@@ -228,8 +225,8 @@ class Operator:
 
     Attributes:
         operands: names of the operands, in call order; q, k, v first.
-        dims: their dimensions, a letter each: B, T; H heads, of which consecutive ones may share one of G; K, V; of a
-            convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
+        dims: their dimensions, a letter each: B, the first of all, T; H heads, of which consecutive ones may share one
+            of G; K, V; of a convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
         kind: of its transition.
         portable: the implementation in PyTorch, for any device and dtype.
         oracle: the formula that `verify` and `bench` compare with (`zeco_train.ops.oracle`), of the operands by name.
@@ -238,8 +235,8 @@ class Operator:
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
         output: position of the operand whose shape and dtype the outputs have.
         has_scale: outputs have a factor; otherwise the only scale is 1.
-        neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
-            halo scan (`Exchange.halo`).
+        neighbours: a shard's state depends on its last tokens only, so it crosses one border, or a few of short shards:
+            it is exchanged by the halo scan (`Exchange.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
         cuda: returns the implementation on kernels, whose import needs Triton; None: there is none, and PyTorch's

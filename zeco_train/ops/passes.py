@@ -86,7 +86,7 @@ class Passes(NamedTuple):
     - do, [B, T, H, V], the gradient of o, and the saved tensors (backward pass only);
     - incoming_state: R, [B, H, K, V], if needed (backward pass only);
     - scale: factor of the outputs;
-    - pieces: [T], see `zeco_train.ops.documents`; None without documents.
+    - pieces: [T], see `zeco_train.ops.documents`, for a batch of one (`zeco_train.ops.rows`); None without documents.
 
     Operands are checked before (`zeco_train.ops.operator.Operator.check`); a received state of another shape raises a
     ValueError that names it.

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_pieces, stack_borders
 from zeco_train.ops.seam import Exchange
 
 _CPU = torch.device("cpu")
@@ -39,6 +39,7 @@ class SequencePosition:
         micro_step: number of the micro-batch in its step, from 0.
         exchange: connects the ranks; None as the loader makes the record, see `over`.
         handle: [] int64, that of the exchange (`Exchange.handle`), on the CPU before `on`; None without one.
+        borders: `documents` in one tensor, see `stack_borders`; None without documents.
         pieces: [T] int32, of a batch of several sequences [B, T], on the tokens' device: restarts at documents, see
             `zeco_train.ops.documents`; None without documents, and before `on`.
         positions: [T] int64, of this rank's tokens in the sequence, likewise; None unless they are wanted.
@@ -56,6 +57,7 @@ class SequencePosition:
     micro_step: int
     exchange: Exchange | None
     handle: Tensor | None
+    borders: Tensor | None
     pieces: Tensor | None
     positions: Tensor | None
 
@@ -83,6 +85,7 @@ class SequencePosition:
             rank=rank,
             seq_len=seq_len,
             documents=rows,
+            borders=None if rows is None else stack_borders(rows),
             segment=segment,
             num_segments=num_segments,
             micro_step=micro_step,
@@ -131,7 +134,7 @@ class SequencePosition:
 
     def with_tensors(self, pieces: Tensor | None, positions: Tensor) -> Self:
         """The same for tokens whose documents only `pieces` describes, on their device."""
-        return self._replaced(pieces=pieces, positions=positions, documents=None)
+        return self._replaced(pieces=pieces, positions=positions, documents=None, borders=None)
 
     def on(self, tokens: Tensor, *, with_positions: bool = False) -> Self:
         """The same with `handle`, `pieces`, and `positions` if they are wanted, on the device of the tokens.

@@ -120,7 +120,7 @@ class ScanRequest:
         carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
         want_carry: `carry_out` will be called. All ranks must agree.
         cuts: the host knows that the transition is 0, without reading it: nothing is to be folded. A scan between
-            neighbours needs this.
+            neighbours sends at once then. Ranks may differ in it.
 
     Raises:
         ValueError: an invalid shape, dtype or device.

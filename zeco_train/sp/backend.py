@@ -100,7 +100,7 @@ class ScanBackend(ABC):
             ConfigError: the ranks do not support the configuration.
             CommunicationError: a peer is gone.
         """
-        # Of a transition that cuts, which a scan between neighbours needs.
+        # Of a transition that cuts, as a halo's does.
         state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
         for reverse in (False, True)[: len(self._couriers)]:
             request = ScanRequest(state, transition, reverse, want_carry=True, cuts=True)

@@ -7,8 +7,8 @@ x, y [B, T, C]; weight [C, 1, w], bias [C], as `torch.nn.Conv1d(C, C, w, groups=
 The state after a token is the w − 1 inputs up to it, oldest first, [B, 1, w−1, C]: a state with one head, K = w − 1 and
 V = C. A new input shifts it, and the output reads all its rows, so the convolution is an affine map of a state as every
 operator is. The transition over T tokens is the shift by T rows, a matrix: 0 from T = w − 1 on, or if a document
-restarts. Hence a shard needs only the last tokens of the shard before (`Operator.neighbours`); replays, segments,
-documents and reverse scans of gradients need nothing else.
+restarts. Hence a shard needs only the last tokens before it, as a rule of one shard (`Operator.neighbours`); replays,
+segments, documents and reverse scans of gradients need nothing else.
 """
 
 from __future__ import annotations

@@ -1,0 +1,141 @@
+"""Batches in which each sequence has documents of its own: an operator's passes run for each, one after another.
+
+Passes take documents for one sequence at a time, [T]. For pieces [B, T] each row of the batch is a batch of one to
+them, and what crosses ranks is put together, so that there is one scan, as without documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.kernel_operands import dense
+from zeco_train.ops.operator import Operator
+from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
+
+
+def by_rows(operator: Operator, operands: Sequence[Tensor], pieces: Tensor) -> Passes:
+    """The implementation for these operands, run row by row.
+
+    Args:
+        operator: of the operands.
+        operands: in its order.
+        pieces: [B, T], see `zeco_train.ops.documents`.
+
+    Raises:
+        ValueError: another number of sequences than in the batch.
+    """
+    batch = operands[operator.output].shape[0]
+    if len(pieces) != batch:
+        raise ValueError(f"pieces: of {len(pieces)} sequences, for a batch of {batch}")
+    rows = _Rows(operator)
+    passes = operator.select(rows.split(operands)[0])
+
+    def saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        replaced = [operands[position] for position in passes.replaced]
+        of_rows = [passes.saved_like(row)[len(replaced) :] for row in rows.split(operands)]
+        return *(x.new_empty(x.shape) for x in replaced), *(x for row in of_rows for x in row)
+
+    forward, backward = partial(_RowsForward, rows, passes), partial(_RowsBackward, rows, passes)
+    return passes._replace(forward=forward, backward=backward, saved_like=saved_like)
+
+
+class _Rows:
+    """The rows of an operator's operands: those without B are the same for all."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._has_rows = ["B" in dims for dims in operator.dims]
+
+    def split(self, operands: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The operands of each row, [1, …]."""
+        batch = next(x.shape[0] for x, has_rows in zip(operands, self._has_rows, strict=True) if has_rows)
+        pairs = [*zip(operands, self._has_rows, strict=True)]
+        return [[x[row : row + 1] if has_rows else x for x, has_rows in pairs] for row in range(batch)]
+
+    def join(self, grads: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        """The operands' gradients from those of the rows; those of operands without B are sums, in order."""
+        pairs = zip(zip(*grads, strict=True), self._has_rows, strict=True)
+        return tuple(torch.cat(of_rows) if has_rows else _sum(of_rows) for of_rows, has_rows in pairs)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    first, *more = tensors
+    total = first.to(accumulation_dtype(first.dtype))
+    for tensor in more:
+        total = total + tensor
+    return total.to(first.dtype)
+
+
+class _RowsForward:
+    """See `zeco_train.ops.passes.ForwardPass`."""
+
+    def __init__(
+        self, rows: _Rows, passes: Passes, operands: Sequence[Tensor], scale: float, pieces: Tensor | None
+    ) -> None:
+        assert pieces is not None
+        self._num_replaced = len(passes.replaced)
+        # Kernels take tensors that start at 16 bytes.
+        of_rows = zip(rows.split(operands), map(dense, pieces), strict=True)
+        self._rows: list[ForwardPass] = [passes.forward(row, scale, of_row) for row, of_row in of_rows]
+        self.state = torch.cat([row.state for row in self._rows])
+
+    @property
+    def transition(self) -> Tensor:
+        return torch.cat([row.transition for row in self._rows])
+
+    def overlap(self) -> None:
+        for row in self._rows:
+            row.overlap()
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        return torch.cat([row.outputs(x) for row, x in zip(self._rows, incoming_state.split(1), strict=True)])
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """First, for the whole batch, what takes the place of operands; then each row's other tensors."""
+        of_rows = [row.saved for row in self._rows]
+        replaced = zip(*(row[: self._num_replaced] for row in of_rows), strict=True)
+        kept = (x for row in of_rows for x in row[self._num_replaced :])
+        return *(torch.cat(x).contiguous() for x in replaced), *kept
+
+
+class _RowsBackward:
+    """See `zeco_train.ops.passes.BackwardPass`."""
+
+    def __init__(
+        self,
+        rows: _Rows,
+        passes: Passes,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+    ) -> None:
+        assert pieces is not None
+        self._join, count = rows.join, len(saved) // len(pieces)
+        self._rows: list[BackwardPass] = [
+            passes.backward(
+                row,
+                do[index : index + 1],
+                saved[index * count : (index + 1) * count],
+                None if incoming_state is None else incoming_state[index : index + 1],
+                scale,
+                dense(pieces[index]),
+            )
+            for index, row in enumerate(rows.split(operands))
+        ]
+        self.state_grad = torch.cat([row.state_grad for row in self._rows])
+
+    def overlap(self) -> None:
+        for row in self._rows:
+            row.overlap()
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(self._rows, incoming_grad.split(1), strict=True)
+        return self._join([row.operand_grads(x) for row, x in pairs])
