@@ -74,7 +74,7 @@ class DataConfig:
         micro_batch: sequences per data-parallel rank in one forward and backward.
         shuffle: granularity of the shuffle, which is new in every epoch.
         min_document_tokens: drop documents with fewer tokens, end of sequence included; 0 keeps all.
-        reset_state_at_document: start every document with a zero state; needs micro_batch 1.
+        reset_state_at_document: start every document with a zero state.
         labels_across_documents: whether the last token of a document, its end of sequence, has a label, the first token
             of the next document; None: the rule that the run began with, for a new run unless states reset there.
         validation_fraction: fraction of the files held out; for `embedded` only; 0 for none.
@@ -201,7 +201,6 @@ def check_config(config: DataConfig) -> None:
         raise ConfigError("data.verify_changed", "false", "data.verify=true reads all token files; set one of them")
     config.synthetic.validate()
     check_split(config)
-    check_reset(config.reset_state_at_document, config.micro_batch)
 
 
 def _check_paths(config: DataConfig) -> None:
@@ -279,12 +278,6 @@ def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:
         nearest = _nearest_multiples(global_batch, unit)
         allowed = f"must be a multiple of dp × data.micro_batch = {dp_size} × {micro_batch} = {unit}"
         raise ConfigError("data.global_batch", global_batch, f"{allowed}; nearest legal values: {nearest}")
-
-
-def check_reset(reset_state_at_document: bool, micro_batch: int) -> None:
-    """Require micro_batch 1 with document resets, since document borders differ between sequences."""
-    if reset_state_at_document and micro_batch > 1:
-        raise ConfigError("data.micro_batch", micro_batch, "must be 1 with data.reset_state_at_document=true")
 
 
 def _check_stores(stores: list[StoreConfig]) -> None:

@@ -182,11 +182,6 @@ def test_mixture_store_is_overridden_by_index() -> None:
         load_config(["data=mixture", "data.stores=[{path:a},{path:b}]", "data.stores.2.weight=3"])
 
 
-def test_micro_batch_with_document_resets_is_refused(tmp_path: Path) -> None:
-    overrides = ["data.reset_state_at_document=true", "data.micro_batch=2"]
-    check_line(train_here(f"run_dir={tmp_path / 'run'}", *overrides), CONFIG, "data.micro_batch=2: must be 1 with")
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("text", "expected"),

@@ -23,7 +23,6 @@ from data.config import (
     StorePaths,
     check_batch,
     check_config,
-    check_reset,
     check_seq_len,
     locate_stores,
 )
@@ -292,8 +291,6 @@ def test_valid_values_are_accepted() -> None:
     check_seq_len(1001, 4, 1002)
     check_seq_len(4, 4)
     check_batch(16, 2, 4)
-    check_reset(True, 1)
-    check_reset(False, 2)
     check_config(DataConfig())
 
 

@@ -72,7 +72,7 @@ def _ranks_against_one(rank: int, world_size: int, name: str) -> float:
     start, stop = (0, SPLIT) if rank == 0 else (SPLIT, TOKENS)
     model, ids = _build(name)
     for scan, documents in (("lasp2", False), ("chain/3", True)):
-        rows = ids[:1] if documents else ids  # packed documents have a batch of 1
+        rows = ids[:1] if documents else ids
         whole = _loss_and_gradients(model, rows, local_exchange(), 0, TOKENS, documents)
         for ours, expected in zip(
             _loss_and_gradients(model, rows, scans[scan], start, stop, documents), whole, strict=True

@@ -77,6 +77,7 @@ def _documents(rank: int, world_size: int, folder: str, store: str) -> dict[str,
         results["documents without reset"] = train(rank, world_size, f"{folder}/no reset", *settings)
     else:
         results["in segments"] = train(rank, world_size, f"{folder}/segments", *reset, "train.segments=2")
+        results["two a pass"] = train(rank, world_size, f"{folder}/two a pass", *reset, "data.micro_batch=2")
     return results
 
 

@@ -167,10 +167,7 @@ def _mixers_in_segments() -> list[str]:
 
 
 def _is_possible(cell: Cell) -> bool:
-    if cell["is_hybrid"] and cell["segments"] > 1:
-        return False
-    # With documents a pass has one sequence.
-    return not (cell["documents"] and cell["micro_batches"] == 1)
+    return not (cell["is_hybrid"] and cell["segments"] > 1)
 
 
 def step_cases() -> list[StepCase]:
