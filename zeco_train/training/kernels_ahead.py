@@ -102,5 +102,7 @@ def run_blocks(
     batch, tokens = _fewer(shape)
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
     borders = [torch.tensor([0, tokens])] * batch if documents else None
-    x = blocks(ids, SequencePosition((0, tokens), documents=borders, exchange=local_exchange()))
+    # The graph does not keep its exchange.
+    position = SequencePosition((0, tokens), documents=borders, exchange=local_exchange())
+    x = blocks(ids, position)
     x.backward(torch.zeros_like(x))
