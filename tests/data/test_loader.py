@@ -312,7 +312,6 @@ def test_loader_refuses_invalid_split(store: TokenStore) -> None:
         ({"validation_fraction": 0.6}, "data.validation_fraction=0.6: allowed: 0 (none) to 0.5"),
         ({"seq_len": 0}, "data.seq_len=0: must be positive"),
         ({"global_batch": -1}, "data.global_batch=-1: must be positive"),
-        ({"micro_batch": 2, "reset_state_at_document": True}, "data.micro_batch=2: must be 1 with"),
     ],
 )
 def test_invalid_data_config_is_refused(changes: dict[str, object], expected: str) -> None:
