@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -83,6 +84,7 @@ def test_torch_is_refused_where_it_does_not_apply() -> None:
 def test_deterministic_variant_adds_up_in_one_order(name: str) -> None:
     shape = AttentionConfig.load(SMALL).shape(name, 8)
     session = mock.Mock(spec=Session, on_cuda=False, world_size=2, rank=1, device=torch.device("cpu"))
+    session.position.side_effect = partial(Session.position, session)
     inputs = Inputs.random(shape, Dtype.fp64, 0, session.device)
     expected = inputs.results(build_variant("dp", shape, None, session).attention)
     with mock.patch.object(local, "attend_backward", wraps=local.attend_backward) as backward:
