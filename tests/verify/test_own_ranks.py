@@ -323,10 +323,10 @@ if __name__ == "__main__":  # ranks of its own import this file
 @pytest.mark.slow
 @pytest.mark.processes
 def test_defaults_with_few_cases_pass_on_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "few.py").write_text(FEW_CASES)
+    script = tmp_path / "few.py"
+    script.write_text(FEW_CASES)
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    # Forks have no file that ranks of its own could import.
-    with Command([*launcher, "few.py", "device=cpu"], tmp_path, fresh=True) as run:
+    with Command([*launcher, str(script), "device=cpu"], tmp_path) as run:
         outcome = run.wait()
     assert outcome.code == 0, outcome
     table = outcome.out.splitlines()
