@@ -1,10 +1,10 @@
 """Question: is what users and stored runs can name still there in another version, or has an entry where it went?
 Command: python -m lab.campaigns.surface OLD [NEW]; COMMIT|FOLDER --out LIST[.xz] writes a list
-Date: 2026-11-25, the commit before the redesign: results/surface_5ed1a69.jsonl.xz
+Date: 2026-11-26, the commit before the redesign: results/surface_d2b9b8f.jsonl.xz
 Answer: `surface_changes.toml` has what may be gone; anything else that is gone gives exit code 1.
 
 OLD and NEW are commits, folders with the sources, or written lists. A line is a kind, a name and its value. A version
-is read through its command line, in forks of a process that imports nothing of this one, in 2 minutes of CPU time.
+is read through its command line, in forks of a process that imports nothing of this one, in 4 minutes of CPU time.
 Columns of GPUs (memory_gb, mfu, hfu) are listed on a GPU only.
 """
 
@@ -23,7 +23,8 @@ import sys
 import tempfile
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -229,10 +230,24 @@ def of_runs(folder: Path) -> Iterator[tuple[str, str, str]]:
     yield from (("export", *item) for item in contents(folder / "export"))
 
 
+def of_pages(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Markdown files."""
+    for path in sorted([*Path().glob("*.md"), *Path().glob("[!.]*/**/*.md")]):
+        if path.parts[:2] != ("tests", "fixtures"):
+            yield "page", str(path), ""
+
+
 def of_tests(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Test ids."""
     lines = fork("-m pytest --collect-only -q -p no:cacheprovider tests").splitlines()
     yield from (("test", line, "") for line in lines if "::" in line)
+
+
+# What lists the names of each kind.
+PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str, str]]]] = {
+    part.__name__.removeprefix("of_"): part
+    for part in (of_commands, of_configuration, of_models, of_runs, of_pages, of_tests)
+}
 
 
 def _make_tokenizer(folder: Path) -> None:
@@ -268,8 +283,8 @@ def _tags(folder: Path) -> list[str]:
     return [*tags["scalars"], *tags["tensors"]]
 
 
-def read(source: str) -> Surface:
-    """The list of a commit or a folder, or a written one."""
+def read(source: str, parts: Sequence[str] = tuple(PARTS)) -> Surface:
+    """The list of a commit or a folder, or a written one; a written one is whole whatever `parts` says."""
     path = Path(source)
     if path.is_file():
         text = lzma.decompress(path.read_bytes()).decode() if path.suffix == ".xz" else path.read_text()
@@ -283,7 +298,7 @@ def read(source: str) -> Surface:
         home = {"HOME": folder, "TMPDIR": folder, "PYTHONPATH": str(path.resolve())}
         home |= {"COLUMNS": "120", "PYTHONWARNINGS": "ignore"}
         # Without `-P` the folder of this file would come first in its path.
-        command = [sys.executable, "-P", str(Path(__file__).resolve()), "--walk", folder]
+        command = [sys.executable, "-P", str(Path(__file__).resolve()), "--walk", folder, *parts]
         text = subprocess.check_output(command, cwd=path, env={**os.environ, **home}, text=True)
         # `zeco_train.system.code_cache` prints a folder that belongs to the checkout.
         text = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", text)
@@ -291,28 +306,57 @@ def read(source: str) -> Surface:
         return {(kind, name): value for kind, name, value in map(json.loads, lines) if not VOLATILE.search(name)}
 
 
-def moved(kind: str, name: str, changes: list[dict[str, str]]) -> str | None:
-    """The name that an entry gives to a name: "" if it was deleted, None without an entry."""
+def moved(kind: str, name: str, changes: list[dict[str, str]]) -> tuple[str, str] | None:
+    """The name that an entry gives to a name, "" if it was deleted, and the entry's reason; None without an entry."""
     for change in changes:
         was, now = change["was"], change.get("now", "")
         if change["kind"] == kind and (name == was or (was.endswith("*") and name.startswith(was[:-1]))):
-            return now[:-1] + name[len(was) - 1 :] if now.endswith("*") else now
+            return now[:-1] + name[len(was) - 1 :] if now.endswith("*") else now, change["because"]
     return None
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of a name: the name now, "" if it is gone, and why; no reason: nothing explains it, or it is kept."""
+
+    kind: str
+    name: str
+    now: str
+    because: str = ""
+
+    @property
+    def is_explained(self) -> bool:
+        return self.name == self.now or bool(self.because)
+
+
+def fates(old: Surface, new: Surface, changes: list[dict[str, str]]) -> Iterator[Fate]:
+    """What became of each name of the old list."""
+    for kind, name in old:
+        if (kind, name) in new:
+            yield Fate(kind, name, name)
+        else:
+            now, because = moved(kind, name, changes) or ("", "")
+            # An entry is of no use if there is nothing of the name that it gives.
+            yield Fate(kind, name, now, because) if not now or (kind, now) in new else Fate(kind, name, "")
 
 
 def compare(old: Surface, new: Surface, changes: list[dict[str, str]]) -> Iterator[tuple[str, str, str, bool]]:
     """Each difference: kind, `gone`, `changed` or `new`, the name, and whether an entry explains it."""
     reached = set()
-    for (kind, name), value in old.items():
-        now = name if (kind, name) in new else moved(kind, name, changes)
-        if now and (kind, now) in new:
-            reached.add((kind, now))
-            if value != new[kind, now]:
-                yield kind, "changed", f"{now}: {value[:200]!r} became {new[kind, now][:200]!r}", True
-        else:
-            # An entry is of no use if there is nothing of the name that it gives.
-            yield kind, "gone", name, now == ""
+    for fate in fates(old, new, changes):
+        kind, now = fate.kind, fate.now
+        if not now:
+            yield kind, "gone", fate.name, fate.is_explained
+            continue
+        reached.add((kind, now))
+        if (value := old[kind, fate.name]) != new[kind, now]:
+            yield kind, "changed", f"{now}: {value[:200]!r} became {new[kind, now][:200]!r}", True
     yield from ((kind, "new", name, True) for kind, name in new if (kind, name) not in reached)
+
+
+def entries() -> list[dict[str, str]]:
+    """The entries of `surface_changes.toml`."""
+    return list(tomllib.loads(CHANGES.read_text()).get("change", []))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -327,7 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
         text = "".join(json.dumps([*name, value], ensure_ascii=False) + "\n" for name, value in sorted(old.items()))
         given.out.write_bytes(lzma.compress(text.encode()) if given.out.suffix == ".xz" else text.encode())
         return 0
-    found = sorted(compare(old, read(given.new), tomllib.loads(CHANGES.read_text()).get("change", [])))
+    found = sorted(compare(old, read(given.new), entries()))
     for kind, what, name, is_explained in found:
         print(f"{kind}: {what}{'' if is_explained else ' WITHOUT AN ENTRY'}: {name}")
     missing = sum(not is_explained for *_, is_explained in found)
@@ -338,8 +382,8 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "--walk":
         runpy.run_path("train.py")
-        for part in (of_commands, of_configuration, of_models, of_runs, of_tests):
-            for item in part(Path(sys.argv[2])):
+        for part in sys.argv[3:]:
+            for item in PARTS[part](Path(sys.argv[2])):
                 print(json.dumps(item, ensure_ascii=False), flush=True)
     else:
         sys.exit(main())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
+import csv
+from pathlib import Path
 
-from lab.campaigns.surface import CHANGES, compare, options
+from lab.campaigns.fates import page, write_tests
+from lab.campaigns.surface import compare, entries, fates, options
 
 HELP = """usage: command [-h]
   --samples N, -n N     texts for each prompt
@@ -50,6 +52,27 @@ def test_one_entry_moves_all_tests_of_a_file() -> None:
     assert list(compare(old, new, changes)) == [("test", "gone", "tests/a.py::test_two", False)]
 
 
+def test_tables_say_what_became_of_each_name(tmp_path: Path) -> None:
+    old = {("test", name): "" for name in ("same", "away", "lost")} | {("key", "a.b"): "", ("command", "one.sh"): ""}
+    new = {("test", "same"): "", ("test", "tests/lab/a.py::b"): "", ("key", "a.c"): "", ("command", "lab/one.sh"): ""}
+    changes = [
+        {"kind": "test", "was": "away", "now": "tests/lab/a.py::b", "because": "an experiment"},
+        {"kind": "key", "was": "a.b", "because": "of no use"},
+        {"kind": "command", "was": "*", "now": "lab/*", "because": "an experiment"},
+    ]
+    found = list(fates(old, new, changes))
+    write_tests(tmp_path / "ids.csv", (fate for fate in found if fate.kind == "test"))
+    assert list(csv.reader((tmp_path / "ids.csv").open()))[1:] == [
+        ["same", "kept", "same", ""],
+        ["away", "moved to", "tests/lab/a.py::b", "an experiment"],
+        ["lost", "UNEXPLAINED", "", ""],
+    ]
+    lines = list(page(found, new))
+    assert "| command | 1 | 0 | 0 | 1 | 0 | 0 | 0 |" in lines
+    assert "| key | 1 | 0 | 0 | 0 | 1 | 0 | 1 |" in lines
+    assert {"| `a.b` | deleted |  | of no use |", "- New, `a`: `a.c`"} <= {*lines}
+
+
 def test_every_entry_has_a_reason() -> None:
-    for change in tomllib.loads(CHANGES.read_text()).get("change", []):
+    for change in entries():
         assert {"kind", "was", "because"} <= change.keys() <= {"kind", "was", "now", "because"}

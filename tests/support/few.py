@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -27,13 +27,22 @@ def is_among_few(axes: Sequence[tuple[Sequence[str], Sequence[Any]]], values: Ma
     return any(all(_same(rows[k % len(rows)], own) for rows, own in zip(quick, found, strict=True)) for k in chosen)
 
 
+def one_of(cases: Iterable[str], kept: str) -> list[Any]:
+    """Cases of which only `kept` is a test of every gate; `lab.campaigns.matrices` runs the others."""
+    cases = [*cases]
+    assert kept in cases
+    return [case if case == kept else pytest.param(case, marks=pytest.mark.campaign) for case in cases]
+
+
 def mark_others_slow(item: pytest.Item) -> None:
-    """Mark a case of a test with `@pytest.mark.few` slow if it is not among the few.
+    """Mark a case of a test with `@pytest.mark.few` slow if it is not among the few, and those of a campaign.
 
     Raises:
         pytest.UsageError: the test is not parametrized.
     """
     mark = item.get_closest_marker("few")
+    if item.get_closest_marker("campaign"):
+        item.add_marker(pytest.mark.slow)
     if mark is None:
         return
     parametrized = [(_names(each.args[0]), [*each.args[1]]) for each in item.iter_markers("parametrize")]

@@ -309,7 +309,38 @@ def test_rows_of_own_ranks_come_and_an_error_ends_them() -> None:
         next(rows)
 
 
+# `verify` with every 40th of its cases on ranks of its own.
+FEW_CASES = """
+import sys
+from zeco_train.verify import cases, command
+for name in ("scan_cases", "attention_cases", "step_cases"):
+    setattr(cases, name, lambda every=getattr(cases, name): every()[::40])
+if __name__ == "__main__":  # ranks of its own import this file
+    sys.exit(command.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
+@pytest.mark.processes
+def test_defaults_with_few_cases_pass_on_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "few.py"
+    script.write_text(FEW_CASES)
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    with Command([*launcher, str(script), "device=cpu"], tmp_path) as run:
+        outcome = run.wait()
+    assert outcome.code == 0, outcome
+    table = outcome.out.splitlines()
+    assert table[-1].startswith("ok: ")
+    few = [every()[::40] for every in (scan_cases.scan_cases, attention_cases.attention_cases, step_cases.step_cases)]
+    shown = [row for row in table[table.index("", 3) :] if row.endswith(" ok")]
+    assert len(shown) >= sum(map(len, few))
+    # The others are not said to be covered.
+    missing = MIXERS.keys() - {case.mixer for case in (*few[2], step_cases.ONE_RANK)}
+    [said] = [row for row in table if row.startswith("- mixer: ")]
+    assert {*said.removeprefix("- mixer: ").split(", ")} == missing
+
+
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_defaults_pass_on_two_ranks_and_say_what_they_do_not_cover(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
