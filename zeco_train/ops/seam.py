@@ -279,7 +279,7 @@ class Exchange:
         if device not in self._handles:
             # Kept for later: so neither a fake tensor, nor one made in inference mode, which no backward pass can save.
             with torch.inference_mode(False), unset_fake_temporarily():
-                handle = self._handles[device] = torch.tensor(self._number, device=device)
+                handle = self._handles[device] = torch.full((), self._number, device=device)
             _BY_ADDRESS[handle.data_ptr()] = self
         return self._handles[device]
 
