@@ -51,7 +51,7 @@ def both_results(
     found = {"S": forward.state.clone(), "M": forward.transition.clone()}
     forward.overlap()
     found["o"] = forward.outputs(tensors["R"])
-    torch.testing.assert_close(found["S"], forward.state, rtol=0, atol=0, equal_nan=True)  # a scan may still read it
+    _check_kept(found["S"], forward.state)
     saved = [*forward.saved]
     assert promised == [(x.shape, x.stride(), x.dtype) for x in saved]
     kept = operands.copy()
@@ -63,8 +63,14 @@ def both_results(
     found["D"] = backward.state_grad.clone()
     backward.overlap()
     grads = backward.operand_grads(tensors["D_in"])
-    torch.testing.assert_close(found["D"], backward.state_grad, rtol=0, atol=0, equal_nan=True)
+    _check_kept(found["D"], backward.state_grad)
     for name, grad in zip(names, grads, strict=True):
         assert (grad.shape, grad.dtype) == (tensors[name].shape, tensors[name].dtype), name
         found[f"d{name}"] = grad
     return found
+
+
+def _check_kept(sent: Tensor, state: Tensor) -> None:
+    """A scan may still read the state. Not where a test forbids to synchronise, as a comparison does."""
+    if not torch.cuda.is_available() or torch.cuda.get_sync_debug_mode() == 0:
+        torch.testing.assert_close(sent, state, rtol=0, atol=0, equal_nan=True)
