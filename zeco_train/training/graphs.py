@@ -182,15 +182,15 @@ class StepGraphs(StepLauncher):
             parameter.grad = grad
 
     def _at_fixed_address(self, batch: Batch) -> Batch:
-        position = batch.position.on(batch.input_ids, with_positions=True)
-        assert position.positions is not None
+        position = batch.position.on(batch.input_ids)
         # `pieces` says what the documents say, which change and so must not get into a captured kernel.
         pieces = None if position.pieces is None else self._fixed("pieces", position.pieces)
+        positions = torch.arange(position.start, position.stop, device=self._device)
         return replace(
             batch,
             input_ids=self._fixed("input_ids", batch.input_ids),
             labels=self._fixed("labels", batch.labels),
-            position=position.with_tensors(pieces, self._fixed("positions", position.positions)),
+            position=position.with_tensors(pieces, self._fixed("positions", positions)),
         )
 
     def _fixed(self, name: str, tensor: Tensor) -> Tensor:
