@@ -109,7 +109,7 @@ def test_failed_runs_and_other_settings_are_reported(tmp_path: Path, capsys: pyt
         (["--every", "9"], "error: gla_hybrid_9-dp: model.attn.every=9: must be from 1 to model.num_layers = 4"),
         (["--mixers", "gla", "gla"], "error: --mixers=gla: must be different ones of"),
         (["--ranks", "1"], "error: --ranks=1: must be ≥ 2"),
-        (["--ranks", "3"], "error: gla-zeco: data.seq_len=2048: must divide by sp.size=3"),
+        (["--ranks", "3000"], "error: gla-zeco: data.seq_len=2048: must be ≥ 3000: "),
         (["--steps", "0"], "error: --steps=0: must be ≥ 1"),
         (["--minutes", "nan"], "error: --minutes=nan: must be > 0"),
         (["--limit", "nan"], "error: --limit=nan: must be ≥ 0"),
