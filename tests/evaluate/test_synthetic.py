@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -67,12 +68,13 @@ def examples_of(model: LanguageModel, count: int) -> list[Example]:
 
 
 @torch.no_grad()
-def expected_scores(model: LanguageModel, examples: list[Example], size: int = LENGTH) -> Scores:
-    """Scores with each part of `size` tokens run separately, from a zero state."""
+def expected_scores(model: LanguageModel, examples: list[Example], parts: int = 1) -> Scores:
+    """Scores with each part of the sequence run separately, from a zero state."""
     right, losses = [], []
     for example in examples:
         tokens = example.read(0, LENGTH + 1)
-        found = torch.cat([logits(model, tokens[:-1][start : start + size]) for start in range(0, LENGTH, size)])
+        borders = itertools.pairwise(LENGTH * part // parts for part in range(parts + 1))
+        found = torch.cat([logits(model, tokens[start:stop]) for start, stop in borders])
         labels = torch.from_numpy(tokens[1:])
         hits, counts = found.argmax(-1) == labels, torch.from_numpy(example.counts(0, LENGTH))
         right.append([bool(hits[answer.start - 1 : answer.stop - 1].all()) for answer in example.answers])
@@ -91,15 +93,15 @@ def _check_splits(rank: int, world_size: int) -> None:
         made: list[Any] = [lambda example=example: example for example in examples]
         backend = Backend.zeco if sp_size > 1 else Backend.dp
         scan = connect(SPConfig(backend), mesh.scan_groups, mesh.timeout)
-        # The last one pads sequences.
+        # The last one has parts of different lengths.
         for cut in (Cut(LENGTH, 1, 2), Cut(LENGTH, SHARDS // sp_size, 3), Cut.of(LENGTH, sp_size, 1, 11)):
             plain = score(made, len(ANSWERS), SequenceForward(model, scan, mesh), cut, lambda activity: None)
             _assert_same(plain, expected_scores(whole, examples), f"sp {sp_size}, {cut}")
             assert plain.right[0].tolist() == [False, True] * 3, plain.right
             zeroed = SequenceForward(model, scan.wrapped(ZeroedScan), mesh)
             alone = score(made, len(ANSWERS), zeroed, cut, lambda activity: None)
-            shard = cut.length // (sp_size * cut.segments)
-            _assert_same(alone, expected_scores(whole, examples, shard), f"zeroed, sp {sp_size}, {cut}")
+            parts = sp_size * cut.segments
+            _assert_same(alone, expected_scores(whole, examples, parts), f"zeroed, sp {sp_size}, {cut}")
         scan.drain()
 
 
