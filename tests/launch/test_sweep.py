@@ -83,7 +83,7 @@ def test_finished_runs_are_skipped_and_partial_runs_resume(tmp_path: Path, capsy
             ["--lengths", "1k", "--nodes", "3", "--", "data.global_batch=5"],
             "error: dp-1k-3n: data.global_batch=5",
         ),
-        (["--lengths", "1k", "1001", "--backends", "zeco"], "error: zeco-1001-1n: data.seq_len=1001"),
+        (["--lengths", "1k", "1", "--backends", "zeco"], "error: zeco-1-1n: data.seq_len=1: must be ≥ "),
         (["--lengths", "1k", "--backends", "ring"], "error: ring-1k-1n: sp=ring"),
         (["--lengths", "1k", "--local", "--nodes", "2"], "error: --nodes=2: must be 1 with --local"),
         (["--lengths", "1k", "--nodes", "0"], "error: --nodes=0: must be ≥ 1"),
