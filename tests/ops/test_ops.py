@@ -365,7 +365,7 @@ def wrong_inputs() -> Iterator[tuple[str, dict[str, Tensor]]]:
     yield "q", {"q": case.q.long()}
     yield "q", {name: getattr(case, name)[:, :0] for name in ("q", "k", "v", "g")}
     yield "initial_state", {"initial_state": case.initial_state.mT}
-    yield "cu_seqlens", {"cu_seqlens": torch.tensor([0, 10])}
+    yield "documents", {"cu_seqlens": torch.tensor([0, 10])}
 
 
 @pytest.mark.parametrize(("name", "wrong"), list(wrong_inputs()))
