@@ -329,11 +329,29 @@ class Fate:
         return self.name == self.now or bool(self.because)
 
 
+def _renumbered(old: Surface, new: Surface) -> dict[str, str]:
+    """Test ids that differ by a place in a list only, by which pytest names values that have no name."""
+
+    def by_words(names: Surface, others: Surface) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for kind, name in names:
+            if kind == "test" and (kind, name) not in others:
+                found.setdefault(re.sub(r"(?<=[a-z])\d+(?=[-\]])", "", name), []).append(name)
+        return found
+
+    gone, added = by_words(old, new), by_words(new, old)
+    pairs = ((names, added.get(words, [])) for words, names in gone.items())
+    return {was: now for names, others in pairs for was, now in zip(names, others, strict=False)}
+
+
 def fates(old: Surface, new: Surface, changes: list[dict[str, str]]) -> Iterator[Fate]:
     """What became of each name of the old list."""
+    renumbered = _renumbered(old, new)
     for kind, name in old:
         if (kind, name) in new:
             yield Fate(kind, name, name)
+        elif kind == "test" and name in renumbered:
+            yield Fate(kind, name, renumbered[name], "its place in the list of cases")
         else:
             now, because = moved(kind, name, changes) or ("", "")
             # An entry is of no use if there is nothing of the name that it gives.
