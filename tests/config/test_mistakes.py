@@ -216,7 +216,7 @@ def test_invalid_experiment_file_is_reported(
         (4, ["sp.size=3"], ["sp.size=3: must divide the world size 4: 1, 2, 4, or -1"]),
         (4, ["sp.size=8"], ["sp.size=8: must divide the world size 4"]),
         (2, ["sp=dp", "sp.size=2"], ["sp.size=2: sp=dp ", "needs 1"]),
-        (4, ["data.seq_len=72", "train.segments=4"], ["sp.size × train.segments = 4 × 4 = 16; nearest", ": 64, 80"]),
+        (4, ["data.seq_len=15", "train.segments=4"], ["data.seq_len=15: must be ≥ 16", "sp.size × train.segments = 4"]),
         (2, ["train.profile='1:2'", "train.profile_ranks=[0,2]"], ["train.profile_ranks=[0, 2]: rank 2 must be < 2"]),
         (4, ["data.seq_len=2"], ["data.seq_len=2: must be ≥ 4: ", "for each of sp.size=4"]),
         (4, ["sp=dp", "data.global_batch=6"], ["data.global_batch=6: must be a multiple of", "legal values: 4, 8"]),
