@@ -1,8 +1,8 @@
 """Where the tokens of a rank lie in their sequence.
 
 The data loader makes one `SequencePosition` for each segment of a micro-batch, and the model's layers get it as it is;
-only the custom ops (`zeco_train.ops.mix`, `zeco_train.ops.attend`) take parts of it, as tensors, since a compiled graph
-does not depend on a tensor's value.
+only the custom ops (`zeco_train.ops.mix`, `zeco_train.ops.attend`) take parts of it, as tensors where they change
+from batch to batch, since a compiled graph does not depend on a tensor's value.
 """
 
 from __future__ import annotations
