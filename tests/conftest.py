@@ -21,7 +21,7 @@ import tests.support.places  # noqa: F401 - before torch and others, which look 
 import torch
 
 from tests.support import distributed
-from tests.support.few import mark_others_slow
+from tests.support.few import mark_others
 from tests.support.loaded import settings_of_imports
 from zeco_train.system.signals import STOP_SIGNALS
 
@@ -74,7 +74,7 @@ def _settings_of_imports_stay() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Apply the mark `few`, put files with waiting tests first, and skip tests marked `gpu` without a CUDA device."""
     for item in items:
-        mark_others_slow(item)
+        mark_others(item)
     # At the end of the run they would leave the cores idle, with no other tests to overlap them.
     waiting = {item.path for item in items if "processes" in item.keywords}
     items.sort(key=lambda item: item.path not in waiting)

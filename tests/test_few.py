@@ -1,4 +1,4 @@
-"""The mark `few`: what the default run has of a parametrized test."""
+"""The mark `few`: what the gate has of a parametrized test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.few import is_among_few, mark_others_slow
+from tests.support.few import is_among_few, mark_others
 
 LETTERS, NUMBERS = ["a", "b", "c"], [1.5, 2.5]
 SLOW = pytest.param(3.5, marks=pytest.mark.slow)
@@ -36,12 +36,12 @@ def test_slow_values_are_in_no_case_and_hide_no_other() -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("first", "second"), [("a", object()), ("b", object()), ("c", object()), ("d", object())])
 @pytest.mark.parametrize("third", [[1]])
-def test_other_cases_are_slow(request: pytest.FixtureRequest, first: str, second: object, third: list[int]) -> None:
-    slow = request.node.get_closest_marker("slow") is not None
-    assert slow == (first not in "ac")
+def test_others_are_of_a_campaign(request: pytest.FixtureRequest, first: str, second: object, third: list[int]) -> None:
+    for mark in ("campaign", "slow"):
+        assert (request.node.get_closest_marker(mark) is not None) == (first not in "ac")
 
 
 def test_without_parameters_it_is_refused(request: pytest.FixtureRequest) -> None:
     request.node.add_marker(pytest.mark.few)
     with pytest.raises(pytest.UsageError, match="few needs parametrize"):
-        mark_others_slow(request.node)
+        mark_others(request.node)

@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test the default run has: `@pytest.mark.few` marks the others `slow`."""
+"""Which cases of a parametrized test the gate has: `@pytest.mark.few` marks the others `campaign`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,19 @@ def one_of(cases: Iterable[str], kept: str) -> list[Any]:
     return [case if case == kept else pytest.param(case, marks=pytest.mark.campaign) for case in cases]
 
 
-def mark_others_slow(item: pytest.Item) -> None:
-    """Mark a case of a test with `@pytest.mark.few` slow if it is not among the few, and those of a campaign.
+def mark_others(item: pytest.Item) -> None:
+    """Mark a case of a test with `@pytest.mark.few` that is not among the few `campaign`, and those of campaigns `slow`.
 
     Raises:
         pytest.UsageError: the test is not parametrized.
     """
-    mark = item.get_closest_marker("few")
+    if (mark := item.get_closest_marker("few")) is not None:
+        parametrized = [(_names(each.args[0]), [*each.args[1]]) for each in item.iter_markers("parametrize")]
+        if not parametrized:
+            raise pytest.UsageError(f"{item.nodeid}: few needs parametrize")
+        if not is_among_few(parametrized, item.callspec.params, *mark.args or (0,)):  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.campaign)
     if item.get_closest_marker("campaign"):
-        item.add_marker(pytest.mark.slow)
-    if mark is None:
-        return
-    parametrized = [(_names(each.args[0]), [*each.args[1]]) for each in item.iter_markers("parametrize")]
-    if not parametrized:
-        raise pytest.UsageError(f"{item.nodeid}: few needs parametrize")
-    if not is_among_few(parametrized, item.callspec.params, *mark.args or (0,)):  # type: ignore[attr-defined]
         item.add_marker(pytest.mark.slow)
 
 
