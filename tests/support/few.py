@@ -35,7 +35,7 @@ def one_of(cases: Iterable[str], kept: str) -> list[Any]:
 
 
 def mark_others(item: pytest.Item) -> None:
-    """Mark a case of a test with `@pytest.mark.few` that is not among the few `campaign`, and those of campaigns `slow`.
+    """Mark a case of a test with `@pytest.mark.few` that is not among the few `campaign`, and all of campaigns `slow`.
 
     Raises:
         pytest.UsageError: the test is not parametrized.
