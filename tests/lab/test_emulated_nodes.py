@@ -53,8 +53,9 @@ def test_switch_forwards_packets_of_its_network_only() -> None:
     assert _receiver(b"\x45\x00") is None
 
 
+# Four ranks and a switch of packets, against the clock: on a busy machine ranks are reported lost that are not.
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(why_not() is not None, reason=f"needs emulated nodes: {why_not()}")
 def test_run_over_nodes_names_a_node_cut_off_and_resumes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two nodes of two ranks; the losses are those of one rank."""
