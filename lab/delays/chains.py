@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeco_train.bench.session import Session
 from zeco_train.collectives.arena import Allocate, Arena, Layout, allocate_symmetric
-from zeco_train.collectives.one_kernel import CHAIN_KERNEL
+from zeco_train.collectives.one_kernel import CHAIN_KERNEL, FixedArguments
 from zeco_train.collectives.symmetric import INTERPRETED
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
@@ -56,16 +56,13 @@ class TwoGpuChain:
         for position in range(own, ranks, 2):
             arena = Arena(group, False, device, cut.needed, lambda *_: (memory, addresses))
             self._arenas.append(arena)
-            # In the order of the kernel's parameters, from `peers` on.
             self._arguments.append(
-                (
-                    *(arena.peers, arena.control, arena.failure, arena.status_address),
-                    int(mesh.timeout.total_seconds() * 1e9),
-                    *cut.sizes,
-                    *(arena.layout.offsets[name] for name in cut.places),
-                    *(position, ranks, *cut.constants, False, False),
-                    *(32 * cut.num_warps, not INTERPRETED),
-                )
+                FixedArguments(
+                    *(arena, cut, position, ranks, mesh.timeout.total_seconds()),
+                    has_carry=False,
+                    want_carry=False,
+                    assembly=not INTERPRETED,
+                ).in_order()
             )
 
     def run(self) -> Tensor:

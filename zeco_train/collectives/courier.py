@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -175,6 +176,13 @@ class ScanJob(ABC):
         """The remaining work, on the courier's thread or stream."""
 
 
+class Watched(Protocol):
+    """Scans that a device runs by itself."""
+
+    def check(self) -> None:
+        """Raise `CommunicationError` if one has failed, without waiting for those in flight."""
+
+
 # The function to run, and the promises that it delivers.
 _Job = tuple[Callable[[], None], list[Promise]]
 
@@ -199,14 +207,14 @@ class Courier:
         topology: nodes of the group's ranks; also an attribute. None: all are on this machine.
 
     Attributes:
-        checks: called before each launch and by `drain`; each raises `CommunicationError` for a failed scan that no
-            call of this process has noticed.
+        watched: scans on a device, checked before each launch and by `drain`: no call of this process notices their
+            failures.
     """
 
     def __init__(self, group: ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> None:
         self.group, self.timeout = group, timeout
         self._topology = topology
-        self.checks: list[Callable[[], None]] = []
+        self.watched: list[Watched] = []
         self._wires: dict[tuple[str, bool], Wire] = {}
         self._lane = _Lane()
         self._thread: threading.Thread | None = None
@@ -276,8 +284,8 @@ class Courier:
         """
         if self._lane.failure is None:
             try:
-                for check in self.checks:
-                    check()
+                for scans in self.watched:
+                    scans.check()
             except CommunicationError as error:
                 self._lane.failure = error
         if self._lane.failure is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from zeco_train.collectives.arena import Capacity, ChainCapacity, TwoShotCapacity
+from zeco_train.collectives.arena import Arena, Capacity, ChainCapacity, TwoShotCapacity
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.seam import ScanRequest
 
@@ -54,6 +54,41 @@ class Cut:
     sizes: tuple[int, ...]
     places: tuple[str, ...]
     constants: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FixedArguments:
+    """A kernel's arguments behind the five tensors of a call: the same for all calls of a shape, direction and carries.
+
+    Attributes:
+        arena: which holds the call.
+        cut: of the call.
+        position, ranks: this rank's place in scan order, and P.
+        seconds: bound of each wait.
+        has_carry, want_carry: `carry_in` is read here, `carry_out` is written.
+        assembly: wait and signal by PTX, which Triton's interpreter cannot run.
+    """
+
+    arena: Arena
+    cut: Cut
+    position: int
+    ranks: int
+    seconds: float
+    has_carry: bool
+    want_carry: bool
+    assembly: bool
+
+    def in_order(self) -> tuple[Any, ...]:
+        """In the order of the kernels' parameters."""
+        arena, cut = self.arena, self.cut
+        return (
+            *(arena.peers, arena.control, arena.failure, arena.status_address, int(self.seconds * 1e9)),
+            *cut.sizes,
+            *(arena.layout.offsets[name] for name in cut.places),
+            *(self.position, self.ranks, *cut.constants, self.has_carry, self.want_carry),
+            # `wait_for` needs one lane for each thread.
+            *(32 * cut.num_warps, self.assembly),
+        )
 
 
 @dataclass(frozen=True)

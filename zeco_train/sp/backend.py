@@ -8,15 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Load
-from zeco_train.collectives.spec import Choice, ScanSpec
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, is_matrix
+from zeco_train.sp.choose import Choice
 from zeco_train.sp.exposed import MEASURING
 
 
@@ -135,6 +136,24 @@ class SpecScan(ScanBackend):
         return Chosen(self._scan.over(self.courier(request)), self._scan)
 
 
+class BackendSettings(Protocol):
+    """A backend's section of `sp`."""
+
+    def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
+        """The algorithms that it allows over these nodes.
+
+        Raises:
+            ConfigError: the configured one cannot run over them.
+        """
+
+    def topology(self, found: Topology) -> Topology:
+        """The nodes of the ranks that share a sequence, given those that were found.
+
+        Raises:
+            ConfigError: the ranks do not fill the configured nodes.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class BackendSpec:
     """Descriptor of a backend, for settings, tables, plans and figures.
@@ -146,11 +165,7 @@ class BackendSpec:
         build: (couriers, settings) → its scan; `settings` is its section of `sp`, or None.
         scans: the algorithms that it may run, in table order; none for a backend without communication, which then
             rejects ranks that share a sequence.
-        section: name of that section; None if there is none.
-        scans_over: (settings, topology) → the algorithms that they allow over these nodes; raises ConfigError if the
-            configured one cannot run over them. None: `scans`.
-        topology: (settings, nodes as found) → the nodes of the ranks that share a sequence; raises ConfigError if the
-            ranks do not fill the configured ones. None: as found.
+        section: name of that section, a `BackendSettings`; None if there is none.
     """
 
     name: str
@@ -160,8 +175,6 @@ class BackendSpec:
     build: Callable[[tuple[Courier, ...], Any], ScanBackend]
     scans: tuple[ScanSpec, ...] = ()
     section: str | None = None
-    scans_over: Callable[[Any, Topology], tuple[ScanSpec, ...]] | None = None
-    topology: Callable[[Any, Topology], Topology] | None = None
 
     def size_problem(self, size: int) -> str | None:
         """Why this many ranks cannot share a sequence; None if they can."""
