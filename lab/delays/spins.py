@@ -14,7 +14,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from zeco_train.collectives.courier import ScanJob
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.ops.seam import Exchange, ScanRequest
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.tapped import TappedScan

@@ -18,7 +18,7 @@ from tests.support.positions import position_of
 from tests.support.sp_reference import TIMEOUT, RecordedExchange, build_scans
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.neighbour import NEIGHBOUR
+from zeco_train.collectives.halo import NEIGHBOUR
 from zeco_train.distributed.mesh import Launch, halo_groups, init_mesh
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition

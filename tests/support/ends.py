@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.worker import Courier
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle import job

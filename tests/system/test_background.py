@@ -17,7 +17,7 @@ import torch
 from tests.support.commands import REPOSITORY
 from tests.support.ends import ENDS
 from tests.support.waiting import ENOUGH
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.worker import Courier
 from zeco_train.distributed.mesh import Launch
 from zeco_train.lifecycle.job import Advice, Job
 from zeco_train.system import background

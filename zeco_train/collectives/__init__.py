@@ -19,6 +19,6 @@ include `finish`. Replays and the courier's other scans must not overlap: the me
 kernel at a time.
 """
 
-from zeco_train.collectives.courier import Courier, PendingScan, scan_alone
+from zeco_train.collectives.worker import Courier, PendingScan, scan_alone
 
 __all__ = ["Courier", "PendingScan", "scan_alone"]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
+from zeco_train.collectives.worker import Courier, PendingScan, ScanJob
 from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import ScanJob
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.collectives.rounds import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.ops.seam import ScanRequest, as_columns, fold, from_columns

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
+from zeco_train.collectives.worker import Courier, PendingScan, ScanJob
 from zeco_train.collectives.rounds import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.spec import ScanSpec

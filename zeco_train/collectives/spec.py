@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.worker import Courier
 from zeco_train.collectives.one_kernel import Kernel
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.seam import LaunchedScan, ScanRequest

@@ -30,7 +30,7 @@ from zeco_train.collectives.arena import (
     keep,
     on_all_ranks,
 )
-from zeco_train.collectives.courier import Courier, PendingScan, ScanJob, scan_alone
+from zeco_train.collectives.worker import Courier, PendingScan, ScanJob, scan_alone
 from zeco_train.collectives.one_kernel import FixedArguments, Kernel, Tuning, power_of_2
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.courier import ScanJob
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.spec import ScanSpec

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.neighbour import NEIGHBOUR
+from zeco_train.collectives.halo import NEIGHBOUR
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan.case import Case

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zeco_train.collectives import Courier
-from zeco_train.collectives.neighbour import NEIGHBOUR
+from zeco_train.collectives.halo import NEIGHBOUR
 from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
 from zeco_train.ops.seam import AttentionMethod, Exchange
