@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.session import Session
-from zeco_train.collectives.arena import Allocate, Arena, Layout, allocate_symmetric
+from zeco_train.collectives.arena import Allocate, Arena, ArenaLayout, allocate_symmetric
 from zeco_train.collectives.one_kernel import CHAIN_KERNEL, FixedArguments
 from zeco_train.collectives.symmetric import INTERPRETED
 from zeco_train.collectives.wire import Wire
@@ -45,7 +45,7 @@ class TwoGpuChain:
         self._state, self._log_decay = state, log_decay
         own = dist.get_rank(group)
         cut = CHAIN_KERNEL.cut(ScanRequest(state, log_decay), Wire(group, "chain", False, mesh.timeout), *_TUNING)
-        size = Layout.of(cut.needed, ranks).size
+        size = ArenaLayout.of(cut.needed, ranks).size
         memory, parts = allocate(size * (ranks // 2), group, device)
         addresses = [parts[position % 2] + position // 2 * size for position in range(ranks)]
         self._kernel, self._grid, self._num_warps = CHAIN_KERNEL.load(), (cut.ctas, 1, 1), cut.num_warps

@@ -77,7 +77,7 @@ class Spins:
 
 
 class _Spin(ScanJob):
-    """A delay in the order of a courier's scans. Nobody waits for its result."""
+    """A delay in the order of a worker's scans. Nobody waits for its result."""
 
     operation = "spin"
 
@@ -99,7 +99,7 @@ class SpinningScan(TappedScan):
 
     def __init__(self, scan: ScanBackend, spins: Spins) -> None:
         super().__init__(scan)
-        self._courier, self._spins = scan.courier, spins
+        self._worker, self._spins = scan.worker, spins
         self._launched = {False: 0, True: 0}
 
     def launched(self, request: ScanRequest) -> None:
@@ -109,7 +109,7 @@ class SpinningScan(TappedScan):
         layer = layers - 1 - layer if reverse else layer
         self._launched[reverse] += 1
         self._spins.spend(Place.compute, reverse, layer)
-        self._courier(request).launch(_Spin(request, self._spins, layer))
+        self._worker(request).launch(_Spin(request, self._spins, layer))
 
 
 def spinning(exchange: Exchange, spins: Spins) -> Exchange:

@@ -1,4 +1,4 @@
-"""Rows and products in fp8, against code that shares nothing with ours."""
+"""Fp8Rows and products in fp8, against code that shares nothing with ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeco_train.ops.linear.rows import Rows, quantise_rows
+from zeco_train.ops.linear.rows import Fp8Rows, quantise_rows
 from zeco_train.ops.linear.scaled import product
 
 pytestmark = pytest.mark.numeric
@@ -137,7 +137,7 @@ def test_gpu_product_gets_rows_of_both_operands() -> None:
         mock.patch("zeco_train.ops.linear.scaled.is_emulated", return_value=False),
         mock.patch.object(torch, "_scaled_mm", return_value=values) as scaled,
     ):
-        assert product(Rows(*a), Rows(*b), torch.bfloat16, fast=True) is values
+        assert product(Fp8Rows(*a), Fp8Rows(*b), torch.bfloat16, fast=True) is values
     (left, right), settings = scaled.call_args
     assert (left.shape, left.stride()) == ((16, 32), (32, 1))
     assert (right.shape, right.stride()) == ((32, 48), (1, 32))

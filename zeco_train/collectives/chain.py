@@ -21,30 +21,30 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.worker import Courier, PendingScan, ScanJob
 from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker
 from zeco_train.ops.seam import ScanRequest, fold
 
 
-def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> PendingScan:
+def launch_chain(request: ScanRequest, worker: ScanWorker, *, blocks: int) -> PendingScan:
     """Start the scan. All receives are posted before this returns; blocks are forwarded without this rank's `wait`.
 
     Args:
         request: this rank's part.
-        courier: of the group and the request's direction.
+        worker: of the group and the request's direction.
         blocks: number of pieces, ≥ 1; need not divide H. If it exceeds H, each head is also cut along V, into at most V
             pieces.
 
     Raises:
         ValueError: `blocks` < 1, or this process is not in the group.
-        CommunicationError: an earlier scan of the courier failed, or a peer is gone.
+        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
     """
     if blocks < 1:
         raise ValueError(f"blocks must be ≥ 1, not {blocks}")
-    tags = courier.take_tags(len(_split(request.state, blocks)))
-    return courier.launch(_Chain(request, blocks, tags))
+    tags = worker.take_tags(len(_split(request.state, blocks)))
+    return worker.launch(_Chain(request, blocks, tags))
 
 
 @dataclass
@@ -98,11 +98,11 @@ class _Chain(ScanJob):
         self._count, self._tags = blocks, tags
 
     def post(self) -> None:
-        """Cut the request into blocks and post their receives."""
+        """Partition the request into blocks and post their receives."""
         request, wire = self.request, self.wire
         if wire.is_first:
             incoming = request.first_incoming()
-            self.scan.incoming.deliver(incoming)
+            self.scan.incoming.set_result(incoming)
             parts = _split(incoming, self._count)
         else:
             # Messages need contiguous memory, and the pieces of a state are strided views.
@@ -133,7 +133,7 @@ class _Chain(ScanJob):
             if not wire.is_last:
                 sends.append(wire.send(folded[-1], wire.position + 1, block.tag, block.name))
         if not wire.is_first:
-            scan.incoming.deliver(_join([block.incoming for block in self._blocks], self._along_values))
+            scan.incoming.set_result(_join([block.incoming for block in self._blocks], self._along_values))
         # The rest is for this rank's successors: its own `wait` is already satisfied.
         for send in sends:
             send.wait()
@@ -141,7 +141,7 @@ class _Chain(ScanJob):
             # The carry only on the last rank; on the others the broadcast overwrites it.
             carry = _join(folded, self._along_values)
             wire.broadcast(carry, wire.size - 1, "carry_out").wait()
-            scan.carry.deliver(carry)
+            scan.carry.set_result(carry)
 
 
 def best_blocks(costs: Costs, load: Load) -> int:

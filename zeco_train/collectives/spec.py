@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.worker import Courier
 from zeco_train.collectives.one_kernel import Kernel
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanWorker
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 
 
@@ -20,7 +20,7 @@ class ScanSpec:
     Attributes:
         name: as in settings.
         description: one line for `--help`.
-        launch: (request, courier), with `blocks=` if states are sent in blocks → the scan. It progresses without this
+        launch: (request, worker), with `blocks=` if states are sent in blocks → the scan. It progresses without this
             rank's `wait`, unless it is serial.
         bytes_sent: (load, want_carry) → bytes that the busiest rank sends for one scan.
         seconds: (costs, load, blocks) → time from launch to wait, without overlapped work.
@@ -49,10 +49,10 @@ class ScanSpec:
     automatic: bool = True
     line: str | tuple[int, tuple[int, ...]] = "-"
 
-    def over(self, courier: Courier, blocks: int | None = None) -> Callable[[ScanRequest], LaunchedScan]:
-        """`launch` over a courier; `blocks` applies if states are sent in blocks."""
+    def over(self, worker: ScanWorker, blocks: int | None = None) -> Callable[[ScanRequest], LaunchedScan]:
+        """`launch` over a worker; `blocks` applies if states are sent in blocks."""
         options = {} if self.best_blocks is None else {"blocks": blocks or 1}
-        return partial(self.launch, courier=courier, **options)
+        return partial(self.launch, worker=worker, **options)
 
     def runs_on(self, link: Link) -> bool:
         """Whether there is an implementation for that link."""

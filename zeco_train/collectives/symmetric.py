@@ -1,7 +1,7 @@
 """All-Scan in one kernel launch, over memory that all ranks of an NVLink domain map.
 
 The kernels and the protocol are in `zeco_train/kernels/all_scan/`; here are their arguments, their launch on the
-courier's stream, and failure reporting to the host. Nothing here synchronises with the device, so a scan can be
+worker's stream, and failure reporting to the host. Nothing here synchronises with the device, so a scan can be
 captured into a CUDA graph once one of its size has run outside.
 
 On the wire, per rank, of S bytes a state: `chain` receives S and sends S; `two_shot` sends (P − 1)/P S and the
@@ -30,10 +30,10 @@ from zeco_train.collectives.arena import (
     keep,
     on_all_ranks,
 )
-from zeco_train.collectives.worker import Courier, PendingScan, ScanJob, scan_alone
-from zeco_train.collectives.one_kernel import FixedArguments, Kernel, Tuning, power_of_2
+from zeco_train.collectives.one_kernel import FixedArguments, Kernel, KernelTuning, power_of_2
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker, scan_alone
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest, is_matrix
 
@@ -58,16 +58,16 @@ def request_problem(request: ScanRequest) -> str | None:
     return f"{elements} elements" if elements >= 1 << 30 else None
 
 
-def transport_problem(courier: Courier, device: torch.device) -> str | None:
-    """Why the courier's ranks cannot use symmetric memory, the same on all of them; None if they can. Collective."""
+def transport_problem(worker: ScanWorker, device: torch.device) -> str | None:
+    """Why the worker's ranks cannot use symmetric memory, the same on all of them; None if they can. Collective."""
     if device.type != "cuda":
         return f"the states are on {device.type}"
-    if len(hosts := courier.topology.hosts) > 1:
+    if len(hosts := worker.topology.hosts) > 1:
         return f"the ranks are on {len(hosts)} machines"
     try:
-        on_all_ranks(lambda: import_module("triton"), courier.group)
+        on_all_ranks(lambda: import_module("triton"), worker.group)
         # Try it: the reasons why peer access fails differ from machine to machine.
-        keep(allocate_symmetric(1 << 10, courier.group, device))
+        keep(allocate_symmetric(1 << 10, worker.group, device))
     except RuntimeError as error:
         return str(error)
     return None
@@ -114,38 +114,38 @@ class _OneKernel(ScanJob):
         if wire.is_first and request.carry_in is not None:
             carry_in = request.carry_in.contiguous()
             # Before the launch: its readers need not wait for the kernel.
-            scan.incoming.deliver(request.carry_in)
+            scan.incoming.set_result(request.carry_in)
         elif wire.is_first:
-            scan.incoming.deliver(self._zeros(state), is_ready=True)
+            scan.incoming.set_result(self._zeros(state), is_ready=True)
         else:
             output = torch.empty_like(state)
         if scan.carry is not None:
             carry_out = torch.empty_like(state)
         self._launch(state, request.transition.contiguous(), carry_in, output, carry_out)
         if not wire.is_first:
-            scan.incoming.deliver(output)
+            scan.incoming.set_result(output)
         if scan.carry is not None:
-            scan.carry.deliver(carry_out)
+            scan.carry.set_result(carry_out)
 
 
 class SymmetricScans:
-    """The scans of one courier over symmetric memory.
+    """The scans of one worker over symmetric memory.
 
     Args:
-        courier: its group's ranks share an NVLink domain.
+        worker: its group's ranks share an NVLink domain.
         allocate: allocator of symmetric memory.
         tuning: by algorithm, instead of the default.
     """
 
     def __init__(
-        self, courier: Courier, allocate: Allocate = allocate_symmetric, tuning: dict[str, Tuning] | None = None
+        self, worker: ScanWorker, allocate: Allocate = allocate_symmetric, tuning: dict[str, KernelTuning] | None = None
     ) -> None:
-        self._courier, self._allocate = courier, allocate
+        self._worker, self._allocate = worker, allocate
         self._tuning = tuning or {}
         self._arenas: list[tuple[Wire, Arena]] = []
         self._launches: dict[tuple[Any, ...], _Launch] = {}
         self._zeros: dict[tuple[Any, ...], Tensor] = {}
-        courier.watched.append(self)
+        worker.watched.append(self)
 
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
         """Start the scan; it completes without this rank's `wait`.
@@ -157,18 +157,18 @@ class SymmetricScans:
 
         Raises:
             ValueError: this process is not in the group.
-            CommunicationError: an earlier scan of the courier failed.
+            CommunicationError: an earlier scan of the worker failed.
             RuntimeError: a CUDA graph is being captured and no scan like this one has run; or out of memory.
         """
         operation, kernel = f"symmetric_{algorithm.name}", algorithm.kernel
-        wire = self._courier.wire(operation, request.reverse)
+        wire = self._worker.wire(operation, request.reverse)
         if wire.size == 1:
             return scan_alone(request)
-        # Prepare before involving the courier: a refused call then fails no other scan and keeps its stream out of a
+        # Prepare before involving the worker: a refused call then fails no other scan and keeps its stream out of a
         # capture.
         assert kernel is not None
         prepared = self._prepared(request, kernel, self._tuning.get(algorithm.name, kernel.tuning), blocks, wire)
-        return self._courier.launch(_OneKernel(request, operation, prepared, self._cached_zeros))
+        return self._worker.launch(_OneKernel(request, operation, prepared, self._cached_zeros))
 
     def check(self) -> None:
         """Check for failed scans, without waiting for those in flight.
@@ -183,8 +183,8 @@ class SymmetricScans:
                 raise CommunicationError(
                     dist.get_rank(),
                     f"{wire.operation}: wait for {WAITED_FOR[what]} in scan {epoch}",
-                    f"no answer within {self._courier.timeout.total_seconds():g} s",
-                    dist.get_global_rank(self._courier.group, wire.group_rank(position)),
+                    f"no answer within {self._worker.timeout.total_seconds():g} s",
+                    dist.get_global_rank(self._worker.group, wire.group_rank(position)),
                 )
 
     def _cached_zeros(self, state: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class SymmetricScans:
         return zeros
 
     def _prepared(
-        self, request: ScanRequest, kernel: Kernel, tuning: Tuning, blocks: int | None, wire: Wire
+        self, request: ScanRequest, kernel: Kernel, tuning: KernelTuning, blocks: int | None, wire: Wire
     ) -> _Launch:
         """For scans like this one, cached. Collective if memory must be allocated. Errors as of `launch`."""
         has_carry = wire.is_first and request.carry_in is not None
@@ -215,10 +215,10 @@ class SymmetricScans:
                     "a scan has to run once before it is captured into a CUDA graph, and none like this one has: "
                     f"{wire.operation}, {list(state.shape)}, {state.dtype}, {blocks=}, {has_carry=}, {want_carry=}"
                 )
-            self._courier.check()  # peers may be gone
+            self._worker.check()  # peers may be gone
             with torch.cuda.device_of(state):
                 cut = kernel.cut(request, wire, tuning, blocks)
-                arena, seconds = self._arena(cut.needed, request, wire), self._courier.timeout.total_seconds()
+                arena, seconds = self._arena(cut.needed, request, wire), self._worker.timeout.total_seconds()
                 fixed = FixedArguments(
                     arena, cut, wire.position, wire.size, seconds, has_carry, want_carry, assembly=not INTERPRETED
                 )
@@ -239,7 +239,7 @@ class SymmetricScans:
                 before = arena.capacity
         capacity = enlarged(before, needed)
         with torch.inference_mode(False):
-            arena = Arena(self._courier.group, request.reverse, request.state.device, capacity, self._allocate)
+            arena = Arena(self._worker.group, request.reverse, request.state.device, capacity, self._allocate)
         self._arenas.append((wire, arena))
         logger.info("%s: %.3g MB of symmetric memory", wire.operation, arena.layout.size / 1e6)
         return arena

@@ -63,9 +63,9 @@ class BackwardPass(Protocol):
         ...
 
 
-# (operands, scale, pieces) → the pass, see `Passes`.
+# (operands, scale, doc_ids) → the pass, see `Passes`.
 StartForward = Callable[[Sequence[Tensor], float, Tensor | None], ForwardPass]
-# (operands, do, saved, incoming_state, scale, pieces) → the pass.
+# (operands, do, saved, incoming_state, scale, doc_ids) → the pass.
 StartBackward = Callable[
     [Sequence[Tensor], Tensor, Sequence[Tensor], Tensor | None, float, Tensor | None], BackwardPass
 ]
@@ -86,7 +86,7 @@ class Passes(NamedTuple):
     - do, [B, T, H, V], the gradient of o, and the saved tensors (backward pass only);
     - incoming_state: R, [B, H, K, V], if needed (backward pass only);
     - scale: factor of the outputs;
-    - pieces: [T], see `zeco_train.ops.documents`, for a batch of one (`zeco_train.ops.rows`); None without documents.
+    - doc_ids: [T], see `zeco_train.ops.documents`, for a batch of one (`zeco_train.ops.rows`); None without documents.
 
     Operands are checked before (`zeco_train.ops.operator.Operator.check`); a received state of another shape raises a
     ValueError that names it.

@@ -316,15 +316,15 @@ def exchange_of(handle: Tensor) -> Exchange:
     return found
 
 
-class Boundary(NamedTuple):
-    """One of a layer's states at the boundaries of its tokens; see `zeco_train.ops.mix.mix`, `ops.attend.attend_at`."""
+class StateInput(NamedTuple):
+    """One of a layer's states before its tokens; see `zeco_train.ops.mix.mix`, `zeco_train.ops.attend.attend_at`."""
 
     incoming_state: Tensor | None = None
     carry_in: Tensor | None = None
     want_carry: bool = False
 
 
-class Crossing(NamedTuple):
+class StateOutput(NamedTuple):
     """One of a layer's states, as received from other ranks and passed on.
 
     Attributes:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 
 @dataclass
@@ -38,15 +38,15 @@ class LayerStates:
     received: list[Tensor] = field(default_factory=list)
     carry_out: list[Tensor] = field(default_factory=list)
 
-    def boundaries(self, first: int, count: int) -> tuple[Boundary, ...]:
-        """The boundary states of a layer: `count` of the list, from `first` on."""
+    def state_inputs(self, first: int, count: int) -> tuple[StateInput, ...]:
+        """The inputs of a layer's states: `count` of the list, from `first` on."""
         found = []
         for index in range(first, first + count):
             incoming, carry_in = (None if x is None else x[index] for x in (self.incoming, self.carry_in))
-            found.append(Boundary(incoming, carry_in, self.want_carry))
+            found.append(StateInput(incoming, carry_in, self.want_carry))
         return tuple(found)
 
-    def keep(self, crossing: Crossing) -> None:
+    def keep(self, state_output: StateOutput) -> None:
         """Append the next state."""
-        self.received.append(crossing.received)
-        self.carry_out.append(crossing.carry_out)
+        self.received.append(state_output.received)
+        self.carry_out.append(state_output.carry_out)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.halo import NEIGHBOUR
+from zeco_train.collectives.halo import HALO
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan.case import Case
@@ -163,8 +163,8 @@ def plan_halos(case: Case, backend: BackendSpec) -> Halos:
                 load = _load(case, shape)
                 count = 2 * block.count * case.passes
                 messages += count
-                sent += count * NEIGHBOUR.bytes_sent(load, False)
-                seconds += count * NEIGHBOUR.seconds(case.machine.scans[link], load, None)
+                sent += count * HALO.bytes_sent(load, False)
+                seconds += count * HALO.seconds(case.machine.scans[link], load, None)
     return Halos(messages, sent, seconds)
 
 

@@ -1,6 +1,6 @@
 """Base class of the backends, and the backend descriptor, the interface to the rest of the project.
 
-A backend launches each scan over the courier of its direction.
+A backend launches each scan over the worker of its direction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
@@ -39,7 +39,7 @@ class ScanBackend(ABC):
     """A `StateScan` by the algorithm that `choose` finds, once for each shape and direction of states.
 
     Args:
-        couriers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
+        workers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
             since one group serialises its messages. None if nothing is communicated.
 
     Attributes:
@@ -48,9 +48,9 @@ class ScanBackend(ABC):
 
     choice: Choice | None = None
 
-    def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
-        self._couriers = couriers
-        self._crosses_ranks = any(courier.size > 1 for courier in couriers)
+    def __init__(self, workers: tuple[ScanWorker, ...] = ()) -> None:
+        self._workers = workers
+        self._crosses_ranks = any(worker.size > 1 for worker in workers)
         self._chosen: dict[tuple[object, ...], Chosen] = {}
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
@@ -75,15 +75,15 @@ class ScanBackend(ABC):
         """All that `choose` may find for states on the device of this one. Collective."""
         return [self.choose(request)]
 
-    def courier(self, request: ScanRequest) -> Courier:
-        """The courier of the request's direction."""
-        return self._couriers[request.reverse]
+    def worker(self, request: ScanRequest) -> ScanWorker:
+        """The worker of the request's direction."""
+        return self._workers[request.reverse]
 
     def load(self, request: ScanRequest) -> Load:
-        """The size of the request's scan, over the ranks of its courier."""
-        courier, state = self.courier(request), request.state
-        matrices, nodes = is_matrix(request.transition), courier.topology.nodes
-        return Load(courier.size, tuple(state.shape), state.element_size(), matrices, nodes)
+        """The size of the request's scan, over the ranks of its worker."""
+        worker, state = self.worker(request), request.state
+        matrices, nodes = is_matrix(request.transition), worker.topology.nodes
+        return Load(worker.size, tuple(state.shape), state.element_size(), matrices, nodes)
 
     def bytes_sent(self, request: ScanRequest) -> float:
         """Bytes that the busiest rank sends for a request, by its algorithm's descriptor."""
@@ -103,7 +103,7 @@ class ScanBackend(ABC):
         """
         # Of a transition that cuts, as a halo's does.
         state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
-        for reverse in (False, True)[: len(self._couriers)]:
+        for reverse in (False, True)[: len(self._workers)]:
             request = ScanRequest(state, transition, reverse, want_carry=True, cuts=True)
             for chosen in self.possible(request):
                 scan = chosen.start(request)
@@ -114,8 +114,8 @@ class ScanBackend(ABC):
 
     def drain(self) -> None:
         """See `StateScan.drain`."""
-        for courier in self._couriers:
-            courier.drain()
+        for worker in self._workers:
+            worker.drain()
 
     def _chosen_for(self, request: ScanRequest) -> Chosen:
         key = request.reverse, request.state.shape, request.state.dtype, request.transition.ndim
@@ -127,13 +127,13 @@ class ScanBackend(ABC):
 class SpecScan(ScanBackend):
     """A backend with a single algorithm."""
 
-    def __init__(self, couriers: tuple[Courier, ...], scan: ScanSpec) -> None:
-        super().__init__(couriers)
+    def __init__(self, workers: tuple[ScanWorker, ...], scan: ScanSpec) -> None:
+        super().__init__(workers)
         self._scan = scan
 
     def choose(self, request: ScanRequest) -> Chosen:
         """The descriptor's algorithm."""
-        return Chosen(self._scan.over(self.courier(request)), self._scan)
+        return Chosen(self._scan.over(self.worker(request)), self._scan)
 
 
 class BackendSettings(Protocol):
@@ -162,7 +162,7 @@ class BackendSpec:
         name: as in `sp=`.
         description: one line for `--help`.
         color, dark_color: in figures, on a light and a dark background.
-        build: (couriers, settings) → its scan; `settings` is its section of `sp`, or None.
+        build: (workers, settings) → its scan; `settings` is its section of `sp`, or None.
         scans: the algorithms that it may run, in table order; none for a backend without communication, which then
             rejects ranks that share a sequence.
         section: name of that section, a `BackendSettings`; None if there is none.
@@ -172,7 +172,7 @@ class BackendSpec:
     description: str
     color: str
     dark_color: str
-    build: Callable[[tuple[Courier, ...], Any], ScanBackend]
+    build: Callable[[tuple[ScanWorker, ...], Any], ScanBackend]
     scans: tuple[ScanSpec, ...] = ()
     section: str | None = None
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.symmetric import request_problem, transport_problem
@@ -87,7 +87,7 @@ class Chooser:
     """Chooses link and algorithm for the scans of one group of ranks, and logs what it chose.
 
     Args:
-        courier: of the group, in either direction.
+        worker: of the group, in either direction.
         settings: allowed algorithms and transport.
 
     Attributes:
@@ -97,8 +97,8 @@ class Chooser:
         ConfigError: the configured algorithm cannot run over the nodes.
     """
 
-    def __init__(self, courier: Courier, settings: AllScanConfig) -> None:
-        self._courier, self._topology = courier, courier.topology
+    def __init__(self, worker: ScanWorker, settings: AllScanConfig) -> None:
+        self._worker, self._topology = worker, worker.topology
         if self._topology.nodes > 1 and _is_main():
             given = "" if settings.ranks_per_node is None else " (sp.all_scan.ranks_per_node)"
             logger.info("ranks of a sequence: %s%s", self._topology, given)
@@ -128,7 +128,7 @@ class Chooser:
         """The algorithms that may be chosen for states on a device. Collective on CUDA, the first time."""
         if len(self.scans) == 1:
             return self.scans
-        return eligible(self.scans, MEASURED[self.link(device)], self._courier.size)
+        return eligible(self.scans, MEASURED[self.link(device)], self._worker.size)
 
     def link(self, device: torch.device) -> Link:
         """The link that the ranks support, the same in both directions. Collective on CUDA, the first time.
@@ -157,7 +157,7 @@ class Chooser:
             return f"{self.scans[0].name} has no kernel yet"
         if self._topology.nodes > 1:
             return f"the ranks are on {self._topology}"
-        return transport_problem(self._courier, device)
+        return transport_problem(self._worker, device)
 
     def _fall_back(self, problem: str) -> None:
         """Log why symmetric memory is not used, or raise if it was requested."""

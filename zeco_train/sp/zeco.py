@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from zeco_train.collectives import Courier, scan_alone
+from zeco_train.collectives import ScanWorker, scan_alone
 from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.spec import ScanSpec
@@ -35,17 +35,17 @@ class AllScan(ScanBackend):
     """ZeCO's scan over the ranks of a sequence.
 
     Args:
-        couriers: see `ScanBackend`.
+        workers: see `ScanBackend`.
         settings: allowed algorithms and transport.
 
     Raises:
-        ConfigError: the algorithm cannot run over the couriers' nodes.
+        ConfigError: the algorithm cannot run over the workers' nodes.
     """
 
-    def __init__(self, couriers: tuple[Courier, ...], settings: AllScanConfig) -> None:
-        super().__init__(couriers)
-        self._chooser = Chooser(couriers[0], settings)
-        self._symmetric: dict[Courier, SymmetricScans] = {}
+    def __init__(self, workers: tuple[ScanWorker, ...], settings: AllScanConfig) -> None:
+        super().__init__(workers)
+        self._chooser = Chooser(workers[0], settings)
+        self._symmetric: dict[ScanWorker, SymmetricScans] = {}
 
     def choose(self, request: ScanRequest) -> Chosen:
         """See `ScanBackend.choose`.
@@ -64,12 +64,12 @@ class AllScan(ScanBackend):
     def _chosen_of(self, request: ScanRequest, scans: Sequence[ScanSpec]) -> Chosen:
         if not self._crosses_ranks:
             return Chosen(scan_alone)
-        courier, choice = self.courier(request), self._chooser.choose(request, self.load(request), scans)
+        worker, choice = self.worker(request), self._chooser.choose(request, self.load(request), scans)
         if choice.link is not Link.symmetric:
-            return Chosen(choice.scan.over(courier, choice.blocks), choice.scan, choice)
-        if courier not in self._symmetric:
-            self._symmetric[courier] = SymmetricScans(courier)
-        start = partial(self._symmetric[courier].launch, algorithm=choice.scan, blocks=choice.blocks)
+            return Chosen(choice.scan.over(worker, choice.blocks), choice.scan, choice)
+        if worker not in self._symmetric:
+            self._symmetric[worker] = SymmetricScans(worker)
+        start = partial(self._symmetric[worker].launch, algorithm=choice.scan, blocks=choice.blocks)
         return Chosen(start, choice.scan, choice)
 
 

@@ -15,9 +15,9 @@ from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.training.optim.registry import OPTIMIZERS
-from zeco_train.verify.report import Row
+from zeco_train.verify.report import VerifyRow
 
-# By kind, as in `Row.uses`.
+# By kind, as in `VerifyRow.uses`.
 _KNOWN = {
     "operator": [*OPERATORS],
     "scan": [*BACKENDS, *(scan.name for scan in ALL_SCANS)],
@@ -34,7 +34,7 @@ _NEVER = (
 )
 
 
-def not_covered(rows: Sequence[Row], device: torch.device, launch: Launch) -> list[str]:
+def not_covered(rows: Sequence[VerifyRow], device: torch.device, launch: Launch) -> list[str]:
     """One line each; the first ones are of this machine."""
     found = []
     if device.type != "cuda":

@@ -13,7 +13,7 @@ from torch import Tensor
 from zeco_train.ops import CHUNK
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.config import VerifyConfig
-from zeco_train.verify.reference import Place, exact
+from zeco_train.verify.reference import SequenceRank, exact
 from zeco_train.verify.report import Deviation, deviations
 from zeco_train.verify.runs import run_backend
 from zeco_train.verify.sequences import Sequence, decay_rates, pieces
@@ -33,10 +33,10 @@ def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements:
 def huge_deviations(sequence: Sequence, device: torch.device) -> dict[str, Deviation]:
     """Forward and backward of all heads; deviations of some of them."""
     part = _part(sequence, device)
-    results = run_backend(sequence, part, local_exchange(), Place(0, 1))
+    results = run_backend(sequence, part, local_exchange(), SequenceRank(0, 1))
     heads = sorted({0, sequence.heads // 2, sequence.heads - 1})
     chosen = {name: x[:, :, heads].cpu() for name, x in part.items()}
-    expected = exact(sequence, chosen, Place(0, 1), heads)
+    expected = exact(sequence, chosen, SequenceRank(0, 1), heads)
     actual = {name: x[:, heads] if name in _STATES else x[:, :, heads] for name, x in results.items()}
     return deviations({name: x.cpu() for name, x in actual.items()}, expected)
 

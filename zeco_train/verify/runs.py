@@ -14,7 +14,7 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, ScanRequest, StateScan
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.tapped import TappedScan
-from zeco_train.verify.reference import Place
+from zeco_train.verify.reference import SequenceRank
 from zeco_train.verify.sequences import Sequence
 
 # First cut of the sequence in the second run on one device: not a multiple of a chunk.
@@ -43,7 +43,9 @@ def _recording(exchange: Exchange, into: dict[str, Tensor]) -> Exchange:
     return exchange.wrapped(lambda scan: RecordingScan(scan, into))
 
 
-def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange, place: Place) -> dict[str, Tensor]:
+def run_backend(
+    sequence: Sequence, part: dict[str, Tensor], exchange: Exchange, place: SequenceRank
+) -> dict[str, Tensor]:
     """Forward and backward of this rank's tokens by a backend. Collective over the ranks of the sequence.
 
     Returns:
@@ -56,7 +58,7 @@ def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange,
     return results | received
 
 
-def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) -> dict[str, dict[str, Tensor]]:
+def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: SequenceRank) -> dict[str, dict[str, Tensor]]:
     """The whole sequence on this rank's device, twice: in one piece, and cut into one piece more than there are ranks.
 
     The cuts are at odd positions where neither a chunk nor a rank begins, so both the chunks and the grouping of sums
@@ -76,7 +78,7 @@ def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
     return runs
 
 
-def run_in_float64(sequence: Sequence, part: dict[str, Tensor], place: Place) -> dict[str, Tensor]:
+def run_in_float64(sequence: Sequence, part: dict[str, Tensor], place: SequenceRank) -> dict[str, Tensor]:
     """The operator's passes in fp64 on the CPU, rank by rank: two ways to the exact results, which must agree.
 
     Collective: the ranks' tokens are all-gathered. Results as of `run_backend`, of this rank's tokens.
@@ -143,7 +145,7 @@ def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def gather_tokens(part: Tensor, place: Place) -> Tensor:
+def gather_tokens(part: Tensor, place: SequenceRank) -> Tensor:
     """All-gather the tokens of the sequence, [B, T, H, D] → [B, P·T, H, D]."""
     if place.size == 1:
         return part

@@ -23,7 +23,7 @@ from dataclasses import replace
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
-from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Passes
 
@@ -58,7 +58,7 @@ DELTA = Operator(
     kernels=_KERNELS,
     # Not measured; the most like it.
     time=_GATED_TIME,
-    peers=(Peer("fla.ops.delta_rule", "chunk_delta_rule"),),
+    peers=(PeerFunction("fla.ops.delta_rule", "chunk_delta_rule"),),
 )
 
 GATED_DELTA = Operator(
@@ -73,7 +73,7 @@ GATED_DELTA = Operator(
     cuda=_cuda_gated,
     kernels=_KERNELS,
     time=_GATED_TIME,
-    peers=(Peer("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),
+    peers=(PeerFunction("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),
 )
 
 # The same functions: g has one dimension more.
@@ -81,5 +81,5 @@ KDA = replace(
     GATED_DELTA,
     dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"),
     time=OperatorTime("kda", 1.06e-8, 0.31, 128, 128),
-    peers=(Peer("fla.ops.kda", "chunk_kda", takes_context=True),),
+    peers=(PeerFunction("fla.ops.kda", "chunk_kda", takes_context=True),),
 )

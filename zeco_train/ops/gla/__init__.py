@@ -10,7 +10,7 @@ from __future__ import annotations
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
 from zeco_train.ops.gla.step import STEP_KERNELS, recurrent_step
-from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Passes
 
@@ -38,5 +38,5 @@ GLA = Operator(
     # 4 heads on two CPU cores.
     time=OperatorTime("gla", 2.84e-9, 0.37, 64, 128),
     cpu_time=OperatorTime("gla", 7.4e-6, 0.31, 64, 128),
-    peers=(Peer("fla.ops.gla", "chunk_gla"),),
+    peers=(PeerFunction("fla.ops.gla", "chunk_gla"),),
 )

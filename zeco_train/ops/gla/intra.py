@@ -28,7 +28,7 @@ class IntraGrads:
     dv: Tensor
 
 
-def intra_scores(q: Tensor, k: Tensor, g: Tensor, pieces: Tensor | None, scale: float) -> Tensor:
+def intra_scores(q: Tensor, k: Tensor, g: Tensor, doc_ids: Tensor | None, scale: float) -> Tensor:
     """Compute the scores of the tokens of each chunk: step 3 of the forward.
 
         A_ij = scale · Σ_K q_i ⊙ k_j ⊙ exp(g_{j+1} + … + g_i)  for j <= i without a restart in (j, i],  else 0
@@ -37,18 +37,18 @@ def intra_scores(q: Tensor, k: Tensor, g: Tensor, pieces: Tensor | None, scale: 
         q: [B, T, H, K].
         k: [B, T, H, K].
         g: [B, T, H, K], fp32 or fp64, finite, at most 0.
-        pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
+        doc_ids: [T], see `zeco_train.ops.documents`; B must be 1 with them.
         scale: factor of the outputs.
 
     Returns:
         [N, B, H, C, C] in fp64 if q is fp64, else fp32; rows are queries.
     """
     dtype = accumulation_dtype(q.dtype)
-    return pair_scores(to_chunks(q, dtype), to_chunks(k, dtype), g, pieces).mul_(scale)
+    return pair_scores(to_chunks(q, dtype), to_chunks(k, dtype), g, doc_ids).mul_(scale)
 
 
 def intra_grads(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, pieces: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, doc_ids: Tensor | None, scale: float
 ) -> IntraGrads:
     """Compute the intra-chunk parts of dq, dk and dv: step 3 of the backward.
 
@@ -60,7 +60,7 @@ def intra_grads(
         v: [B, T, H, V].
         g: [B, T, H, K], fp32 or fp64.
         do: [B, T, H, V], gradient of o.
-        pieces: [T], see `zeco_train.ops.documents`.
+        doc_ids: [T], see `zeco_train.ops.documents`.
         scale: factor of the outputs.
     """
     dtype = accumulation_dtype(v.dtype)
@@ -68,6 +68,6 @@ def intra_grads(
     output_grads = matrices(to_chunks(do, dtype))
     score_grads = torch.bmm(output_grads, matrices(to_chunks(v, dtype)).mT).mul_(scale)
     scores, score_grads = own_scores(queries, keys), score_grads.view(*queries.shape[:-1], -1)
-    dq, dk = pair_grads(queries, keys, score_grads, g, pieces, scores)
+    dq, dk = pair_grads(queries, keys, score_grads, g, doc_ids, scores)
     dv = torch.bmm(matrices(scores.mul_(scale)).mT, output_grads)
     return IntraGrads(dq, dk, dv.view(*queries.shape[:-1], -1))

@@ -16,7 +16,7 @@ from zeco_train.ops.hgrn.chunked import CHUNKED
 from zeco_train.ops.hgrn.flops import forward_flops, recomputed_flops
 from zeco_train.ops.hgrn.oracle import by_sums
 from zeco_train.ops.hgrn.step import hgrn_step
-from zeco_train.ops.operator import KernelRule, Kind, Operator, Peer
+from zeco_train.ops.operator import KernelRule, Kind, Operator, PeerFunction
 from zeco_train.ops.passes import Passes
 
 
@@ -49,5 +49,5 @@ HGRN = ElementwiseRecurrence(
     cuda=_cuda,
     kernels=KernelRule(),
     walk_programs=lambda key_dim, value_dim: 0,
-    peers=(Peer("fla.ops.hgrn", "chunk_hgrn", joins_heads=True),),
+    peers=(PeerFunction("fla.ops.hgrn", "chunk_hgrn", joins_heads=True),),
 )

@@ -27,7 +27,7 @@ _LARGEST_EXPONENT = 8
 _EXPONENTS = 254  # twice the bias: the exponent fields of x and 1 / x add up to this
 
 
-class Rows(NamedTuple):
+class Fp8Rows(NamedTuple):
     """A matrix in fp8: values ⊙ scales.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
         return self.values.to(dtype) * self.scales.to(dtype)
 
 
-def quantise_rows(*parts: Tensor) -> Rows:
+def quantise_rows(*parts: Tensor) -> Fp8Rows:
     """Round the rows of matrices side by side, [M, K_i] each, to the nearest numbers of fp8.
 
     A row with infinity or NaN gets the scale NaN, so that a product with it is NaN too.
@@ -59,10 +59,10 @@ def quantise_rows(*parts: Tensor) -> Rows:
         return rows
     x = torch.cat([*parts], -1) if len(parts) > 1 else parts[0]
     factors, scales = _powers(x.abs().amax(dim=-1, keepdim=True).to(torch.float32))
-    return Rows((x.to(accumulation_dtype(x.dtype)) * factors).to(DTYPE).contiguous(), scales)
+    return Fp8Rows((x.to(accumulation_dtype(x.dtype)) * factors).to(DTYPE).contiguous(), scales)
 
 
-def quantise_columns(*parts: Tensor) -> Rows:
+def quantise_columns(*parts: Tensor) -> Fp8Rows:
     """`quantise_rows` of the transposed matrices: parts [N_i, D] → rows [D, ΣN_i]."""
     if _has_kernels(parts[0]):
         from zeco_train.kernels.rows.launch import launch_columns  # late: imports Triton
@@ -78,15 +78,15 @@ def _has_kernels(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and _KERNELS.serves(x, x)
 
 
-def _empty(like: Tensor, rows: int, width: int) -> Rows:
-    return Rows(like.new_empty((rows, width), dtype=DTYPE), like.new_empty((rows, 1), dtype=torch.float32))
+def _empty(like: Tensor, rows: int, width: int) -> Fp8Rows:
+    return Fp8Rows(like.new_empty((rows, width), dtype=DTYPE), like.new_empty((rows, 1), dtype=torch.float32))
 
 
 def _powers(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Factors 2⁻ᵉ and scales 2ᵉ of rows, fp32, with the least e for which the largest number is at most 448 · 2ᵉ.
 
-    From the bits of fp32, since quotients and logarithms are not rounded alike on all devices. Rows below 2⁻¹¹⁷, whose
-    factor would overflow, take the largest factor.
+    From the bits of fp32, since quotients and logarithms are not rounded alike on all devices. Rows below 2⁻¹¹⁷,
+    whose factor would overflow, take the largest factor.
     """
     bits = largest.view(torch.int32)
     above = ((bits & _FRACTION) > _LARGEST_FRACTION).to(torch.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.ops.linear.rows import Rows
+from zeco_train.ops.linear.rows import Fp8Rows
 from zeco_train.ops.operator import KernelRule, Target, problem
 
 # Compute capability of the first GPUs with fp8 products (Ada; Hopper has 9.0).
@@ -21,7 +21,7 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     return problem(PRODUCTS, Target.of(device), 0, 0, dtype) is not None
 
 
-def product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """The matrix product a bᵀ.
 
     Emulated, operands are the rounded ones in `dtype`: products and sums are then those of that dtype.

@@ -12,7 +12,7 @@ refuses one that requires a gradient.
 
 from __future__ import annotations
 
-from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
@@ -55,7 +55,7 @@ SCALAR_DECAY = Operator(
     walk_programs=_walk_programs,
     # 16,384 tokens and 16 heads: 0.186 + 0.742 ms.
     time=OperatorTime("scalar_decay", 3.54e-9, 0.20, 128, 128),
-    peers=(Peer("fla.ops.simple_gla", "chunk_simple_gla"),),
+    peers=(PeerFunction("fla.ops.simple_gla", "chunk_simple_gla"),),
 )
 
 FIXED_DECAY = Operator(
@@ -73,7 +73,7 @@ FIXED_DECAY = Operator(
     time=FIXED_TIME,
     # fla's retention has RetNet's decays by itself.
     peers=(
-        Peer("fla.ops.retention", "chunk_retention", "retention"),
-        Peer("fla.ops.linear_attn", "chunk_linear_attn", "none", (("normalize", False),)),
+        PeerFunction("fla.ops.retention", "chunk_retention", "retention"),
+        PeerFunction("fla.ops.linear_attn", "chunk_linear_attn", "none", (("normalize", False),)),
     ),
 )

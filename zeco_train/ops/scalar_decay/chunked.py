@@ -49,14 +49,14 @@ class _Chunks:
         decayed_output_grads: [N, B, G, C, R, V], set by `local_state_grads`.
     """
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         q, k, self.v, g = operands
-        self.scale, self.pieces = scale, pieces
+        self.scale, self.doc_ids = scale, doc_ids
         self.groups, self.dtype = q.shape[2], accumulation_dtype(self.v.dtype)
         self.queries, self.keys = to_chunks(q, self.dtype), to_chunks(k, self.dtype)
         self.log_decays = g.unflatten(2, (self.groups, -1))
-        self.decays: ChunkDecays = chunk_decays(self.log_decays, pieces, self.dtype)
-        self.log_total = chunk_log_decays(self.log_decays, pieces, self.dtype)
+        self.decays: ChunkDecays = chunk_decays(self.log_decays, doc_ids, self.dtype)
+        self.log_total = chunk_log_decays(self.log_decays, doc_ids, self.dtype)
 
     def by_heads(self, x: Tensor) -> Tensor:
         """[B, T, H, V] → [N, B, G, R, C, V]."""
@@ -82,7 +82,7 @@ class _Chunks:
 
     def decay_matrix(self) -> Tensor:
         """[N, B, G, R, C, C]."""
-        return decay_matrix(self.log_decays, self.pieces, self.dtype)
+        return decay_matrix(self.log_decays, self.doc_ids, self.dtype)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -90,17 +90,17 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(matrices(x), matrices(y)).view(*x.shape[:-1], y.shape[-1])
 
 
-class _Forward:
+class _ScalarDecayForward:
     """Forward pass, see `zeco_train.ops.passes.ForwardPass`; `fixed`: the decays are those of all tokens, [H]."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, fixed: bool) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, fixed: bool) -> None:
         if fixed:
             if operands[3].requires_grad:
                 raise ValueError(
                     "log_decay: expected a constant, got a tensor that requires a gradient; use scalar_decay"
                 )
             operands = _expanded(operands)
-        self._chunks = _Chunks(operands, scale, pieces)
+        self._chunks = _Chunks(operands, scale, doc_ids)
         self._states = self._chunks.local_states()
         self.state = self._states.at(-1)
         # All channels of a key decay alike; the scan takes one decay for each.
@@ -122,7 +122,7 @@ class _Forward:
         return to_tokens(o.flatten(2, 3), chunks.v.shape[1], chunks.v.dtype)
 
 
-class _Backward:
+class _ScalarDecayBackward:
     """Backward pass, see `zeco_train.ops.passes.BackwardPass`; `fixed` decays have the gradient zero, [H]."""
 
     def __init__(
@@ -132,7 +132,7 @@ class _Backward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
         *,
         fixed: bool,
     ) -> None:
@@ -140,7 +140,7 @@ class _Backward:
         self._fixed, self._log_decays = fixed, operands[3]
         operands = _expanded(operands) if fixed else operands
         self._tokens, self._do, self._incoming = operands[:3], do, incoming_state
-        self._chunks = _Chunks(operands, scale, pieces)
+        self._chunks = _Chunks(operands, scale, doc_ids)
         self._grads = self._chunks.local_state_grads(do)
         self.state_grad = self._grads.at(0)
 
@@ -202,10 +202,10 @@ class _Backward:
         to_queries = seen.mul_(chunks.decayed_output_grads).sum(-1)
         from_keys = (reached * chunks.decayed_values).sum(-1)
         # The last use of both: they are the largest tensors here, so the product overwrites one.
-        through = chunks.decays.total * states[:-1].mul_(grads[1:]).sum((-3, -1))
+        boundary_terms = chunks.decays.total * states[:-1].mul_(grads[1:]).sum((-3, -1))
         dg = to_queries.flip(-2).cumsum(-2).flip(-2)
         dg[..., 1:, :] += (from_keys.cumsum(-2) + self._pair_terms.mT)[..., :-1, :]
-        return dg.add_(through[..., None, :])
+        return dg.add_(boundary_terms[..., None, :])
 
 
 def _sum_enclosing(pair_terms: Tensor) -> Tensor:
@@ -219,5 +219,5 @@ def _expanded(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return q, k, v, log_decay.expand(v.shape[:3])
 
 
-CHUNKED_SCALAR = Passes(partial(_Forward, fixed=False), partial(_Backward, fixed=False))
-CHUNKED_FIXED = Passes(partial(_Forward, fixed=True), partial(_Backward, fixed=True))
+CHUNKED_SCALAR = Passes(partial(_ScalarDecayForward, fixed=False), partial(_ScalarDecayBackward, fixed=False))
+CHUNKED_FIXED = Passes(partial(_ScalarDecayForward, fixed=True), partial(_ScalarDecayBackward, fixed=True))

@@ -7,8 +7,8 @@ x, y [B, T, C]; weight [C, 1, w], bias [C], as `torch.nn.Conv1d(C, C, w, groups=
 The state after a token is the w − 1 inputs up to it, oldest first, [B, 1, w−1, C]: a state with one head, K = w − 1 and
 V = C. A new input shifts it, and the output reads all its rows, so the convolution is an affine map of a state as every
 operator is. The transition over T tokens is the shift by T rows, a matrix: 0 from T = w − 1 on, or if a document
-restarts. Hence a shard needs only the last tokens before it, as a rule of one shard (`Operator.neighbours`); replays,
-segments, documents and reverse scans of gradients need nothing else.
+restarts. Hence a shard needs only the last tokens before it, as a rule of one shard (`Operator.state_is_halo`);
+replays, segments, documents and reverse scans of gradients need nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ShortConv(Operator):
         x, weight, _ = operands
         return x.shape[0], 1, weight.shape[2] - 1, x.shape[2]
 
-    def check(self, operands: Sequence[Tensor], pieces: Tensor | None, do: Tensor | None = None) -> None:
+    def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
         """Its implementations do: the parameters have dtypes of their own, and the width is at least 2."""
 
     def cuts(self, operands: Sequence[Tensor]) -> bool:
@@ -61,5 +61,5 @@ SHORT_CONV = ShortConv(
     has_scale=False,
     cuda=_cuda,
     kernels=KernelRule(),
-    neighbours=True,
+    state_is_halo=True,
 )

@@ -19,33 +19,33 @@ from zeco_train.ops.short_conv.kernels.launch import (
 from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
 
 
-class CudaForward(PlainForward):
+class ShortConvKernelForward(PlainForward):
     """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
 
     def overlap(self) -> None:
         """Convolve with zeros before the shard."""
         self._y = torch.empty_like(self._x, memory_format=torch.contiguous_format)
-        launch_outputs(self._x, self._weight, self._bias, None, self._pieces, self._y)
+        launch_outputs(self._x, self._weight, self._bias, None, self._doc_ids, self._y)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         """Compute y [B, T, C], given R [B, 1, w − 1, C]: its first w − 1 tokens once more, with R before them."""
         check_state(incoming_state, "incoming_state", self._x, self._weight)
-        launch_outputs(self._x, self._weight, self._bias, incoming_state, self._pieces, self._y)
+        launch_outputs(self._x, self._weight, self._bias, incoming_state, self._doc_ids, self._y)
         return self._y
 
 
-class CudaBackward(PlainBackward):
+class ShortConvKernelBackward(PlainBackward):
     """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
 
     def _received_grads(self) -> Tensor:
         grads = torch.empty_like(self._incoming, memory_format=torch.contiguous_format)
-        launch_received_grads(self._do, self._weight, self._pieces, grads)
+        launch_received_grads(self._do, self._weight, self._doc_ids, grads)
         return grads
 
     def overlap(self) -> None:
         """Compute dx with zeros after the shard, and dweight and dbias in parts."""
         self._dx = torch.empty_like(self._x, memory_format=torch.contiguous_format)
-        self._sums = launch_grads(self._x, self._do, self._weight, self._pieces, self._dx)
+        self._sums = launch_grads(self._x, self._do, self._weight, self._doc_ids, self._dx)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         """Return dx, dweight, dbias, given D_in [B, 1, w − 1, C], the gradient of the last w − 1 inputs."""
@@ -55,8 +55,8 @@ class CudaBackward(PlainBackward):
         )
         # One launch for the last tokens and the sums: a launch costs the host more than the device.
         states, grads = (self._incoming, incoming_grad), (self._dx, dweight, dbias)
-        launch_last_grads(self._do, self._weight, self._pieces, states, self._sums, grads)
+        launch_last_grads(self._do, self._weight, self._doc_ids, states, self._sums, grads)
         return grads
 
 
-CUDA = Passes(CudaForward, CudaBackward)
+CUDA = Passes(ShortConvKernelForward, ShortConvKernelBackward)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def check_inputs(x: Tensor, weight: Tensor, bias: Tensor, scale: float | None, pieces: Tensor | None) -> None:
+def check_inputs(x: Tensor, weight: Tensor, bias: Tensor, scale: float | None, doc_ids: Tensor | None) -> None:
     """Check the operands against each other.
 
     Raises:
@@ -24,12 +24,12 @@ def check_inputs(x: Tensor, weight: Tensor, bias: Tensor, scale: float | None, p
             raise ValueError(f"{name}: expected a floating point dtype, got {tensor.dtype}")
     if scale not in (None, 1.0):
         raise ValueError(f"scale: a convolution has none, expected 1; got {scale:g}")
-    if pieces is None:
+    if doc_ids is None:
         return
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {x.shape[0]}")
-    if pieces.numel() != x.shape[1]:
-        raise ValueError(f"cu_seqlens: describes {pieces.numel()} tokens, but there are {x.shape[1]}")
+    if doc_ids.numel() != x.shape[1]:
+        raise ValueError(f"cu_seqlens: describes {doc_ids.numel()} tokens, but there are {x.shape[1]}")
 
 
 def check_state(state: Tensor, name: str, x: Tensor, weight: Tensor) -> None:

@@ -8,8 +8,8 @@ import triton.language as tl
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
+    load_doc_ids,
     load_last_row,
-    load_pieces,
     load_tile,
     store_tile,
     sum_tokens,
@@ -60,7 +60,7 @@ def load_decays(
 
 
 @triton.jit
-def border_decays(sums, total, pieces, start, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Of `load_decays`: decays from the chunk's start through each token, after each to its end, and over all of it.
 
     They are 0 across a restart.
@@ -69,7 +69,7 @@ def border_decays(sums, total, pieces, start, T, C: tl.constexpr, DOCUMENTS: tl.
     to_end = decay(total - sums)
     survives = decay(total)
     if DOCUMENTS:
-        own, before, end = load_pieces(pieces, start, T, C)
+        own, before, end = load_doc_ids(doc_ids, start, T, C)
         from_start = tl.where((own == before)[:, None], from_start, 0.0)
         to_end = tl.where((own == end)[:, None], to_end, 0.0)
         survives = tl.where(before == end, survives, 0.0)

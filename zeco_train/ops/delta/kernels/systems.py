@@ -25,7 +25,7 @@ from zeco_train.ops.gla.kernels.tiles import (
     from_middle,
     head_offset,
     laid_out_like,
-    load_pieces,
+    load_doc_ids,
     load_tile,
     split_decays,
     split_pairs,
@@ -53,7 +53,7 @@ def systems_kernel(
     k,  # [B, T, G, K]
     sums,  # see `load_decays`
     beta,  # [B, T, H] fp32
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
     inverses,  # [N, B, H, C, C], written: T
     scale,
@@ -122,8 +122,8 @@ def systems_kernel(
             products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
     visible = rows[:, None] >= rows[None, :]
     if DOCUMENTS:
-        pieces_of, _, _ = load_pieces(pieces, start, T, C)
-        visible = visible & (pieces_of[:, None] == pieces_of[None, :])
+        doc_ids_of, _, _ = load_doc_ids(doc_ids, start, T, C)
+        visible = visible & (doc_ids_of[:, None] == doc_ids_of[None, :])
     if not BY_CHANNEL:
         own, _ = load_decays(sums, batch_head, start, T, H, K, 0, C, BK, BY_CHANNEL)
         between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
@@ -145,7 +145,7 @@ def operands_kernel(
     v,  # [B, T, H, V]
     sums,  # see `load_decays`
     beta,  # [B, T, H] fp32
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     inverses,  # [N, B, H, C, C]
     w,  # [B, T, H, K], written: T (β k̄)
     u,  # [B, T, H, V], written: T (β v)
@@ -184,7 +184,7 @@ def operands_kernel(
     strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)[:, None]
     for first_key in range(0, K, BK):
         own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, BY_CHANNEL)
-        from_start, to_end, survives = border_decays(own, total, pieces, start, T, C, DOCUMENTS)
+        from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
         keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
         weighted = (keys * from_start * strengths).to(inverse.dtype)
         store_tile(w, tl.dot(inverse, weighted, input_precision=PRECISION), start, T, H, K, first_key, C, BK)

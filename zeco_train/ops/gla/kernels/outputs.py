@@ -12,7 +12,7 @@ from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
     load_corrected,
-    load_pieces,
+    load_doc_ids,
     load_tile,
     state_pointers,
     store_tile,
@@ -24,7 +24,7 @@ def outputs_kernel(
     q,  # [B, T, H, K]
     v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C]
     states,  # [N, B, H, K, V]: states before the chunks from their segment's zero start; become the true ones
     log_decays,  # [N, B, H, K] fp32: by which `starts` decays on its way to them
@@ -57,7 +57,7 @@ def outputs_kernel(
     index = chunk.to(tl.int64) * BH + batch_head
     segment_index = (chunk // segment_chunks) * BH + batch_head
     if DOCUMENTS:
-        own, before, _ = load_pieces(pieces, start, T, C)
+        own, before, _ = load_doc_ids(doc_ids, start, T, C)
 
     result = tl.zeros([C, BV], tl.float32)
     for first_key in range(0, K, BK):

@@ -30,15 +30,15 @@ def _load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_log_decays(g, pieces, start, T, C, columns, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _load_log_decays(g, doc_ids, start, T, C, columns, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Rows of log-decays, −inf at restarts; zeros after the last token."""
     rows = _load_rows(g, start, T, C, columns, ROWS)
     if DOCUMENTS:
         marked = ()
-        before = tl.load(pieces + start - 1, mask=start > 0, other=0)
+        before = tl.load(doc_ids + start - 1, mask=start > 0, other=0)
         for row in tl.static_range(ROWS):
-            piece = tl.load(pieces + start + row, mask=start + row < T, other=0)
-            # There is none after the last token, where pieces count as 0.
+            piece = tl.load(doc_ids + start + row, mask=start + row < T, other=0)
+            # There is none after the last token, where doc_ids count as 0.
             marked = _append(marked, tl.where(piece > before, float("-inf"), rows[row]))
             before = piece
         rows = marked
@@ -49,7 +49,7 @@ def _load_log_decays(g, pieces, start, T, C, columns, ROWS: tl.constexpr, DOCUME
 def summaries_kernel(
     x,  # [B, T, C], x; do if REVERSE
     g,  # [B, T, C] fp32
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     states,  # [B, runs, C] fp32, written
     log_decays,  # [B, runs, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
@@ -72,7 +72,7 @@ def summaries_kernel(
     for step in range(steps):
         start = first + (steps - 1 - step) * ROWS if REVERSE else first + step * ROWS
         values = _load_rows(x + offset, start, T, C, columns, ROWS)
-        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
         for row in tl.static_range(ROWS):
             if REVERSE:
                 value, log = values[ROWS - 1 - row], logs[ROWS - 1 - row]
@@ -136,7 +136,7 @@ def _true_end(states, log_decays, other, batch, channels, columns, C):
 def outputs_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     starts,  # [B, runs, C] fp32, of `starts_kernel`
     prefix,  # [B, runs, C] fp32, of `starts_kernel`
     incoming,  # [B, C], R
@@ -159,7 +159,7 @@ def outputs_kernel(
     for start in range(first, tl.minimum(first + run, T), ROWS):
         tl.store(states + (batch * tl.cdiv(T, ROWS) + start // ROWS) * C + channels, state, mask=columns)
         values = _load_rows(x + offset, start, T, C, columns, ROWS)
-        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
         for row in tl.static_range(ROWS):
             state = tl.exp(logs[row]) * state + values[row]
             mask = columns & (start + row < T)
@@ -171,7 +171,7 @@ def grads_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
     do,  # [B, T, C]
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     states,  # [B, ⌈T / ROWS⌉, C] fp32, of `outputs_kernel`
     ends,  # [B, runs, C] fp32, of `starts_kernel` in reverse
     suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
@@ -196,7 +196,7 @@ def grads_kernel(
     for step in range(steps):
         start = first + (steps - 1 - step) * ROWS
         values = _load_rows(x + offset, start, T, C, columns, ROWS)
-        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
         output_grads = _load_rows(do + offset, start, T, C, columns, ROWS)
         of_step = (batch * tl.cdiv(T, ROWS) + start // ROWS) * C + channels
         state = tl.load(states + of_step, mask=columns, other=0.0)

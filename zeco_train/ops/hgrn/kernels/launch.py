@@ -11,7 +11,7 @@ from torch import Tensor
 from zeco_train.ops.hgrn.kernels.kernels import grads_kernel, outputs_kernel, starts_kernel, summaries_kernel
 
 
-class Walk(NamedTuple):
+class HgrnWalk(NamedTuple):
     """How the kernels over all tokens are divided.
 
     Attributes:
@@ -33,12 +33,12 @@ class Walk(NamedTuple):
         return triton.cdiv(tokens, self.rows) * self.rows
 
 
-WALK = Walk(rows=16, channels=64, programs=4096, shortest=64)
+WALK = HgrnWalk(rows=16, channels=64, programs=4096, shortest=64)
 # Runs whose loads are issued together, and channels of a program, one of a thread, where runs are joined.
 _JOINED, _CHANNELS = 32, 32
 
 
-class Summaries(NamedTuple):
+class HgrnSummaries(NamedTuple):
     """Runs of a rank's tokens joined from a zero start, or in reverse from a zero end.
 
     Attributes:
@@ -60,13 +60,13 @@ def states_shape(x: Tensor) -> tuple[int, int, int]:
     return batch, -(-tokens // WALK.rows), heads * key_dim
 
 
-def launch_summaries(x: Tensor, g: Tensor, pieces: Tensor | None, *, reverse: bool) -> Summaries:
+def launch_summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -> HgrnSummaries:
     """Summarise the runs of tokens, and join them.
 
     Args:
         x: [B, T, H, K], contiguous, as all here; in reverse do.
         g: [B, T, H, K] fp32.
-        pieces: [T], see `zeco_train.ops.documents`.
+        doc_ids: [T], see `zeco_train.ops.documents`.
         reverse: from the last token to the first.
     """
     B, T, H, K = x.shape
@@ -75,33 +75,33 @@ def launch_summaries(x: Tensor, g: Tensor, pieces: Tensor | None, *, reverse: bo
     starts, log_decays = torch.empty(2, B, runs, C, dtype=torch.float32, device=x.device)
     state, log_decay = torch.empty(2, B, H, K, dtype=torch.float32, device=x.device)
     summaries_kernel[(triton.cdiv(C, WALK.channels), runs, B)](
-        x, g, pieces, starts, log_decays, run, T, C,
-        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=pieces is not None, REVERSE=reverse, num_warps=1,
+        x, g, doc_ids, starts, log_decays, run, T, C,
+        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
     starts_kernel[(triton.cdiv(C, _CHANNELS), B)](
         starts, log_decays, state, log_decay, runs, C, ROWS=_JOINED, BC=_CHANNELS, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
-    return Summaries(starts, log_decays, state.unsqueeze(-1), log_decay)
+    return HgrnSummaries(starts, log_decays, state.unsqueeze(-1), log_decay)
 
 
 def launch_outputs(
-    x: Tensor, g: Tensor, pieces: Tensor | None, summaries: Summaries, incoming: Tensor
+    x: Tensor, g: Tensor, doc_ids: Tensor | None, summaries: HgrnSummaries, incoming: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute h [B, T, H, K] in the dtype of x, and the states to save (`states_shape`), fp32.
 
     Args:
         x: [B, T, H, K].
         g: [B, T, H, K] fp32.
-        pieces: [T], see `zeco_train.ops.documents`.
-        summaries: of the same x, g and pieces.
+        doc_ids: [T], see `zeco_train.ops.documents`.
+        summaries: of the same x, g and doc_ids.
         incoming: R, [B, H, K, 1].
     """
     B, T, H, K = x.shape
     o, states = torch.empty_like(x), torch.empty(states_shape(x), dtype=torch.float32, device=x.device)
     outputs_kernel[(triton.cdiv(H * K, WALK.channels), summaries.starts.shape[1], B)](
-        x, g, pieces, summaries.starts, summaries.log_decays, incoming.contiguous(), o, states,
+        x, g, doc_ids, summaries.starts, summaries.log_decays, incoming.contiguous(), o, states,
         WALK.run(B, T, H * K), T, H * K,
-        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=pieces is not None, num_warps=1,
+        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
     )  # fmt: skip
     return o, states
 
@@ -110,9 +110,9 @@ def launch_grads(
     x: Tensor,
     g: Tensor,
     do: Tensor,
-    pieces: Tensor | None,
+    doc_ids: Tensor | None,
     states: Tensor,
-    summaries: Summaries,
+    summaries: HgrnSummaries,
     incoming: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute dx in the dtype of x and dg fp32, [B, T, H, K].
@@ -121,7 +121,7 @@ def launch_grads(
         x: [B, T, H, K].
         g: [B, T, H, K] fp32.
         do: [B, T, H, K].
-        pieces: [T], see `zeco_train.ops.documents`.
+        doc_ids: [T], see `zeco_train.ops.documents`.
         states: of `launch_outputs`.
         summaries: in reverse, of do.
         incoming: D_in, [B, H, K, 1].
@@ -129,8 +129,8 @@ def launch_grads(
     B, T, H, K = x.shape
     dx, dg = torch.empty_like(x), torch.empty_like(g)
     grads_kernel[(triton.cdiv(H * K, WALK.channels), summaries.starts.shape[1], B)](
-        x, g, do, pieces, states, summaries.starts, summaries.log_decays, incoming.contiguous(), dx, dg,
+        x, g, do, doc_ids, states, summaries.starts, summaries.log_decays, incoming.contiguous(), dx, dg,
         WALK.run(B, T, H * K), T, H * K,
-        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=pieces is not None, num_warps=1,
+        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
     )  # fmt: skip
     return dx, dg

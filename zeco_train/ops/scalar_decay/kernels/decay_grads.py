@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.ops.gla.kernels.tiles import decay, load_pieces
+from zeco_train.ops.gla.kernels.tiles import decay, load_doc_ids
 
 # Log-decay of a cut: exp of it is half of fp32's rounding.
 LEAST_SURVIVING: tl.constexpr = tl.constexpr(-17.3287)
@@ -38,9 +38,9 @@ def decay_grads_kernel(
     query_sums,  # [QUERY_TILES, B, H, T] fp32: q · dq
     key_sums,  # [KEY_TILES, B, H, T] fp32: k · dk
     key_state_sums,  # [KEY_TILES, B, H, T] fp32: k · dk from dS
-    crossing,  # [KEY_TILES, N / SPAN, B, H] fp32: <S, dS> at spans' ends
+    boundary_terms,  # [KEY_TILES, N / SPAN, B, H] fp32: <S, dS> at spans' ends
     decays,  # [B, H, T] fp32, sums of g inside chunks
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     dg,  # [B, T, H] fp32, written
     T,
     H,
@@ -65,7 +65,7 @@ def decay_grads_kernel(
     later = rows[:, None] <= rows[None, :]
     at_border = 0.0
     for tile in tl.static_range(KEY_TILES):
-        at_border += tl.load(crossing + (tile * num_spans + span) * BH + batch_head)
+        at_border += tl.load(boundary_terms + (tile * num_spans + span) * BH + batch_head)
     # the last span's last chunks may lie past the end
     for step in range(tl.cdiv(tl.minimum(SPAN * C, T - span * SPAN * C), C)):
         chunk = tl.minimum((span + 1) * SPAN, tl.cdiv(T, C)) - 1 - step
@@ -83,8 +83,8 @@ def decay_grads_kernel(
         cuts = inside & (sums - sums_before < LEAST_SURVIVING)
         survives = decay(tl.load(decays + tl.minimum(start + C, T) - 1))
         if DOCUMENTS:
-            own, before, end = load_pieces(pieces, start, T, C)
-            previous = tl.load(pieces + start + rows - 1, mask=inside & (start + rows > 0), other=0)
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
+            previous = tl.load(doc_ids + start + rows - 1, mask=inside & (start + rows > 0), other=0)
             cuts = cuts | (inside & (own != previous))
             survives = tl.where(before == end, survives, 0.0)
         cuts_so_far = tl.cumsum(cuts.to(tl.int32), axis=0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_pieces, load_tile, state_pointers
+from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, state_pointers
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
 
 
@@ -20,7 +20,7 @@ def summaries_kernel(
     keys,  # [B, T, G, K]: k, or q in reverse
     values,  # [B, T, H, V]: v, or do in reverse
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     totals,  # [J, B, H, K, V] fp32, written
     total_decays,  # [J, B, H, K] fp32, written
     scale,
@@ -61,7 +61,7 @@ def summaries_kernel(
         factors = decay(sums) * scale if REVERSE else decay(total - sums)
         survives = decay(total)
         if DOCUMENTS:
-            own, before, end = load_pieces(pieces, start, T, C)
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
             factors = tl.where(own == (before if REVERSE else end), factors, 0.0)
             survives = tl.where(before == end, survives, 0.0)
             total = tl.where(before == end, total, float("-inf"))

@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.ops.gla.kernels.tiles import decay, load_pieces, load_tile, state_pointers, store_tile
+from zeco_train.ops.gla.kernels.tiles import decay, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
 
 
@@ -42,11 +42,13 @@ def _store_border(is_border, borders, index, state, D, W, first_column, BD: tl.c
 
 
 @triton.jit
-def _store_crossing(is_border, crossing, borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
+def _store_boundary_terms(
+    is_border, boundary_terms, borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr
+):
     """<S, dS> of these columns, with the S stored at the border."""
     if is_border:
         pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
-        tl.store(crossing + index, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
+        tl.store(boundary_terms + index, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
 
 
 @triton.jit
@@ -56,13 +58,13 @@ def walk_kernel(
     values,  # [B, T, VALUE_HEADS, W]: z
     extra,  # [B, T, VALUE_HEADS, W]: q in the walk of dq, k in that of dk, read with TERMS
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     starts,  # [J, B, H, K, V] fp32: true states before the segments, in the order of the walk
     outputs,  # [B, T, H, W], written
     borders,  # [N / SPAN, B, H, D, W]: S after every SPAN chunks; with TERMS written, in reverse read
     row_sums,  # [W / BW, B, H, T] fp32, written with TERMS: of extra ⊙ outputs, over these columns
     row_state_sums,  # [W / BW, B, H, T] fp32, written with TERMS in reverse: of those outputs' part from the state
-    crossing,  # [W / BW, N / SPAN, B, H] fp32, written with TERMS in reverse: <S, dS> after every SPAN chunks
+    boundary_terms,  # [W / BW, N / SPAN, B, H] fp32, written with TERMS in reverse: <S, dS> after every SPAN chunks
     scale,
     T,
     H: tl.constexpr,
@@ -101,7 +103,7 @@ def walk_kernel(
         row_sums += (tile * BH + batch_head).to(tl.int64) * T
         if REVERSE:
             row_state_sums += (tile * BH + batch_head).to(tl.int64) * T
-            crossing += tile * BH * tl.cdiv(num_chunks, SPAN)
+            boundary_terms += tile * BH * tl.cdiv(num_chunks, SPAN)
     rate = load_rate(decays, batch_head, H, FIXED)
     rows = tl.arange(0, C)
     before_or_self = rows[:, None] <= rows[None, :] if REVERSE else rows[:, None] >= rows[None, :]
@@ -132,7 +134,7 @@ def walk_kernel(
         to_state = decay(sums) * scale if REVERSE else decay(total - sums)
         survives = decay(total)
         if DOCUMENTS:
-            own, before, end = load_pieces(pieces, start, T, C)
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
             visible = visible & (own[:, None] == own[None, :])
             from_state = tl.where(own == (end if REVERSE else before), from_state, 0.0)
             to_state = tl.where(own == (before if REVERSE else end), to_state, 0.0)
@@ -140,7 +142,7 @@ def walk_kernel(
         is_border = ((chunk + 1) % SPAN == 0) | (chunk + 1 == num_chunks)
         border_index = (chunk // SPAN) * BH + batch_head
         if TERMS and REVERSE:
-            _store_crossing(is_border, crossing, borders, border_index, state, D, W, first_column, BD, BW)
+            _store_boundary_terms(is_border, boundary_terms, borders, border_index, state, D, W, first_column, BD, BW)
 
         weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         weights *= decay(tl.where(visible, exponents, float("-inf"))) * scale

@@ -28,7 +28,7 @@ def outputs_kernel(
     weight,  # [C, 1, W]
     bias,  # [C]
     incoming,  # [B, 1, W - 1, C] fp32, if RECEIVED
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     y,  # [B, T, C], contiguous, written
     x_batch,
     x_token,
@@ -49,7 +49,7 @@ def outputs_kernel(
     columns = channels < C
     x_of, y_of = x + batch * x_batch + channels, y + batch * T * C + channels
     shift = tl.load(bias + channels, mask=columns, other=0.0).to(tl.float32)
-    # The W - 1 inputs before a step and their pieces, oldest first; each step adds its own.
+    # The W - 1 inputs before a step and their doc_ids, oldest first; each step adds its own.
     taps, inputs, marks = (), (), ()
     for tap in tl.static_range(W):
         taps = _append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
@@ -61,14 +61,14 @@ def outputs_kernel(
             before = tl.load(x_of + source * x_token, mask=columns & (source >= 0), other=0.0)
         inputs = _append(inputs, before.to(tl.float32))
         if DOCUMENTS:
-            marks = _append(marks, tl.load(pieces + source, mask=source >= 0, other=0))
+            marks = _append(marks, tl.load(doc_ids + source, mask=source >= 0, other=0))
     for start in range(first, tl.minimum(first + run, last), ROWS):
         for row in tl.static_range(ROWS):
             token = start + row
             value = tl.load(x_of + token * x_token, mask=columns & (token < last), other=0.0)
             inputs = _append(inputs, value.to(tl.float32))
             if DOCUMENTS:
-                marks = _append(marks, tl.load(pieces + token, mask=token < last, other=0))
+                marks = _append(marks, tl.load(doc_ids + token, mask=token < last, other=0))
         for row in tl.static_range(ROWS):
             total = shift
             for tap in tl.static_range(W):
@@ -83,7 +83,7 @@ def outputs_kernel(
 
 @triton.jit
 def _next_rows(rows, marks, W: tl.constexpr, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The last W - 1 rows of a step, with which the next one begins, and their pieces."""
+    """The last W - 1 rows of a step, with which the next one begins, and their doc_ids."""
     kept, kept_marks = (), ()
     for row in tl.static_range(W - 1):
         kept = _append(kept, rows[ROWS + row])
@@ -96,7 +96,7 @@ def _next_rows(rows, marks, W: tl.constexpr, ROWS: tl.constexpr, DOCUMENTS: tl.c
 def grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     x,  # [B, T, C]
     dx,  # [B, T, C], contiguous, written
     sums,  # [B, runs, W + 1, C] fp32, written: parts of dweight[:, 0, j] in row j, of dbias in row W
@@ -118,7 +118,7 @@ def grads_kernel(
     batch = tl.program_id(2).to(tl.int64)
     columns = channels < C
     do_of, x_of, dx_of = do + batch * do_batch + channels, x + batch * x_batch + channels, dx + batch * T * C + channels
-    # do of a step's first W - 1 tokens and their pieces; each step adds as many as it has tokens.
+    # do of a step's first W - 1 tokens and their doc_ids; each step adds as many as it has tokens.
     taps, totals, grads, marks = (), (), (), ()
     for tap in tl.static_range(W):
         taps = _append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
@@ -128,7 +128,7 @@ def grads_kernel(
         token = first + row
         grads = _append(grads, tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0).to(tl.float32))
         if DOCUMENTS:
-            marks = _append(marks, tl.load(pieces + token, mask=token < T, other=0))
+            marks = _append(marks, tl.load(doc_ids + token, mask=token < T, other=0))
     for start in range(first, tl.minimum(first + run, T), ROWS):
         values = ()
         for row in tl.static_range(ROWS):
@@ -139,7 +139,7 @@ def grads_kernel(
             grad = tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0)
             grads = _append(grads, grad.to(tl.float32))
             if DOCUMENTS:
-                marks = _append(marks, tl.load(pieces + token, mask=token < T, other=0))
+                marks = _append(marks, tl.load(doc_ids + token, mask=token < T, other=0))
         for row in tl.static_range(ROWS):
             total = tl.zeros((BC,), tl.float32)
             # Rows of tokens after the shard are zeros, and so are their parts of the sums.
@@ -161,18 +161,18 @@ def grads_kernel(
 
 @triton.jit
 def _grads_of(
-    do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W: tl.constexpr, DOCUMENTS: tl.constexpr
+    do, weight, doc_ids, batch, tokens, channels, do_batch, do_token, T, C, W: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
     """Gradients dx of a tile of tokens, in fp32, with zeros after the shard; tokens before the shard are of piece 0."""
     columns = channels < C
     total = tl.zeros((tokens.shape[0], channels.shape[0]), tl.float32)
     if DOCUMENTS:
-        piece = tl.load(pieces + tokens, mask=(tokens >= 0) & (tokens < T), other=0)
+        piece = tl.load(doc_ids + tokens, mask=(tokens >= 0) & (tokens < T), other=0)
     for lag in tl.static_range(W):
         target = tokens + lag
         seen = (target >= 0) & (target < T)
         if DOCUMENTS:
-            seen = seen & (tl.load(pieces + target, mask=seen, other=-1) == piece)
+            seen = seen & (tl.load(doc_ids + target, mask=seen, other=-1) == piece)
         offsets = batch * do_batch + target[:, None] * do_token + channels[None, :]
         grad = tl.load(do + offsets, mask=seen[:, None] & columns[None, :], other=0.0).to(tl.float32)
         tap = tl.load(weight + channels * W + (W - 1 - lag), mask=columns, other=0.0).to(tl.float32)
@@ -184,7 +184,7 @@ def _grads_of(
 def received_grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     grads,  # [B, 1, W - 1, C] fp32, D_loc, written
     do_batch,
     do_token,
@@ -200,7 +200,7 @@ def received_grads_kernel(
     batch = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, ROWS)
     tokens = rows.to(tl.int64) - (W - 1)
-    total = _grads_of(do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
+    total = _grads_of(do, weight, doc_ids, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
     offsets = (batch * (W - 1) + rows)[:, None] * C + channels[None, :]
     tl.store(grads + offsets, total, mask=(rows < W - 1)[:, None] & (channels < C)[None, :])
 
@@ -209,7 +209,7 @@ def received_grads_kernel(
 def last_grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     incoming,  # [B, 1, W - 1, C] fp32, R
     incoming_grad,  # [B, 1, W - 1, C] fp32, D_in
     sums,  # [parts, W + 1, C] fp32, of grads_kernel
@@ -244,7 +244,7 @@ def last_grads_kernel(
             target = row % (W - 1) - tap
             seen = (row < B * (W - 1)) & (target >= 0) & (target < T)
             if DOCUMENTS:
-                seen = seen & (tl.load(pieces + target, mask=seen, other=-1) == 0)
+                seen = seen & (tl.load(doc_ids + target, mask=seen, other=-1) == 0)
             mask = seen[:, None] & columns
             offsets = (row // (W - 1) * do_batch + target * do_token)[:, None] + channels[None, :]
             value = tl.load(incoming + row[:, None] * C + channels[None, :], mask=mask, other=0.0)
@@ -261,9 +261,9 @@ def last_grads_kernel(
         inside = (rows < W - 1) & (tokens >= 0)
         kept = inside
         if DOCUMENTS:
-            kept = kept & (tl.load(pieces + tokens, mask=inside, other=-1) == tl.load(pieces + T - 1))
+            kept = kept & (tl.load(doc_ids + tokens, mask=inside, other=-1) == tl.load(doc_ids + T - 1))
         offsets = (batch * (W - 1) + rows)[:, None] * C + channels[None, :]
         grads = tl.load(incoming_grad + offsets, mask=kept[:, None] & columns, other=0.0).to(tl.float32)
-        grads += _grads_of(do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
+        grads += _grads_of(do, weight, doc_ids, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
         offsets = (batch * T + tokens)[:, None] * C + channels[None, :]
         tl.store(dx + offsets, grads.to(dx.dtype.element_ty), mask=inside[:, None] & columns)

@@ -16,7 +16,7 @@ from zeco_train.ops.short_conv.kernels.kernels import (
 )
 
 
-class Walk(NamedTuple):
+class ShortConvWalk(NamedTuple):
     """How a kernel over all tokens is divided.
 
     Attributes:
@@ -43,8 +43,8 @@ class Walk(NamedTuple):
         return triton.cdiv(tokens, self.rows) * self.rows
 
 
-OUTPUTS = Walk(warps=1, rows=8, programs=4096, shortest=64)
-GRADS = Walk(warps=1, rows=8, programs=2048, shortest=64)
+OUTPUTS = ShortConvWalk(warps=1, rows=8, programs=4096, shortest=64)
+GRADS = ShortConvWalk(warps=1, rows=8, programs=2048, shortest=64)
 
 # The tiles of tokens at the ends of a shard, and of partial sums.
 _CHANNELS = 32
@@ -52,7 +52,7 @@ _PARTS = 32
 
 
 def launch_outputs(
-    x: Tensor, weight: Tensor, bias: Tensor, incoming: Tensor | None, pieces: Tensor | None, y: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor, incoming: Tensor | None, doc_ids: Tensor | None, y: Tensor
 ) -> None:
     """Compute y [B, T, C] with zeros before the shard; or its first w − 1 tokens after the received inputs."""
     x, walk = _side_by_side(x), OUTPUTS
@@ -61,30 +61,30 @@ def launch_outputs(
     # The received inputs precede the first run, so there is one.
     run = walk.run(B, T, C) if incoming is None else triton.cdiv(last, walk.rows) * walk.rows
     outputs_kernel[(triton.cdiv(C, walk.channels), triton.cdiv(last, run), B)](
-        x, weight.contiguous(), bias.contiguous(), None if incoming is None else incoming.contiguous(), pieces, y,
+        x, weight.contiguous(), bias.contiguous(), None if incoming is None else incoming.contiguous(), doc_ids, y,
         x.stride(0), x.stride(1), run, last, T, C, W=W, ROWS=walk.rows, BC=walk.channels,
-        DOCUMENTS=pieces is not None, RECEIVED=incoming is not None, num_warps=walk.warps,
+        DOCUMENTS=doc_ids is not None, RECEIVED=incoming is not None, num_warps=walk.warps,
     )  # fmt: skip
 
 
-def launch_received_grads(do: Tensor, weight: Tensor, pieces: Tensor | None, grads: Tensor) -> None:
+def launch_received_grads(do: Tensor, weight: Tensor, doc_ids: Tensor | None, grads: Tensor) -> None:
     """Write D_loc, the gradients of the received inputs, [B, 1, w − 1, C], contiguous."""
     do = _side_by_side(do)
     (B, T, C), W = do.shape, weight.shape[2]
     received_grads_kernel[(triton.cdiv(C, _CHANNELS), B)](
-        do, weight.contiguous(), pieces, grads, do.stride(0), do.stride(1), T, C, W=W,
-        ROWS=triton.next_power_of_2(W - 1), BC=_CHANNELS, DOCUMENTS=pieces is not None, num_warps=1,
+        do, weight.contiguous(), doc_ids, grads, do.stride(0), do.stride(1), T, C, W=W,
+        ROWS=triton.next_power_of_2(W - 1), BC=_CHANNELS, DOCUMENTS=doc_ids is not None, num_warps=1,
     )  # fmt: skip
 
 
-def launch_grads(x: Tensor, do: Tensor, weight: Tensor, pieces: Tensor | None, dx: Tensor) -> Tensor:
+def launch_grads(x: Tensor, do: Tensor, weight: Tensor, doc_ids: Tensor | None, dx: Tensor) -> Tensor:
     """Compute dx with zeros after the shard, and partial sums of dweight and dbias without the received inputs.
 
     Args:
         x: [B, T, C].
         do: [B, T, C].
         weight: [C, 1, w].
-        pieces: [T], see `zeco_train.ops.documents`.
+        doc_ids: [T], see `zeco_train.ops.documents`.
         dx: [B, T, C], contiguous, written.
 
     Returns:
@@ -96,8 +96,8 @@ def launch_grads(x: Tensor, do: Tensor, weight: Tensor, pieces: Tensor | None, d
     runs = triton.cdiv(T, run)
     sums = torch.empty(B * runs, W + 1, C, dtype=torch.float32, device=x.device)
     grads_kernel[(triton.cdiv(C, walk.channels), runs, B)](
-        do, weight.contiguous(), pieces, x, dx, sums, do.stride(0), do.stride(1), x.stride(0), x.stride(1), run, T, C,
-        W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=pieces is not None, num_warps=walk.warps,
+        do, weight.contiguous(), doc_ids, x, dx, sums, do.stride(0), do.stride(1), x.stride(0), x.stride(1), run, T, C,
+        W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=doc_ids is not None, num_warps=walk.warps,
     )  # fmt: skip
     return sums
 
@@ -105,7 +105,7 @@ def launch_grads(x: Tensor, do: Tensor, weight: Tensor, pieces: Tensor | None, d
 def launch_last_grads(
     do: Tensor,
     weight: Tensor,
-    pieces: Tensor | None,
+    doc_ids: Tensor | None,
     states: tuple[Tensor, Tensor],
     sums: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
@@ -115,7 +115,7 @@ def launch_last_grads(
     Args:
         do: [B, T, C].
         weight: [C, 1, w].
-        pieces: [T], see `zeco_train.ops.documents`.
+        doc_ids: [T], see `zeco_train.ops.documents`.
         states: R and D_in, [B, 1, w − 1, C].
         sums: [parts, w + 1, C], see `launch_grads`.
         grads: dx [B, T, C], of which the last w − 1 tokens are written; dweight [C, 1, w] and dbias [C], written.
@@ -124,9 +124,9 @@ def launch_last_grads(
     do, (incoming, incoming_grad) = _side_by_side(do), states
     (B, T, C), W = do.shape, weight.shape[2]
     last_grads_kernel[(triton.cdiv(C, _CHANNELS), W + 1 + B)](
-        do, weight.contiguous(), pieces, incoming.contiguous(), incoming_grad.contiguous(), sums, *grads,
+        do, weight.contiguous(), doc_ids, incoming.contiguous(), incoming_grad.contiguous(), sums, *grads,
         do.stride(0), do.stride(1), sums.shape[0], B, T, C, W=W, ROWS=triton.next_power_of_2(W - 1), PARTS=_PARTS,
-        BC=_CHANNELS, DOCUMENTS=pieces is not None, num_warps=4,
+        BC=_CHANNELS, DOCUMENTS=doc_ids is not None, num_warps=4,
     )  # fmt: skip
 
 
