@@ -31,8 +31,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import LossParts, TokenScores, linear_cross_entropy, linear_token_scores
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute, recomputed
-from zeco_train.ops.seam import StateInput, StateOutput
-from zeco_train.ops.segments import LayerStates
+from zeco_train.ops.seam import LayerStates, StateInput, StateOutput
 
 
 class Block(nn.Module):

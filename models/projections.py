@@ -22,9 +22,7 @@ from torch.library import custom_op, register_autograd
 from torch.nn import functional as F
 
 from models.parameters import PROJECTION, ParameterRule
-from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.rows import Fp8Rows, quantise_columns, quantise_rows
-from zeco_train.ops.linear.scaled import product
+from zeco_train.ops.linear import Fp8Rows, Matmul, product, quantise_columns, quantise_rows
 
 
 class Projection(nn.Linear):

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from zeco_train.collectives.worker import ScanJob
 from zeco_train.ops.seam import Exchange, ScanRequest
-from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.tapped import TappedScan
+from zeco_train.sp.backend import ScanBackend, TappedScan
 
 # Threads of the kernel: a warp.
 _LANES = 32

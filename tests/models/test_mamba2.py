@@ -19,8 +19,7 @@ from models.parameters import cast, parameter_rules
 from models.spec import ModelSpec, spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import StateInput
-from zeco_train.ops.segments import LayerStates
+from zeco_train.ops.seam import LayerStates, StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

@@ -13,8 +13,7 @@ from torch import Tensor
 from tests.ops.test_ops import DOCUMENTS, cut
 from tests.support.delta_cases import DECAYS, HEADS, KEY_DIM, RULES, VALUE_DIM, Case, make
 from tests.support.recurrence import naive_gla, naive_of
-from zeco_train.ops.delta import chunked
-from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
+from zeco_train.ops.delta import chunked, forward_flops, recomputed_flops
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS

@@ -207,7 +207,7 @@ def _kernel_errors(name: str, dtype: torch.dtype, device: str) -> dict[str, floa
 
 
 def _interpreted(rank: int, world_size: int) -> dict[str, float]:
-    from zeco_train.ops.hgrn.kernels import launch
+    from zeco_train.ops.hgrn import kernels as launch
 
     torch.set_num_threads(1)
     quicken()

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeco_train.ops.linear.rows import Fp8Rows, quantise_rows
-from zeco_train.ops.linear.scaled import product
+from zeco_train.ops.linear import Fp8Rows, product, quantise_rows
 
 pytestmark = pytest.mark.numeric
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.ops.test_linear import rows_of_many_sizes
 from tests.support.distributed import run_distributed
 from tests.support.kernel_cases import SHARED_MEMORY, compiling
-from zeco_train.ops.linear import rows as rows_module
-from zeco_train.ops.linear.rows import DTYPE, Fp8Rows, quantise_columns, quantise_rows
+from zeco_train.ops import linear as rows_module
+from zeco_train.ops.linear import DTYPE, Fp8Rows, quantise_columns, quantise_rows
 
 pytestmark = pytest.mark.numeric
 

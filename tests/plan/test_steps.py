@@ -40,10 +40,10 @@ from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import Halos, count_scans, parameter_traffic, plan_halos, scan_bytes, step_bytes
+from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import BACKENDS, SPConfig
-from zeco_train.sp.tapped import TappedScan
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep

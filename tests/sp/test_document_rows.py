@@ -33,9 +33,8 @@ from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.rows import by_rows
-from zeco_train.ops.seam import Exchange, StateInput
-from zeco_train.ops.segments import LayerStates
-from zeco_train.sp.attention.local import LocalAttention
+from zeco_train.ops.seam import Exchange, LayerStates, StateInput
+from zeco_train.sp.attention.method import LocalAttention
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import SPConfig

@@ -31,8 +31,7 @@ from zeco_train.config.schema import TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_doc_ids
-from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.rows import quantise_rows
+from zeco_train.ops.linear import Matmul, quantise_rows
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute

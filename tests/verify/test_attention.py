@@ -17,8 +17,7 @@ from tests.verify.test_verify import CPU, run_command, verify
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops import oracle
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.verify import attention, cases, command
 from zeco_train.verify.attention import AttentionSequence, exact
 from zeco_train.verify.config import METHODS, VerifyConfig

@@ -33,8 +33,7 @@ from zeco_train.training.numbers import taken_from
 from zeco_train.training.step import TrainingStep
 from zeco_train.verify import attention_cases, scan_cases, step_cases
 from zeco_train.verify.attention_cases import AttentionCase
-from zeco_train.verify.coverage import not_covered
-from zeco_train.verify.covering import cover_pairs
+from zeco_train.verify.coverage import cover_pairs, not_covered
 from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, TeamCase, distribute, rows_of_own_ranks
 from zeco_train.verify.report import Deviation, VerifyRow, line
 from zeco_train.verify.scan_cases import HALO, SCANS, ScanCase

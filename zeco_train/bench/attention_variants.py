@@ -38,12 +38,10 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.registry import DEFAULT
 from zeco_train.ops.seam import StateInput
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.all_gather import AllGather
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.method import LocalAttention, ShardedAttention
 from zeco_train.sp.attention.pipelined import NUM_PARTS
 from zeco_train.sp.attention.registry import METHODS, build_attention
 from zeco_train.sp.attention.ulysses import Ulysses

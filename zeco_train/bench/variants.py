@@ -27,9 +27,8 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import AttentionMethod, Exchange, ScanRequest, StateScan
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
 

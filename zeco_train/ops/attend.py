@@ -16,10 +16,9 @@ from torch.library import custom_op
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import AttentionMethod, StateInput, StateOutput, exchange_of
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend
 from zeco_train.ops.softmax.cache import extend
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 
 
 def attend_at(

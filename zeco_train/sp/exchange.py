@@ -19,8 +19,7 @@ from zeco_train.collectives.halo import HALO
 from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
 from zeco_train.ops.seam import AttentionMethod, Exchange
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import AttentionLoad
+from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
 from zeco_train.sp.attention.registry import build_attention, choose
 from zeco_train.sp.backend import SpecScan
 from zeco_train.sp.dp import LocalScan

@@ -22,11 +22,10 @@ from zeco_train.ops import accumulation_dtype, seam
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.position import SequencePosition, even_bounds
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.all_gather import ALL_GATHER
-from zeco_train.sp.attention.local import LocalAttention
+from zeco_train.sp.attention.method import LocalAttention
 from zeco_train.sp.attention.registry import build_attention
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.comparisons import Comparisons, Results, Run

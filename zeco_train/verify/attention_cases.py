@@ -21,7 +21,7 @@ from zeco_train.sp.attention.registry import build_attention
 from zeco_train.sp.attention.ulysses import ULYSSES, Ulysses
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.config import LIMITS, METHODS
-from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
 from zeco_train.verify.report import VerifyRow
 from zeco_train.verify.scan_cases import Call, compare_calls

@@ -12,8 +12,8 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, ScanRequest, StateScan
+from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.sp.tapped import TappedScan
 from zeco_train.verify.reference import SequenceRank
 from zeco_train.verify.sequences import Sequence
 

@@ -31,7 +31,7 @@ from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
 from zeco_train.verify.config import LIMITS
-from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
 from zeco_train.verify.report import Deviation, VerifyRow
 from zeco_train.verify.whole import DOCUMENTS, Expected, Results, Whole, exact_results

@@ -51,7 +51,7 @@ from zeco_train.training.build import build_model
 from zeco_train.training.connect import connect_model
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
-from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team
 from zeco_train.verify.report import Deviation, VerifyRow
 from zeco_train.verify.scan_cases import SCANS

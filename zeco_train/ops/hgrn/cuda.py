@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco_train.ops.hgrn.kernels.launch import launch_grads, launch_outputs, launch_summaries, states_shape
+from zeco_train.ops.hgrn.kernels import launch_grads, launch_outputs, launch_summaries, states_shape
 from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.passes import Passes, check_state
 

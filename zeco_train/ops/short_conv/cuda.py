@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.short_conv.inputs import check_state
-from zeco_train.ops.short_conv.kernels.launch import (
+from zeco_train.ops.short_conv.kernels import (
     launch_grads,
     launch_last_grads,
     launch_outputs,
     launch_received_grads,
 )
-from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
+from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward, check_state
 
 
 class ShortConvKernelForward(PlainForward):

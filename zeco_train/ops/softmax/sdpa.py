@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 
 # Queries of a block: its mask has this many rows.
 _BLOCK = 512

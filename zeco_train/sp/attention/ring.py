@@ -24,9 +24,8 @@ from torch import Tensor
 
 from zeco_train.collectives.wire import Message, Transfer, Wire
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
 from zeco_train.sp.attention.routes import Range
 

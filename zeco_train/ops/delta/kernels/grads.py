@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.ops.delta.kernels.decays import border_decays, load_decays
+from zeco_train.ops.delta.kernels.systems import border_decays, load_decays
 from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
     decay,

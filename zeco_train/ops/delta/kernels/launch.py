@@ -10,9 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco_train.ops.delta.kernels.decays import channel_sums_kernel
 from zeco_train.ops.delta.kernels.grads import grads_kernel
-from zeco_train.ops.delta.kernels.systems import operands_kernel, systems_kernel
+from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
 from zeco_train.ops.delta.kernels.tuning import NARROWEST, DeltaTuning, TileOptions
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from zeco_train.ops.gla.kernels.launch import MOST_HEADS
 from zeco_train.ops.gla.kernels.states import correct_starts_kernel, join_segments_kernel
-from zeco_train.ops.scalar_decay.kernels.decay_grads import decay_grads_kernel
-from zeco_train.ops.scalar_decay.kernels.decays import decay_sums_kernel
-from zeco_train.ops.scalar_decay.kernels.summaries import summaries_kernel
+from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.tuning import NARROWEST, ScalarDecayOptions, ScalarDecayTuning
-from zeco_train.ops.scalar_decay.kernels.walk import walk_kernel
+from zeco_train.ops.scalar_decay.kernels.walk import summaries_kernel, walk_kernel
 
 _HEADS_OF_SUMS = 16
 # A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than

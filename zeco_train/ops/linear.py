@@ -1,19 +1,42 @@
-"""Rows of a matrix in fp8: e4m3 numbers, and one power of two for each row.
+"""Matrix products of linear layers in fp8, one scale for each row of both operands.
+
+`rows` rounds the rows of a matrix to fp8, `scaled` multiplies two such matrices: on GPUs by their fp8 units, elsewhere
+emulated. `models.projections` uses both for y = x Wᵀ and dx = dy W:
+
+    y   a scale for each token of x, and for each output of W
+    dx  a scale for each token of dy, and for each input of W
+    dW  in the compute dtype: it sums over tokens, so its scales would depend on how a sequence is split over ranks
+
+A scale of a token depends on that token alone, and FSDP gathers a weight before its use, so the loss depends on neither
+split. torchao's recipe `rowwise_with_gw_hp` has the same products, with one scale for the whole W in dx.
+
+Rows of a matrix in fp8: e4m3 numbers, and one power of two for each row.
 
 A power of two scales without rounding errors, so each number is rounded once, to three bits after its leading one. As
 the numbers are floating, the factor of up to 2 by which a row's largest may stay below the format's costs no precision,
 only one of 18 binary orders of magnitude: those below 2⁻¹⁷ of a row's largest become 0, and those below 2⁻¹⁴ lose bits.
+
+Products of two matrices in fp8.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.operator import KernelRule
+from zeco_train.ops.operator import KernelRule, Target, problem
+
+
+class Matmul(Enum):
+    """Format of the operands of the blocks' linear layers. `bf16`: the compute dtype, whichever it is."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+
 
 DTYPE = torch.float8_e4m3fn
 _KERNELS = KernelRule()
@@ -52,7 +75,7 @@ def quantise_rows(*parts: Tensor) -> Fp8Rows:
         parts: in bf16, fp32 or fp64, all in the same dtype; of any strides.
     """
     if _has_kernels(parts[0]):
-        from zeco_train.kernels.rows.launch import launch_rows  # late: imports Triton
+        from zeco_train.kernels.rows import launch_rows  # late: imports Triton
 
         rows = _empty(parts[0], len(parts[0]), sum(part.shape[1] for part in parts))
         launch_rows(parts, *rows)
@@ -65,7 +88,7 @@ def quantise_rows(*parts: Tensor) -> Fp8Rows:
 def quantise_columns(*parts: Tensor) -> Fp8Rows:
     """`quantise_rows` of the transposed matrices: parts [N_i, D] → rows [D, ΣN_i]."""
     if _has_kernels(parts[0]):
-        from zeco_train.kernels.rows.launch import launch_columns  # late: imports Triton
+        from zeco_train.kernels.rows import launch_columns  # late: imports Triton
 
         rows = _empty(parts[0], parts[0].shape[1], sum(map(len, parts)))
         launch_columns(parts, *rows)
@@ -94,3 +117,38 @@ def _powers(largest: Tensor) -> tuple[Tensor, Tensor]:
     factors = ((_EXPONENTS - exponents) << _FRACTION_BITS).view(torch.float32)
     scales = (exponents << _FRACTION_BITS).view(torch.float32)
     return factors, scales.masked_fill(bits >= _INFINITY, torch.nan)
+
+
+# Compute capability of the first GPUs with fp8 products (Ada; Hopper has 9.0).
+FIRST_CAPABILITY = (8, 9)
+# The widths of a linear layer on GPUs must be multiples of this.
+WIDTH_MULTIPLE = 16
+# The units of GPUs give results in bf16; for other dtypes products are emulated.
+PRODUCTS = KernelRule((torch.bfloat16,))
+
+
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products with results of this dtype are emulated."""
+    return problem(PRODUCTS, Target.of(device), 0, 0, dtype) is not None
+
+
+def product(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """The matrix product a bᵀ.
+
+    Emulated, operands are the rounded ones in `dtype`: products and sums are then those of that dtype.
+
+    Args:
+        a: [M, K].
+        b: [N, K].
+        dtype: of the result.
+        fast: let GPUs add with fewer bits (14 on Hopper, says DeepSeek-V3's report, arXiv 2412.19437) before they add
+            to an fp32 sum.
+
+    Returns:
+        [M, N].
+    """
+    if is_emulated(dtype, a.values.device):
+        return a.wide(dtype) @ b.wide(dtype).T
+    return torch._scaled_mm(
+        a.values, b.values.T, scale_a=a.scales, scale_b=b.scales.T, out_dtype=dtype, use_fast_accum=fast
+    )
