@@ -253,7 +253,7 @@ def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | Non
 
 def _interpreted(rank: int, world_size: int) -> dict[str, str]:
     from zeco_train.ops.short_conv import kernels as launch
-    from zeco_train.ops.short_conv.cuda import CUDA
+    from zeco_train.ops.short_conv.kernels import CUDA
 
     torch.set_num_threads(1)
     # Short runs: the interpreter takes a millisecond a token.

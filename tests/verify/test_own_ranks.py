@@ -22,7 +22,7 @@ from models.registry import MIXERS
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
-from zeco_train.collectives import chain, neighbour, rounds, serial
+from zeco_train.collectives import chain, halo, rounds, serial
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops import mix
 from zeco_train.ops.registry import OPERATORS
@@ -137,7 +137,7 @@ FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
     ),
     "rounds without decays": (LANE, lambda: mock.patch.object(rounds, "fold", lambda s, t, x: s + x), "R on rank 2"),
     "replays of nothing": (DOCUMENTS, lambda: _replaced(scan_cases, "mix_at", _replays_of_nothing), "a replay"),
-    "a stale halo": (CONVOLUTION, lambda: _replaced(neighbour._Neighbour, "run", _KeptHalo()), "the second call"),
+    "a stale halo": (CONVOLUTION, lambda: _replaced(halo._Halo, "run", _KeptHalo()), "the second call"),
     "outputs of the states before": (
         UNMASKED,
         lambda: mock.patch.object(mix, "_whole", lambda one: one.wait()),

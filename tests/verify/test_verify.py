@@ -31,7 +31,7 @@ from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.jsonable import jsonable
 from zeco_train.verify import cases, command
-from zeco_train.verify import sequences as huge
+from zeco_train.verify import runs as huge
 from zeco_train.verify.config import LIMITS, VerifyConfig
 from zeco_train.verify.reference import SequenceRank, exact
 from zeco_train.verify.report import Deviation, VerifyRow, deviations, line, relative_error, summary

@@ -29,9 +29,9 @@ from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, SOFTMAX, VerifyCo
 from zeco_train.verify.own_ranks import PARTITIONS, OwnRanksError, TeamCase, rows_of_own_ranks, run_team_cases
 from zeco_train.verify.reference import SequenceRank, exact, is_short
 from zeco_train.verify.report import VerifyRow, deviations
-from zeco_train.verify.runs import run_backend, run_in_float64, run_one_device
+from zeco_train.verify.runs import huge_deviations, huge_sequence, run_backend, run_in_float64, run_one_device
 from zeco_train.verify.scan_cases import scan_cases
-from zeco_train.verify.sequences import VERIFIED, Sequence, huge_deviations, huge_sequence
+from zeco_train.verify.sequences import VERIFIED, Sequence
 from zeco_train.verify.step_cases import ONE_RANK, SIZE, run_step_cases, step_cases
 
 # Longest wait of own ranks for each other: they compute milliseconds.

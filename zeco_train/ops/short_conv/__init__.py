@@ -88,7 +88,7 @@ class ShortConv(Operator):
 
 
 def _cuda() -> Passes:
-    from zeco_train.ops.short_conv.cuda import CUDA  # imports Triton
+    from zeco_train.ops.short_conv.kernels import CUDA  # imports Triton
 
     return CUDA
 
