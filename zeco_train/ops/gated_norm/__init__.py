@@ -8,7 +8,7 @@ With r = (mean(x²) + eps)^-1/2, x̂ = r x, n = w ⊙ x̂ and a gate's function 
     dx = r (h − x̂ mean(h ⊙ x̂))
     dw = Σ dy ⊙ f(g) ⊙ x̂ over all but the last dimension
 
-Each pass is a custom op, on GPUs with one kernel (`ops/gated_norm/kernels/`): of the backward pass a compiler
+Each pass is a custom op, on GPUs with one kernel (`ops/gated_norm/kernels.py`): of the backward pass a compiler
 makes two, which read dy, x and g twice.
 """
 
