@@ -77,7 +77,7 @@ def test_mismatched_operands_are_refused() -> None:
     q, k, v, g, state = operands(torch.float32, tokens=1)
     with pytest.raises(ValueError, match="state: expected shape"):
         recurrent_step(q, k, v, g, state[:1])
-    with pytest.raises(ValueError, match="state: expected the dtype of g"):
+    with pytest.raises(ValueError, match=r"^state: expected torch\.float"):
         recurrent_step(q, k, v, g, state.double())
     with pytest.raises(ValueError, match="state: expected a contiguous tensor"):
         recurrent_step(q, k, v, g, state.mT.contiguous().mT)

@@ -129,7 +129,7 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     cpu, architecture = torch.device("cpu"), divmod(capability, 10)
     with (
         compiling(capability) as found,
-        mock.patch.object(cuda, "options_for", lambda k, v: tuning.find(architecture, k.dtype, k.shape[3])),
+        mock.patch.object(cuda, "options_for", lambda k: tuning.find(architecture, k.dtype, k.shape[3])),
     ):
         both_passes(cuda.CUDA, case.tensors(dtype, cpu), case.doc_ids(cpu), 1.0)
     return found
@@ -260,7 +260,7 @@ def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.
     v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.TileOptions(16, 16, 4, 1)
     local: Any = SimpleNamespace(states=v, log_decays=b, starts=b)
     narrowed = tuning.GlaTuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
-    for options in (tuning.options_for(q, v), narrowed):
+    for options in (tuning.options_for(q), narrowed):
         launcher = launch.GlaKernels(q, v, None, 1.0, options)
         launcher.intra_grads(q, q, v, b, v, v)
         launcher.input_grads(q, v, b, v, v, v, local, b, q)

@@ -71,25 +71,17 @@ def _pieces(shape: tuple[int, ...], blocks: int) -> tuple[int, int]:
 
 
 def _split(state: Tensor, blocks: int) -> list[Tensor]:
-    """Split a state into views, heads first."""
     along_heads, along_values = _pieces(state.shape, blocks)
     return [part for some in state.tensor_split(along_heads, dim=1) for part in some.tensor_split(along_values, dim=3)]
 
 
 def _join(parts: list[Tensor], along_values: int) -> Tensor:
-    """Inverse of `_split`."""
     rows = [torch.cat(parts[i : i + along_values], dim=3) for i in range(0, len(parts), along_values)]
     return torch.cat(rows if along_values > 1 else parts, dim=1)
 
 
 class _Chain(ScanJob):
-    """A scan by blocks.
-
-    Args:
-        request: this rank's part.
-        blocks: number of pieces of the state.
-        tags: message tags, one per piece.
-    """
+    """A scan by blocks."""
 
     operation = "all_scan_chain"
 
@@ -98,7 +90,6 @@ class _Chain(ScanJob):
         self._count, self._tags = blocks, tags
 
     def post(self) -> None:
-        """Partition the request into blocks and post their receives."""
         request, wire = self.request, self.wire
         if wire.is_first:
             incoming = request.first_incoming()
@@ -120,7 +111,6 @@ class _Chain(ScanJob):
                 block.receive = wire.receive(block.incoming, wire.position - 1, block.tag, block.name)
 
     def run(self) -> None:
-        """Receive, fold and forward, block by block."""
         wire, scan = self.wire, self.scan
         folded: list[Tensor] = []
         sends: list[Transfer] = []

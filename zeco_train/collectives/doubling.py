@@ -22,12 +22,7 @@ from zeco_train.ops.seam import ScanRequest, as_columns, fold, from_columns
 
 
 class _Doubling(ScanJob):
-    """A scan by rounds. All receives are posted at launch; the rounds progress without this rank's `wait`.
-
-    Args:
-        request: this rank's part.
-        tags: message tags, one per round.
-    """
+    """A scan by rounds. All receives are posted at launch; the rounds progress without this rank's `wait`."""
 
     operation = "all_scan_doubling"
 
@@ -36,14 +31,12 @@ class _Doubling(ScanJob):
         self._tags = tags
 
     def post(self) -> None:
-        """Post the receives of all rounds."""
         if self.wire.is_first:
             self.scan.incoming.set_result(self.request.first_incoming())
         self._rounds = Rounds(self.wire, 1, _format(self.request), "round")
         self._rounds.post(self._tags)
 
     def run(self) -> None:
-        """Compose and send, round by round."""
         request, wire, scan = self.request, self.wire, self.scan
         own = request.state, request.transition
         if wire.is_first and request.carry_in is not None:

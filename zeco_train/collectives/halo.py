@@ -37,12 +37,7 @@ def launch_halo(request: ScanRequest, worker: ScanWorker) -> PendingScan:
 
 
 class _Halo(ScanJob):
-    """One message to the next rank.
-
-    Args:
-        request: this rank's part.
-        tag: of the message.
-    """
+    """One message to the next rank."""
 
     operation = "halo_scan"
 
@@ -52,7 +47,6 @@ class _Halo(ScanJob):
         self._receive: Transfer | None = None
 
     def post(self) -> None:
-        """Post the receive; the first rank knows its incoming state."""
         request, wire = self.request, self.wire
         if wire.is_first:
             self._incoming = request.first_incoming()
@@ -62,7 +56,6 @@ class _Halo(ScanJob):
             self._receive = wire.receive(self._incoming, wire.position - 1, self._tag, "the state")
 
     def run(self) -> None:
-        """Send, then wait for the other rank's message; or wait first, if rows of it are sent on."""
         request, wire, scan, state = self.request, self.wire, self.scan, self.request.state
         if not request.cuts:
             self._take()

@@ -57,13 +57,7 @@ def launch_lane(request: ScanRequest, worker: ScanWorker) -> PendingScan:
 
 
 class _LaneScan(ScanJob):
-    """A scan by slices over nodes.
-
-    Args:
-        request: this rank's part.
-        per_node: L.
-        tags: message tags, one for each exchange and round.
-    """
+    """A scan by slices over nodes."""
 
     operation = "all_scan_lane"
 
@@ -74,7 +68,6 @@ class _LaneScan(ScanJob):
         self._slices = Slices(heads, value_dim, per_node)
 
     def post(self) -> None:
-        """Post all receives, and send the slices to their owners."""
         request, wire = self.request, self.wire
         # The owner of a slice: the rank at that place of the node, in scan order.
         self._own, first = wire.position % self._per_node, wire.position // self._per_node * self._per_node
@@ -100,7 +93,6 @@ class _LaneScan(ScanJob):
         )
 
     def run(self) -> None:
-        """Compose the node's pairs, scan them over nodes, and return the results."""
         for transfer in self._arriving:
             transfer.wait()
         before: list[Tensor] = []

@@ -112,7 +112,6 @@ class Rounds:
 
 
 def _join(later: Pair, earlier: Pair) -> Pair:
-    """Compose the pairs of neighbouring places; `later` does not reach back to the first place."""
     (state, transition), (earlier_state, earlier_transition) = later, earlier
     assert transition is not None
     if earlier_transition is None:

@@ -98,8 +98,6 @@ class _Launch:
 
 
 class _OneKernel(ScanJob):
-    """A scan as a single kernel launch."""
-
     def __init__(
         self, request: ScanRequest, operation: str, launch: _Launch, zeros: Callable[[Tensor], Tensor]
     ) -> None:

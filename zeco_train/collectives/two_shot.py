@@ -28,8 +28,6 @@ from zeco_train.ops.seam import fold
 
 
 class _Exchange(ScanJob):
-    """A scan for any P and H·V."""
-
     operation = "all_scan_two_shot"
 
     def run(self) -> None:

@@ -26,6 +26,11 @@ def dense(x: Tensor) -> Tensor:
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
 
+def sum_heads(grads: Tensor, groups: int) -> Tensor:
+    """[B, T, H, K] → [B, T, G, K], over the heads that share queries and keys; sums are fp32 inside."""
+    return grads if grads.shape[2] == groups else grads.unflatten(2, (groups, -1)).sum(3)
+
+
 def padded_dim(size: int) -> int:
     """The head dim that the kernels compute with: the next multiple of 16."""
     return size + -size % _ALIGNMENT
@@ -66,8 +71,6 @@ def with_padded_heads(passes: Passes) -> Passes:
 
 
 class _PaddedForward:
-    """See `zeco_train.ops.passes.ForwardPass`."""
-
     def __init__(self, passes: Passes, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         self._passes, self._operands = passes, operands
         self._inner = passes.forward(_padded(operands), scale, doc_ids)
@@ -92,8 +95,6 @@ class _PaddedForward:
 
 
 class _PaddedBackward:
-    """See `zeco_train.ops.passes.BackwardPass`."""
-
     def __init__(
         self,
         passes: Passes,

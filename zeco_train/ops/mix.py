@@ -285,7 +285,6 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
-    """The op's autograd kernel."""
     o, received, carry_out, transition, *saved = _Differentiable.apply(*settings, *operands)
     return o, received, carry_out, transition, saved
 

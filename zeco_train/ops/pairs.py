@@ -122,12 +122,10 @@ def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, doc_ids: Tensor | Non
 
 
 def _num_rows(block: int, chunk: int) -> int:
-    """Rows of a product of blocks."""
     return max(block, min(_ROWS, chunk // 2))
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
-    """Group tokens for a product, [N, B, H, C / 2, K] → [N·B·H·groups, rows, K]."""
     return x.view(-1, _num_rows(block, 2 * x.shape[-2]), x.shape[-1])
 
 

@@ -57,7 +57,6 @@ class _Rows:
         return [[x[row : row + 1] if has_rows else x for x, has_rows in pairs] for row in range(batch)]
 
     def join(self, grads: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """The operands' gradients from those of the rows; those of operands without B are sums, in order."""
         pairs = zip(zip(*grads, strict=True), self._has_rows, strict=True)
         return tuple(torch.cat(of_rows) if has_rows else _sum(of_rows) for of_rows, has_rows in pairs)
 
@@ -71,8 +70,6 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _RowsForward:
-    """See `zeco_train.ops.passes.ForwardPass`."""
-
     def __init__(
         self, rows: _Rows, passes: Passes, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None
     ) -> None:
@@ -104,8 +101,6 @@ class _RowsForward:
 
 
 class _RowsBackward:
-    """See `zeco_train.ops.passes.BackwardPass`."""
-
     def __init__(
         self,
         rows: _Rows,

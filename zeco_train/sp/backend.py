@@ -214,8 +214,6 @@ class TappedScan:
 
 
 class _Tapped:
-    """A launched scan (`zeco_train.ops.seam.LaunchedScan`)."""
-
     def __init__(self, scan: LaunchedScan, request: ScanRequest, tap: TappedScan) -> None:
         self._scan, self._request, self._tap = scan, request, tap
 

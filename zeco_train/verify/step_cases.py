@@ -388,6 +388,5 @@ def _losses(model: LanguageModel, exchange: Exchange, loader: SequenceLoader, co
 
 
 def _full(tensor: Tensor) -> NDArray[np.float64]:
-    """Unsharded. Collective."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().copy()

@@ -39,7 +39,7 @@ from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import Passes, check_step
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
@@ -91,14 +91,8 @@ def gated_delta_step(
         ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
     """
     batch, num_tokens, groups, key_dim = q.shape
-    check_state(state, "state", torch.Size((batch, v.shape[2], key_dim, v.shape[3])))
     dtype = accumulation_dtype(v.dtype)
-    if num_tokens != 1:
-        raise ValueError(f"q: expected one token of each sequence, got {num_tokens}")
-    if state.dtype != dtype:
-        raise ValueError(f"state: expected {dtype}, for v is {v.dtype}; got {state.dtype}")
-    if not state.is_contiguous():
-        raise ValueError("state: expected a contiguous tensor, since it is updated in place")
+    check_step("q", num_tokens, state, (batch, v.shape[2], key_dim, v.shape[3]), dtype)
     scale = key_dim**-0.5 if scale is None else scale
 
     of_groups = state.unflatten(1, (groups, -1))

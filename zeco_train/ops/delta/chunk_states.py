@@ -45,11 +45,9 @@ class _HeadPairs:
         self._decays = decay_matrix(g, doc_ids, dtype).squeeze(3)
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        """See `Pairs`."""
         return (x @ y.mT).mul_(self._decays)
 
     def grads(self, x: Tensor, y: Tensor, score_grads: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Pairs`."""
         score_grads = score_grads * self._decays
         return score_grads @ y, score_grads.mT @ x
 
@@ -61,11 +59,9 @@ class _ChannelPairs:
         self._g, self._doc_ids = g, doc_ids
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        """See `Pairs`."""
         return pair_scores(x, y, self._g, self._doc_ids)
 
     def grads(self, x: Tensor, y: Tensor, score_grads: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Pairs`."""
         return pair_grads(x, y, score_grads, self._g, self._doc_ids)
 
 

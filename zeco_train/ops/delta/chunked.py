@@ -42,7 +42,6 @@ class _DeltaForward:
         return self._chunks.transition()
 
     def overlap(self) -> None:
-        """Compute the scores inside chunks."""
         chunks = self._chunks
         self._queries = chunks.by_heads(self._q, self._v.shape[2])
         self._scores = chunks.pairs.scores(self._queries, chunks.keys)
@@ -80,7 +79,6 @@ class _DeltaBackward:
         self.state_grad = grads[0].view(incoming_state.shape).clone()
 
     def overlap(self) -> None:
-        """Compute the states again, from R."""
         self._states, self._added = self._chunks.states_from(self._incoming)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:

@@ -129,7 +129,6 @@ def _names(gated: bool) -> tuple[str, ...]:
 
 
 def _no_decay(beta: Tensor) -> Tensor:
-    """Sums of log-decays of 0, as the kernels read those of heads: [B, T, H] → [B, H, T]."""
     return beta.new_zeros(beta.mT.shape)
 
 

@@ -26,7 +26,7 @@ from zeco_train.ops import CHUNK
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import Passes, check_step
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
@@ -68,13 +68,7 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, sc
     Raises:
         ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
     """
-    check_state(state, "state", torch.Size((q.shape[0], *q.shape[2:], v.shape[-1])))
-    if q.shape[1] != 1:
-        raise ValueError(f"q: expected one token of each sequence, got {q.shape[1]}")
-    if state.dtype != g.dtype:
-        raise ValueError(f"state: expected the dtype of g, {g.dtype}, got {state.dtype}")
-    if not state.is_contiguous():
-        raise ValueError("state: expected a contiguous tensor, since it is updated in place")
+    check_step("q", q.shape[1], state, (q.shape[0], *q.shape[2:], v.shape[-1]), g.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return (_kernel_step if _has_kernel(q, v, g) else _plain_step)(q, k, v, g, state, scale)
 

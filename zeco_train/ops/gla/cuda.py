@@ -27,7 +27,7 @@ from zeco_train.ops.passes import Passes, check_state
 
 
 def _launcher(k: Tensor, v: Tensor, doc_ids: Tensor | None, scale: float) -> GlaKernels:
-    return GlaKernels(k, v, doc_ids, scale, options_for(k, v))
+    return GlaKernels(k, v, doc_ids, scale, options_for(k))
 
 
 class GlaKernelForward:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zeco_train.ops.hgrn.chunked import CHUNKED
 from zeco_train.ops.operator import KernelRule, Kind, Operator, PeerFunction
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import Passes, check_step
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
@@ -54,11 +54,7 @@ def hgrn_step(x: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -
     """
     if scale not in (None, 1.0):
         raise ValueError(f"scale: the operator has none, expected 1; got {scale:g}")
-    check_state(state, "state", torch.Size((x.shape[0], *x.shape[2:], 1)))
-    if x.shape[1] != 1:
-        raise ValueError(f"x: expected one token of each sequence, got {x.shape[1]}")
-    if state.dtype != g.dtype:
-        raise ValueError(f"state: expected the dtype of g, {g.dtype}, got {state.dtype}")
+    check_step("x", x.shape[1], state, (x.shape[0], *x.shape[2:], 1), g.dtype)
     h = state.squeeze(-1)
     h.mul_(g[:, 0].exp()).add_(x[:, 0])
     return h[:, None].to(x.dtype, copy=True)

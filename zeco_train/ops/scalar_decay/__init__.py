@@ -28,7 +28,7 @@ from torch import Tensor
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import Passes, check_step
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 
 
@@ -82,14 +82,8 @@ def fixed_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
 @torch.no_grad()
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None) -> Tensor:
     batch, num_tokens, groups, key_dim = q.shape
-    check_state(state, "state", torch.Size((batch, v.shape[2], key_dim, v.shape[3])))
     dtype = accumulation_dtype(v.dtype)
-    if num_tokens != 1:
-        raise ValueError(f"q: expected one token of each sequence, got {num_tokens}")
-    if state.dtype != dtype:
-        raise ValueError(f"state: expected {dtype}, for v is {v.dtype}; got {state.dtype}")
-    if not state.is_contiguous():
-        raise ValueError("state: expected a contiguous tensor, since it is updated in place")
+    check_step("q", num_tokens, state, (batch, v.shape[2], key_dim, v.shape[3]), dtype)
     scale = key_dim**-0.5 if scale is None else scale
 
     of_groups = state.unflatten(1, (groups, -1))

@@ -63,12 +63,10 @@ class _Chunks:
         return to_chunks(x, self.dtype).unflatten(2, (self.groups, -1))
 
     def local_states(self) -> BoundaryStates:
-        """Compute the states at all boundaries from a zero start; keep the values decayed to their chunk's end."""
         self.decayed_values = self.decays.to_end[..., None] * wide_chunks(self.v, self.groups, self.dtype)
         return accumulate_states(self.keys, self.decayed_values, self.decays.total, self.log_total, reverse=False)
 
     def local_state_grads(self, do: Tensor) -> BoundaryStates:
-        """Compute their gradients from a zero end; keep do decayed from its chunk's start, times the scale."""
         wide = wide_chunks(do, self.groups, self.dtype)
         self.decayed_output_grads = (self.decays.from_start[..., None] * wide).mul_(self.scale)
         return accumulate_states(
@@ -86,7 +84,6 @@ class _Chunks:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Batched matrix product, [..., I, J] and [..., J, L] → [..., I, L], contiguous."""
     return torch.bmm(matrices(x), matrices(y)).view(*x.shape[:-1], y.shape[-1])
 
 
@@ -109,7 +106,6 @@ class _ScalarDecayForward:
         self.saved: tuple[Tensor, ...] = ()
 
     def overlap(self) -> None:
-        """Compute the scores inside chunks."""
         self._scores = self._chunks.decay_matrix().mul_(self._chunks.products())
 
     def outputs(self, incoming_state: Tensor) -> Tensor:

@@ -84,7 +84,6 @@ def weight_grads(x: Tensor, do: Tensor, width: int, doc_ids: Tensor | None) -> T
 
 
 def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[w, C] by lag: the current token's first."""
     return weight[:, 0].mT.flip(0).to(dtype)
 
 

@@ -109,7 +109,6 @@ def _blocks(q: Tensor, k: Tensor, span: Span, key_start: int) -> Iterator[_KeyBl
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor, block: _KeyBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, tokens, D] of a block, with a head of keys and values for each of queries."""
     # The kernel of CPUs takes channels to lie side by side and does not check it.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     repeats = q.shape[2] // k.shape[2]

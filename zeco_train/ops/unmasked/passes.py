@@ -18,8 +18,6 @@ from zeco_train.ops.passes import Passes
 
 
 class _UnmaskedForward:
-    """See `zeco_train.ops.passes.ForwardPass`."""
-
     def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         if doc_ids is not None:
             raise ValueError(
@@ -40,8 +38,6 @@ class _UnmaskedForward:
 
 
 class _UnmaskedBackward:
-    """See `zeco_train.ops.passes.BackwardPass`."""
-
     def __init__(
         self,
         operands: Sequence[Tensor],
@@ -85,10 +81,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """[B, T, H, D] → [B, H, T, D] in the dtype of states."""
     return x.to(accumulation_dtype(x.dtype)).transpose(1, 2)
 
 
 def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_by_head`: [B, H, T, D] → [B, T, H, D] in a dtype."""
     return x.to(dtype).transpose(1, 2)

@@ -109,7 +109,6 @@ class ShardedAttention(ABC):
         return routes.start(tensors, "keys and values").wait()
 
     def _shares(self, bounds: Sequence[int]) -> list[Range]:
-        """Each rank's tokens."""
         if len(bounds) != self.wire.size + 1:
             raise ValueError(f"attention over {self.wire.size} ranks: has the tokens of {len(bounds) - 1}")
         return list(itertools.pairwise(bounds))

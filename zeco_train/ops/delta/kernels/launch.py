@@ -15,6 +15,7 @@ from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_k
 from zeco_train.ops.delta.kernels.tuning import NARROWEST, DeltaTuning, TileOptions
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS
+from zeco_train.ops.kernel_operands import sum_heads
 from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 
 
@@ -261,11 +262,7 @@ class DeltaKernels:
             )  # fmt: skip
         if dg is not None and not self.by_channel:
             dg = dg.sum(0)
-        return self._sum_heads(dq), self._sum_heads(dk), dv, dg, dbeta.sum(0)
-
-    def _sum_heads(self, grads: Tensor) -> Tensor:
-        """[B, T, H, K] → [B, T, G, K], over the heads of each group; sums are fp32 inside."""
-        return grads if self.G == self.H else grads.view(self.B, self.T, self.G, -1, self.K).sum(3)
+        return sum_heads(dq, self.G), sum_heads(dk, self.G), dv, dg, dbeta.sum(0)
 
 
 def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:

@@ -50,12 +50,10 @@ class DeltaTuning:
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
-    """Options of fp32 tokens, whose tiles are twice as large."""
     return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, walk, _NARROW)
 
 
 def _walks(walk: TileOptions) -> DeltaTuning:
-    """The same options for all walks."""
     return DeltaTuning(summaries=walk, outputs=walk, states=walk, reverse=walk)
 
 

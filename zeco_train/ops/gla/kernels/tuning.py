@@ -6,16 +6,12 @@ of its dtype: possibly slower, but equally correct, since options change only th
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
 
-from zeco_train.ops.operator import Target
-
-logger = logging.getLogger(__name__)
+from zeco_train.ops.kept import KeptOptions, Key
 
 
 @dataclass(frozen=True)
@@ -74,10 +70,9 @@ _UP_TO_64 = GlaTuning(
     input_grads=TileOptions(64, 128, 4, 1),
 )
 
-# By (architecture or None, dtype, largest key dim of the entry), in the order of key dims. Measured per kernel on an
-# H200 at 16k tokens: K64 V128 H16 and K128 V128 H16; without mild chunks also K256 V512 H4, and scores K32 V64 H32. The
-# rest is by analogy, with as many values per thread, and by the compiler's register counts.
-Key = tuple[tuple[int, int] | None, torch.dtype, int]
+# In the order of key dims. Measured per kernel on an H200 at 16k tokens: K64 V128 H16 and K128 V128 H16; without mild
+# chunks also K256 V512 H4, and scores K32 V64 H32. The rest is by analogy, with as many values per thread, and by the
+# compiler's register counts.
 KEPT: dict[Key, GlaTuning] = {
     ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=TileOptions(32, 64, 4, 1, 128)),
     ((9, 0), torch.bfloat16, 64): _UP_TO_64,
@@ -103,34 +98,12 @@ KEPT: dict[Key, GlaTuning] = {
 }
 
 
-def options_for(k: torch.Tensor, v: torch.Tensor) -> GlaTuning:
-    """The options for keys [B, T, H, K] and values [B, T, H, V] like these, of bf16 or fp32."""
-    # Sizes may be symbols of a compiler, which are no keys of a cache.
-    return _find_on(Target.of(k.device).architecture, k.dtype, int(k.shape[-1]), int(v.shape[-1]))
+_OPTIONS = KeptOptions("kernels of gla", KEPT)
 
 
-@cache
-def _find_on(architecture: tuple[int, int], dtype: torch.dtype, K: int, V: int) -> GlaTuning:
-    found = _nearest(architecture, dtype, K)
-    exact = found[0] == architecture and found[2] >= K
-    logger.info(
-        "operator kernels: %s K%d V%d on sm_%d%d take the kept options of %s, K up to %d%s",
-        str(dtype).removeprefix("torch."),
-        K,
-        V,
-        *architecture,
-        "other GPUs" if found[0] is None else "sm_{}{}".format(*found[0]),
-        found[2],
-        "" if exact else ", the nearest: not measured here",
-    )
-    return KEPT[found]
+def options_for(k: torch.Tensor) -> GlaTuning:
+    """The options for keys [B, T, H, K] like these, of bf16 or fp32; all kernels go through V by tiles."""
+    return _OPTIONS.options_for(k, k)
 
 
-def find(architecture: tuple[int, int], dtype: torch.dtype, K: int) -> GlaTuning:
-    """The options for key dim K on GPUs of that compute capability."""
-    return KEPT[_nearest(architecture, dtype, K)]
-
-
-def _nearest(architecture: tuple[int, int], dtype: torch.dtype, K: int) -> Key:
-    entries = [key for key in KEPT if key[1] == dtype]
-    return min(entries, key=lambda key: (key[0] != architecture, key[0] is not None, key[2] < K, abs(key[2] - K)))
+find = _OPTIONS.find

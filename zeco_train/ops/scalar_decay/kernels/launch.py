@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zeco_train.ops.gla.kernels.launch import MOST_HEADS
 from zeco_train.ops.gla.kernels.states import correct_starts_kernel, join_segments_kernel
+from zeco_train.ops.kernel_operands import sum_heads
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.tuning import NARROWEST, ScalarDecayOptions, ScalarDecayTuning
 from zeco_train.ops.scalar_decay.kernels.walk import summaries_kernel, walk_kernel
@@ -162,7 +163,7 @@ class ScalarDecayKernels:
             )
         walked = self.tuning.query_grads, do, v, k, starts
         dq = self._walk(*walked, reverse=False, turned=True, extra=q, terms=terms)
-        return self._sum_heads(dq), terms
+        return sum_heads(dq, self.G), terms
 
     def key_grads(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, grads: Tensor, terms: DecayTerms | None
@@ -170,11 +171,11 @@ class ScalarDecayKernels:
         """dk, [B, T, G, K]; unless decays are fixed also dg, [B, T, H]."""
         walked = self.tuning.key_grads, v, do, q, grads
         if terms is None:
-            return self._sum_heads(self._walk(*walked, reverse=True, turned=True)), None
+            return sum_heads(self._walk(*walked, reverse=True, turned=True), self.G), None
         sums, state_sums = (self._row_sums(self.tuning.key_grads) for _ in range(2))
         own = DecayTerms(terms.borders, sums, state_sums, self._new(sums.shape[0], self._num_spans, self.B, self.H))
         dk = self._walk(*walked, reverse=True, turned=True, extra=k, terms=own)
-        return self._sum_heads(dk), self._decay_grads(terms, own)
+        return sum_heads(dk, self.G), self._decay_grads(terms, own)
 
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
         dg = self._new(self.B, self.T, self.H)
@@ -192,10 +193,6 @@ class ScalarDecayKernels:
 
     def _row_sums(self, options: ScalarDecayOptions) -> Tensor:
         return self._new(triton.cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
-
-    def _sum_heads(self, grads: Tensor) -> Tensor:
-        """[B, T, H, K] → [B, T, G, K], over the heads of each group; sums are fp32 inside."""
-        return grads if self.G == self.H else grads.view(self.B, self.T, self.G, -1, self.K).sum(3)
 
     def _walk(
         self,

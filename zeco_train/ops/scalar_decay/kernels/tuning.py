@@ -69,7 +69,6 @@ class ScalarDecayTuning:
 def _alike(
     summaries: ScalarDecayOptions, walk: ScalarDecayOptions, chunk: int = 64, programs: int = 264
 ) -> ScalarDecayTuning:
-    """The same options for all walks."""
     return ScalarDecayTuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
 
 
