@@ -28,9 +28,9 @@ from torch import Tensor
 
 from lab.emulated_nodes import EmulatedNodes, Network, run_ranks
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load
-from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.topology import find_topology
+from zeco_train.collectives.worker import ScanWorker
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.ops.seam import ScanRequest, fold
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
@@ -76,18 +76,18 @@ def run_scans(runs: int, costs: Costs) -> dict[str, list[float]]:
     group = dist.new_group(range(ranks), timeout=TIMEOUT)
     topology = find_topology(group)
     load, found = Load(ranks, SHAPE, 4, nodes=topology.nodes), {}
-    courier = Courier(group, TIMEOUT, topology)
+    worker = ScanWorker(group, TIMEOUT, topology)
     for scan in ALL_SCANS:
         name = scan.name
         blocks = scan.best_blocks(costs, load) if scan.best_blocks else None
         seconds = []
         for number in range(_WARMUP + runs):
             started = _start_together(_DELAYS * costs.farthest(load.nodes).message)
-            launched = scan.over(courier, blocks)(request)
+            launched = scan.over(worker, blocks)(request)
             state = launched.wait()
             ended = time.monotonic()
             launched.finish()
-            courier.drain()
+            worker.drain()
             if number == 0 and not torch.allclose(state, expected, rtol=1e-4, atol=1e-4):
                 raise ZecoError(f"{name} is wrong on rank {rank} of {topology}")
             times: list[Any] = [None] * ranks

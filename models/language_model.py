@@ -31,8 +31,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import LossParts, TokenScores, linear_cross_entropy, linear_token_scores
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute, recomputed
-from zeco_train.ops.seam import Boundary, Crossing
-from zeco_train.ops.segments import LayerStates
+from zeco_train.ops.seam import LayerStates, StateInput, StateOutput
 
 
 class Block(nn.Module):
@@ -48,7 +47,7 @@ class Block(nn.Module):
     Attributes:
         norm_after: whether it normalises outputs instead of inputs.
         recompute: what the backward pass recomputes.
-        num_states: of its mixer's crossings (`Mixer.num_crossings`), and of what it keeps (`Mixer.states`).
+        num_states: of its mixer's state outputs (`Mixer.num_state_outputs`), and of what it keeps (`Mixer.states`).
         wide_residual: whether x, h and y are fp32 even if the block computes in bf16.
         has_mlp: whether it has an MLP.
     """
@@ -59,7 +58,7 @@ class Block(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norms)
         self.attn = mixer(config, layer)
         self.norm_after = self.attn.norm_after
-        self.num_states = self.attn.num_crossings
+        self.num_states = self.attn.num_state_outputs
         self.wide_residual = config.has_wide_residual
         self.has_mlp = config.intermediate_size > 0
         if self.has_mlp:
@@ -71,25 +70,29 @@ class Block(nn.Module):
         self._compute = torch.compile(self._compute, fullgraph=True, **options)  # type: ignore[method-assign]
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary] = (), shared: Tensor | None = None
+        self,
+        x: Tensor,
+        position: SequencePosition,
+        state_inputs: Sequence[StateInput] = (),
+        shared: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Map x [B, T, D] → y [B, T, D], then the two tensors of the `Crossing` of each state; see `Mixer.forward`."""
-        boundaries = boundaries or (Boundary(),) * self.num_states
+        """Map x [B, T, D] → y [B, T, D], then the tensors of each state's `StateOutput`; see `Mixer.forward`."""
+        state_inputs = state_inputs or (StateInput(),) * self.num_states
         if self.recompute is Recompute.full and torch.is_grad_enabled():
-            return recomputed(self._compute, x, position, boundaries, shared)
-        return self._compute(x, position, boundaries, shared)
+            return recomputed(self._compute, x, position, state_inputs, shared)
+        return self._compute(x, position, state_inputs, shared)
 
     def _compute(
         self,
         x: Tensor,
         position: SequencePosition,
-        boundaries: Sequence[Boundary],
+        state_inputs: Sequence[StateInput],
         shared: Tensor | None,
         is_read: bool = True,
     ) -> tuple[Tensor, ...]:
-        y, crossings = self.attn(self._before(self.attn_norm, x), position, boundaries, shared)
+        y, state_outputs = self.attn(self._before(self.attn_norm, x), position, state_inputs, shared)
         x = x + self._after(self.attn_norm, y)
-        states = [tensor for crossing in crossings for tensor in crossing]
+        states = [tensor for state_output in state_outputs for tensor in state_output]
         if self.has_mlp and self.recompute is Recompute.selective and torch.is_grad_enabled():
             # The output is read here: `is_read` is False only where a whole block is recomputed.
             return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *states
@@ -169,11 +172,11 @@ class Backbone(nn.Module):
         position = position.on(input_ids, with_positions=with_positions)
         x, first = self._embedded(input_ids), 0
         for layer, part in zip(self.blocks(), self.shared_parts(), strict=True):
-            boundaries = () if states is None else states.boundaries(first, layer.num_states)
-            x, *crossings = layer(x, position, boundaries, part)
+            state_inputs = () if states is None else states.state_inputs(first, layer.num_states)
+            x, *state_outputs = layer(x, position, state_inputs, part)
             if states is not None:
-                for received, carry_out in zip(crossings[::2], crossings[1::2], strict=True):
-                    states.keep(Crossing(received, carry_out))
+                for received, carry_out in zip(state_outputs[::2], state_outputs[1::2], strict=True):
+                    states.keep(StateOutput(received, carry_out))
             first += layer.num_states
         return self._normed(x)
 
@@ -269,7 +272,7 @@ class LanguageModel(nn.Module):
                 together.
             labels: [B, T] int64, the *next* token of each (shifted before sharding), or of a masked token the original
                 one; −100 for ignored tokens.
-            states: boundary states of a segment of a longer sequence; the layers' results are written into it.
+            states: state_input states of a segment of a longer sequence; the layers' results are written into it.
             states_only: skip the head.
             scores: return each token's loss and prediction instead of the sum, without gradients; needs labels.
 

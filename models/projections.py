@@ -22,9 +22,7 @@ from torch.library import custom_op, register_autograd
 from torch.nn import functional as F
 
 from models.parameters import PROJECTION, ParameterRule
-from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.rows import Rows, quantise_columns, quantise_rows
-from zeco_train.ops.linear.scaled import product
+from zeco_train.ops.linear import Fp8Rows, Matmul, product, quantise_columns, quantise_rows
 
 
 class Projection(nn.Linear):
@@ -103,9 +101,9 @@ def parallel_linear(x: Tensor, *weights: Tensor, formats: Sequence[Matmul] = ())
 
 @custom_op("zeco::parallel_linear", mutates_args=())
 def _parallel_linear(x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor]) -> list[Tensor]:
-    """y_i = x W_iᵀ; where `in_fp8` is set, of x in fp8: the `Rows` `rounded`."""
+    """y_i = x W_iᵀ; where `in_fp8` is set, of x in fp8: the `Fp8Rows` `rounded`."""
     return [
-        product(Rows(*rounded), quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
+        product(Fp8Rows(*rounded), quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
         if is_fp8
         else F.linear(x, weight)
         for weight, is_fp8 in zip(weights, in_fp8, strict=True)

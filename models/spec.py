@@ -31,7 +31,7 @@ from zeco_train.ops.operator import Kind
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.ops.slow_paths import Call
 from zeco_train.ops.softmax import attention, cache
 
@@ -135,7 +135,7 @@ class BlockSpec:
     def halo_shapes(self) -> Sequence[tuple[int, int, int]]:
         """H, K, V of the states that cross one border only."""
         pairs = zip(self.operators, self.state_shapes, strict=True)
-        return [shape for operator, shape in pairs if OPERATORS[operator].neighbours]
+        return [shape for operator, shape in pairs if OPERATORS[operator].state_is_halo]
 
     def calls(self, dtype: torch.dtype, *, steps: bool = False) -> list[Call]:
         """What kernels on GPUs may serve, or PyTorch: of a pass over many tokens, or in `steps` of one token each."""
@@ -146,7 +146,7 @@ class BlockSpec:
         found = []
         for name, (_, key_dim, value_dim) in zip(self.operators, self.state_shapes, strict=True):
             operator = OPERATORS[name]
-            dims = (0 if operator.neighbours else key_dim), value_dim
+            dims = (0 if operator.state_is_halo else key_dim), value_dim
             if steps:
                 found.append(Call(f"{name} step", operator.step_kernels, dtype, *dims))
             elif operator.kernels is not None:
@@ -390,7 +390,7 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
     position = SequencePosition((0, _TOKENS)).with_tensors(None, positions)
     with _ProductsSeen() as in_mixer:
         # No exchange: on the meta device the op computes shapes only.
-        block.attn(x, position, (Boundary(),) * block.num_states, part)
+        block.attn(x, position, (StateInput(),) * block.num_states, part)
     with _ProductsSeen() as in_mlp:
         if block.has_mlp:
             block.mlp(x)

@@ -81,7 +81,7 @@ def test_the_product_imports_nothing_of_lab() -> None:
 
 def test_nobody_but_mixers_names_an_operator() -> None:
     """Other rooms read an operator's facts (`zeco_train.ops.operator.Operator`), and take it from the registry."""
-    folders = tuple({operator.one_token.__module__.rpartition(".")[0] for operator in OPERATORS.values()})
+    folders = tuple({operator.one_token.__module__ for operator in OPERATORS.values()})
     found = set()
     for path in (path for package in PRODUCT for path in (REPOSITORY / package).rglob("*.py")):
         module = _module(path)
@@ -99,7 +99,7 @@ def test_nobody_but_mixers_names_an_operator() -> None:
 # PyTorch's own kernels round or take there, and what would make the host wait.
 READS_DEVICE = {
     "models.modules",
-    "zeco_train.kernels.adamw.launch",
+    "zeco_train.kernels.adamw",
     "zeco_train.ops.delta.chunk_states",
     "zeco_train.ops.loss",
     "zeco_train.ops.mix",

@@ -37,7 +37,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import ExactTokens, exact_softmax
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 DELTA = ("delta", "gated_delta", "kda")
@@ -389,7 +389,7 @@ def found_by(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _attended(operands: list[Tensor], scale: float, position: SequencePosition) -> Tensor:
     q, k, v = operands
-    return attend_at(q, k, v, scale, position, [Boundary()] * 2)[0]
+    return attend_at(q, k, v, scale, position, [StateInput()] * 2)[0]
 
 
 def _mixed(case: Case, operands: list[Tensor], position: SequencePosition, carry: Tensor | None) -> tuple[Tensor, Any]:

@@ -26,7 +26,7 @@ from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.ops.slow_paths import SlowDown, SlowDowns
 from zeco_train.ops.softmax import attention, sdpa
 from zeco_train.sp.exchange import local_exchange
@@ -81,7 +81,7 @@ def _operator(shape: Shape, device: torch.device) -> Attention:
     position = SequencePosition((0, shape.tokens), exchange=local_exchange())
     if shape.operator != SOFTMAX:
         return lambda *operands: mix(shape.operator, operands, position)[0]
-    empty, scale = (Boundary(), Boundary()), shape.key_dim**-0.5
+    empty, scale = (StateInput(), StateInput()), shape.key_dim**-0.5
     return lambda q, k, v: attend_at(q, k, v, scale, position, empty)[0]
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.session import Session
-from zeco_train.collectives.arena import Allocate, Arena, Layout, allocate_symmetric
-from zeco_train.collectives.one_kernel import CHAIN_KERNEL
+from zeco_train.collectives.arena import Allocate, Arena, ArenaLayout, allocate_symmetric
+from zeco_train.collectives.one_kernel import CHAIN_KERNEL, FixedArguments
 from zeco_train.collectives.symmetric import INTERPRETED
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
@@ -45,7 +45,7 @@ class TwoGpuChain:
         self._state, self._log_decay = state, log_decay
         own = dist.get_rank(group)
         cut = CHAIN_KERNEL.cut(ScanRequest(state, log_decay), Wire(group, "chain", False, mesh.timeout), *_TUNING)
-        size = Layout.of(cut.needed, ranks).size
+        size = ArenaLayout.of(cut.needed, ranks).size
         memory, parts = allocate(size * (ranks // 2), group, device)
         addresses = [parts[position % 2] + position // 2 * size for position in range(ranks)]
         self._kernel, self._grid, self._num_warps = CHAIN_KERNEL.load(), (cut.ctas, 1, 1), cut.num_warps
@@ -56,16 +56,13 @@ class TwoGpuChain:
         for position in range(own, ranks, 2):
             arena = Arena(group, False, device, cut.needed, lambda *_: (memory, addresses))
             self._arenas.append(arena)
-            # In the order of the kernel's parameters, from `peers` on.
             self._arguments.append(
-                (
-                    *(arena.peers, arena.control, arena.failure, arena.status_address),
-                    int(mesh.timeout.total_seconds() * 1e9),
-                    *cut.sizes,
-                    *(arena.layout.offsets[name] for name in cut.places),
-                    *(position, ranks, *cut.constants, False, False),
-                    *(32 * cut.num_warps, not INTERPRETED),
-                )
+                FixedArguments(
+                    *(arena, cut, position, ranks, mesh.timeout.total_seconds()),
+                    has_carry=False,
+                    want_carry=False,
+                    assembly=not INTERPRETED,
+                ).in_order()
             )
 
     def run(self) -> Tensor:

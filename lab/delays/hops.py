@@ -24,8 +24,8 @@ from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.collectives.chain import CHAIN
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
-from zeco_train.collectives.spec import choose
 from zeco_train.ops.seam import ScanRequest
+from zeco_train.sp.choose import choose
 
 # fp32 folds, whose decays forget old errors, against fp64.
 TOLERANCE = 1e-5

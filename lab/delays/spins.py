@@ -14,10 +14,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from zeco_train.collectives.courier import ScanJob
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.ops.seam import Exchange, ScanRequest
-from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.tapped import TappedScan
+from zeco_train.sp.backend import ScanBackend, TappedScan
 
 # Threads of the kernel: a warp.
 _LANES = 32
@@ -77,7 +76,7 @@ class Spins:
 
 
 class _Spin(ScanJob):
-    """A delay in the order of a courier's scans. Nobody waits for its result."""
+    """A delay in the order of a worker's scans. Nobody waits for its result."""
 
     operation = "spin"
 
@@ -99,7 +98,7 @@ class SpinningScan(TappedScan):
 
     def __init__(self, scan: ScanBackend, spins: Spins) -> None:
         super().__init__(scan)
-        self._courier, self._spins = scan.courier, spins
+        self._worker, self._spins = scan.worker, spins
         self._launched = {False: 0, True: 0}
 
     def launched(self, request: ScanRequest) -> None:
@@ -109,7 +108,7 @@ class SpinningScan(TappedScan):
         layer = layers - 1 - layer if reverse else layer
         self._launched[reverse] += 1
         self._spins.spend(Place.compute, reverse, layer)
-        self._courier(request).launch(_Spin(request, self._spins, layer))
+        self._worker(request).launch(_Spin(request, self._spins, layer))
 
 
 def spinning(exchange: Exchange, spins: Spins) -> Exchange:

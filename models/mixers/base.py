@@ -15,7 +15,7 @@ from models.fla import FlaFormat
 from models.parameters import ParameterRule
 from models.states import StateOf, TokenCache
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class OperatorFLOPs(NamedTuple):
@@ -59,7 +59,7 @@ class Mixer(nn.Module, ABC):
         fla: fla's format of such a model; None if fla has none, and the model cannot be exported.
         other_formats: formats of further classes, with other variants of the model (`models.formats`).
         shared: the parameter of the whole model that the layers read, or None.
-        needs_halo: whether it exchanges states that cross one border only (`Operator.neighbours`).
+        needs_halo: whether it exchanges states that cross one border only (`Operator.state_is_halo`).
         reads_positions: whether the layer needs the positions of its tokens (`SequencePosition.positions`).
         norm_after: whether the norms of its block act on outputs instead of inputs.
     """
@@ -79,14 +79,14 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """Mix this rank's tokens.
 
         Args:
             x: [B, T, D].
             position: of the tokens.
-            boundaries: of each state, in the order of `states`.
+            state_inputs: of each state, in the order of `states`.
             shared: this layer's part of `Mixer.shared`, or the result of `wide_parameters`; None without either.
 
         Returns:
@@ -114,11 +114,11 @@ class Mixer(nn.Module, ABC):
 
     @property
     def states(self) -> tuple[StateOf | TokenCache, ...]:
-        """What the layer keeps between tokens, each at the place of a crossing."""
+        """What the layer keeps between tokens, each at the place of a state_output."""
         return tuple(StateOf(shape) for shape in self.state_shapes)
 
     @property
-    def num_crossings(self) -> int:
+    def num_state_outputs(self) -> int:
         """Results that `forward` receives from other ranks and keeps for a replay: its states, unless overridden."""
         return len(self.state_shapes)
 
@@ -168,7 +168,7 @@ class Mixer(nn.Module, ABC):
         """Activations between the mixer's normed input and its output; those two are counted by the block."""
 
     def replayed(self) -> tuple[TokenTensor, ...]:
-        """Tensors of `activations` that `train.recompute=full` keeps, since crossings have them (`num_crossings`)."""
+        """Tensors of `activations` that `train.recompute=full` keeps, as state outputs (`num_state_outputs`)."""
         return ()
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:

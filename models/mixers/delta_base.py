@@ -23,7 +23,7 @@ from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class DeltaHeads(NamedTuple):
@@ -206,13 +206,13 @@ class DeltaMixer(Mixer):
         raise NotImplementedError("a mixer with decays defines them")
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """See `Mixer.forward`."""
         projected = self.projections(x)
-        inputs, tail = mix_at("short_conv", (projected.inputs, *self._taps()), 1.0, position, boundaries[0])
+        inputs, tail = mix_at("short_conv", (projected.inputs, *self._taps()), 1.0, position, state_inputs[0])
         operands = self._operands(inputs, projected, shared)
-        o, state = mix_at(self.operator, operands, self.heads.key_dim**-0.5, position, boundaries[1])
+        o, state = mix_at(self.operator, operands, self.heads.key_dim**-0.5, position, state_inputs[1])
         return self._output(o, projected.gate), (tail, state)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

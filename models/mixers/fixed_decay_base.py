@@ -17,7 +17,7 @@ from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 
 @dataclass
@@ -74,12 +74,12 @@ class FixedDecayAttention(Mixer):
         """The operator's outputs o [B, T, H, V], normed and gated by x Wg [B, T, H·V]: [B, T, H·V]."""
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """See `Mixer.forward`."""
         *operands, gate = self._operands(x, position.positions)
-        o, crossing = mix_at("fixed_decay", operands, self.scale, position, boundaries[0])
-        return self.o_proj(self.norm_and_gate(o, gate)), (crossing,)
+        o, state_output = mix_at("fixed_decay", operands, self.scale, position, state_inputs[0])
+        return self.o_proj(self.norm_and_gate(o, gate)), (state_output,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """See `Mixer.step`."""

@@ -31,7 +31,7 @@ from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class FeatureMap(Enum):
@@ -175,12 +175,12 @@ class GatedLinearAttention(Mixer):
             self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """See `Mixer.forward`."""
         q, k, v, g, gate = self._operands(x)
-        o, crossing = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, position, boundaries[0])
-        return self._output(o, gate), (crossing,)
+        o, state_output = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, position, state_inputs[0])
+        return self._output(o, gate), (state_output,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """See `Mixer.step`."""

@@ -24,7 +24,7 @@ from models.projections import Projection, project
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 # Most channels of a head. Scans cut states between heads.
 _CHANNELS = 128
@@ -109,12 +109,12 @@ class HGRN(Mixer):
         self.o_proj = Projection(config.width, config.hidden_size)
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """See `Mixer.forward`."""
         *operands, gate = self._operands(x, shared)
-        o, crossing = mix_at("hgrn", operands, 1.0, position, boundaries[0])
-        return self._output(o, gate), (crossing,)
+        o, state_output = mix_at("hgrn", operands, 1.0, position, state_inputs[0])
+        return self._output(o, gate), (state_output,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """See `Mixer.step`."""

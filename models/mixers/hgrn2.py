@@ -27,7 +27,7 @@ from zeco_train.ops import CHUNK
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 # fla's layer leaves `norm_eps` out where it normalises o, and takes its function's default.
 _NORM_EPS = 1e-5
@@ -122,11 +122,11 @@ class HGRN2(Mixer):
         self.o_proj = Projection(width, width)
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """See `Mixer.forward`."""
-        o, crossing = mix_at("gla", self._operands(x, shared), self.head_dim**-0.5, position, boundaries[0])
-        return self._output(o), (crossing,)
+        o, state_output = mix_at("gla", self._operands(x, shared), self.head_dim**-0.5, position, state_inputs[0])
+        return self._output(o), (state_output,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """See `Mixer.step`."""

@@ -17,7 +17,7 @@ from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class HeadWidths(NamedTuple):
@@ -83,15 +83,15 @@ class FeatureMapAttention(Mixer):
         """
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """This rank's tokens x [B, T, D] → [B, T, D], and the states exchanged with other ranks."""
-        (boundary,) = boundaries
+        (state_input,) = state_inputs
         operands = self._operands(x, position.positions)
         # Without a mask there is no order, and no decay.
         operands = operands if self.config.causal else operands[:3]
-        o, crossing = mix_at(self.operator, operands, self.scale, position, boundary)
-        return self._output(o), (crossing,)
+        o, state_output = mix_at(self.operator, operands, self.scale, position, state_input)
+        return self._output(o), (state_output,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """One more token of each sequence: x [B, 1, D] → [B, 1, D]; updates the state [B, H, K, V] in place."""

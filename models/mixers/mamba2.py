@@ -31,7 +31,7 @@ from zeco_train.ops.linear import Matmul
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 # Initial values of exp(A_log), as in the paper's code and in flash-linear-attention.
 _A_RANGE = (1.0, 16.0)
@@ -252,13 +252,13 @@ class Mamba2(Mixer):
         return self.decay
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """See `Mixer.forward`."""
         z, u, dt = self._projections(x)
-        u, tail = mix_at("short_conv", (u, *self.conv1d.operands()), 1.0, position, boundaries[0])
+        u, tail = mix_at("short_conv", (u, *self.conv1d.operands()), 1.0, position, state_inputs[0])
         operands, values = self._operands(u, dt, shared)
-        o, state = mix_at("scalar_decay", operands, 1.0, position, boundaries[1])
+        o, state = mix_at("scalar_decay", operands, 1.0, position, state_inputs[1])
         return self._output(o, values, z, shared), (tail, state)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from models.rotary import rotate
 from models.states import TokenCache
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 from zeco_train.ops.softmax.cache import attend_next
 
 
@@ -53,12 +53,12 @@ class SoftmaxAttention(Mixer):
         )
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """See `Mixer.forward`."""
         q, k, v, gate = self._operands(x, position.positions)
-        o, crossings = attend_at(q, k, v, self.shape.head_dim**-0.5, position, boundaries, self.window)
-        return self._output(o, gate), crossings
+        o, state_outputs = attend_at(q, k, v, self.shape.head_dim**-0.5, position, state_inputs, self.window)
+        return self._output(o, gate), state_outputs
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """See `Mixer.step`. Reads the whole capacity of the caches."""
@@ -95,7 +95,7 @@ class SoftmaxAttention(Mixer):
         return ()
 
     @property
-    def num_crossings(self) -> int:
+    def num_state_outputs(self) -> int:
         """The output and its log-sum-exp."""
         return 2
 

@@ -17,8 +17,8 @@ from tests.collectives.test_collectives import Pairs, check
 from tests.support import interpreter
 from tests.support.all_scan_emulation import allocate_shared
 from tests.support.distributed import run_distributed
-from zeco_train.collectives import Courier, PendingScan
-from zeco_train.collectives.one_kernel import Tuning
+from zeco_train.collectives import PendingScan, ScanWorker
+from zeco_train.collectives.one_kernel import KernelTuning
 from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import CommunicationError, ConfigError
 from zeco_train.ops.seam import ScanRequest
@@ -43,9 +43,9 @@ class Lane:
     def __init__(self, reverse: bool, timeout: timedelta = timedelta(seconds=30)) -> None:
         from zeco_train.collectives.symmetric import SymmetricScans
 
-        self.reverse, self.courier = reverse, Courier(dist.new_group(), timeout)
-        tuning = dict.fromkeys(ALGORITHMS, Tuning(2, 4, 32))
-        self.scans = SymmetricScans(self.courier, allocate_shared, tuning)
+        self.reverse, self.worker = reverse, ScanWorker(dist.new_group(), timeout)
+        tuning = dict.fromkeys(ALGORITHMS, KernelTuning(2, 4, 32))
+        self.scans = SymmetricScans(self.worker, allocate_shared, tuning)
 
     def launch(self, variant: str, state: torch.Tensor, log_decay: torch.Tensor, **options: object) -> PendingScan:
         request = ScanRequest(state, log_decay, self.reverse, **options)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def suite(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int], .
                 check(f"carry_out on rank {rank}", scan.carry_out(), pairs.incoming(world_size, reverse), case)
         if world_size == 3:
             uneven_pace(lane, rank, world_size)
-        lane.courier.drain()
+        lane.worker.drain()
     if world_size == 2 and shapes != SMALLEST:
         for algorithm in ALGORITHMS:
             refused_capture(algorithm)
@@ -144,7 +144,7 @@ def refused_capture(algorithm: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(symmetric, "is_capturing", lambda device: True)
             assert torch.equal(lane.launch(algorithm, *inputs, **options).wait(), expected[:, :shape]), algorithm
-    lane.courier.drain()
+    lane.worker.drain()
 
 
 def missing_peer(rank: int, algorithm: str) -> None:
@@ -157,12 +157,12 @@ def missing_peer(rank: int, algorithm: str) -> None:
     dist.barrier()
     incoming = lane.launch(algorithm, state, log_decay).wait()
     assert torch.equal(incoming, state * rank)
-    lane.courier.drain()
+    lane.worker.drain()
     dist.barrier()
     if rank == 1:
         lane.scans.check()
         assert lane.launch(algorithm, state, log_decay).wait().isnan().all(), algorithm
-        for action in (lambda: lane.launch(algorithm, state, log_decay), lane.courier.drain):
+        for action in (lambda: lane.launch(algorithm, state, log_decay), lane.worker.drain):
             with pytest.raises(CommunicationError, match=f"symmetric_{algorithm} forward: .* in scan 2 with rank 0"):
                 action()
     dist.barrier()
@@ -217,18 +217,18 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     """Not once per direction; nothing is logged for a scan over one rank."""
     from zeco_train.collectives.cost_model import Link
     from zeco_train.collectives.spec import ScanSpec
-    from zeco_train.sp import zeco
+    from zeco_train.sp import choose, zeco
     from zeco_train.sp.exchange import connect
     from zeco_train.sp.registry import SPConfig
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zeco, "request_problem", lambda request: "too large")
+        patch.setattr(choose, "request_problem", lambda request: "too large")
         patch.setattr(ScanSpec, "over", lambda *_: lambda request: None)
         patch.setattr(zeco, "scan_alone", lambda _: None)
-        patch.setattr(zeco.logger, "warning", lambda text, *values: said.append(text % values))
-        patch.setattr(zeco.logger, "info", lambda text, *values: said.append(text % values))
-        patch.setattr(zeco.AllScan, "_try_links", lambda *_: Link.symmetric)
+        patch.setattr(choose.logger, "warning", lambda text, *values: said.append(text % values))
+        patch.setattr(choose.logger, "info", lambda text, *values: said.append(text % values))
+        patch.setattr(choose.Chooser, "link", lambda *_: Link.symmetric)
         for ranks in ([0, 1], [rank]):
             groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
             scan = connect(SPConfig(), (groups[0], groups[1]), timedelta(seconds=30)).states

@@ -19,7 +19,7 @@ from torch.cuda import CUDAGraph
 
 from tests.collectives.test_collectives import Pairs
 from tests.support.distributed import run_distributed
-from zeco_train.collectives import Courier, PendingScan
+from zeco_train.collectives import PendingScan, ScanWorker
 from zeco_train.collectives.registry import SCANS
 from zeco_train.collectives.symmetric import SymmetricScans, transport_problem
 from zeco_train.errors import CommunicationError
@@ -39,8 +39,8 @@ class Lane:
 
     def __init__(self, rank: int, world_size: int, reverse: bool, timeout: timedelta = TIMEOUT) -> None:
         self.rank, self.world_size, self.reverse = rank, world_size, reverse
-        self.courier = Courier(dist.new_group(timeout=timeout), timeout)
-        self.scans = SymmetricScans(self.courier)
+        self.worker = ScanWorker(dist.new_group(timeout=timeout), timeout)
+        self.scans = SymmetricScans(self.worker)
         self._known: dict[tuple[object, ...], tuple[Pairs, Tensor, Tensor]] = {}
         self.errors: list[tuple[str, Tensor, torch.dtype]] = []
 
@@ -67,7 +67,7 @@ class Lane:
 
     def settle(self) -> None:
         """Wait for all errors and compare them with the tolerance."""
-        self.courier.drain()
+        self.worker.drain()
         found = torch.stack([error for _, error, _ in self.errors]).cpu().tolist()
         for (name, _, dtype), error in zip(self.errors, found, strict=True):
             assert error <= TOLERANCE[dtype], f"{name} is off by {error:.1e}, reverse={self.reverse}"  # NaN fails too
@@ -116,7 +116,7 @@ def uneven_pace(lanes: list[Lane], count: int, seconds: float) -> None:
     for lane, algorithm, shape, blocks, want_carry in kinds:
         lane.launch(algorithm, lane.known(0, shape)[0], want_carry, blocks).wait()
     for lane in lanes:
-        lane.courier.drain()
+        lane.worker.drain()
     dist.barrier()
     start = time.monotonic()
     pending: list[tuple[Lane, str, PendingScan, Tensor, Tensor | None]] = []
@@ -134,7 +134,7 @@ def uneven_pace(lanes: list[Lane], count: int, seconds: float) -> None:
             compare_results(*pending.pop(0))
         if number % 1000 == 999:
             for lane in lanes:
-                lane.courier.drain()
+                lane.worker.drain()
     for results in pending:
         compare_results(*results)
     for lane in lanes:
@@ -208,8 +208,8 @@ def in_graphs(lanes: list[Lane], replays: int) -> None:
         if number % 50 == 0:
             pairs, incoming, _ = lanes[0].known(1, ODD)
             lanes[0].compare(f"eager scan after replay {number}", lanes[0].launch("chain", pairs).wait(), incoming)
-            # The first rank's wait returns at once, and a replay does not synchronise with the courier's stream.
-            lanes[0].courier.drain()
+            # The first rank's wait returns at once, and a replay does not synchronise with the worker's stream.
+            lanes[0].worker.drain()
     for lane in lanes:
         lane.settle()
 
@@ -241,7 +241,7 @@ def missing_peer(rank: int, world_size: int, algorithm: str) -> None:
         seconds = time.monotonic() - start
         assert 1.5 < seconds < 8, f"{algorithm}: {seconds:.1f} s"
         errors = []
-        for action in (lambda: lane.launch(algorithm, pairs), lane.courier.drain):
+        for action in (lambda: lane.launch(algorithm, pairs), lane.worker.drain):
             with pytest.raises(CommunicationError, match=r"no answer within 2 s") as caught:
                 action()
             errors.append(caught.value)
@@ -254,7 +254,7 @@ def missing_peer(rank: int, world_size: int, algorithm: str) -> None:
 
 def suite(rank: int, world_size: int) -> str:
     lanes = [Lane(rank, world_size, reverse) for reverse in (False, True)]
-    problem = transport_problem(lanes[0].courier, torch.device("cuda", rank))
+    problem = transport_problem(lanes[0].worker, torch.device("cuda", rank))
     if problem is not None:
         return problem
     parts: list[tuple[str, Callable[[], None]]] = [

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
@@ -46,18 +46,18 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 20 * 4 * 3 * 2 * 2.0**-24}
 
 
 class Lane:
-    """One direction's group with its courier, as a backend holds them."""
+    """One direction's group with its worker, as a backend holds them."""
 
     def __init__(self, group: dist.ProcessGroup, reverse: bool = False, timeout: timedelta = TIMEOUT) -> None:
-        self.reverse, self.courier = reverse, Courier(group, timeout)
+        self.reverse, self.worker = reverse, ScanWorker(group, timeout)
 
     def launch(self, variant: str, state: Tensor, log_decay: Tensor, **options: Any) -> LaunchedScan:
         request = ScanRequest(state, log_decay, self.reverse, **options)
         name, _, blocks = variant.partition("/")
         if SCANS[name].in_series:
-            # It runs in the caller's thread: on every rank, pending work of the courier's thread must finish first.
-            self.courier.drain()
-        return SCANS[name].launch(request, self.courier, **({"blocks": int(blocks)} if blocks else {}))
+            # It runs in the caller's thread: on every rank, pending work of the worker's thread must finish first.
+            self.worker.drain()
+        return SCANS[name].launch(request, self.worker, **({"blocks": int(blocks)} if blocks else {}))
 
 
 def new_lanes(world_size: int) -> tuple[Lane, Lane]:
@@ -175,7 +175,7 @@ def reference_suite(rank: int, world_size: int, device_type: str) -> None:
         scans_in_flight(rank, world_size, lanes, variant, device)
         misuse(rank, world_size, lanes[0], variant, device)
     for lane in lanes:
-        lane.courier.drain()
+        lane.worker.drain()
 
 
 def scans_in_flight(rank: int, world_size: int, lanes: tuple[Lane, Lane], variant: str, device: str) -> None:
@@ -239,7 +239,7 @@ def subgroup_suite(rank: int, world_size: int) -> None:
             scan = pairs.launch(lane, variant, member, "cpu", want_carry=True)
             finish(pairs, scan, lane, member, True, f"{variant} {reverse=} {layout}")
             if variant in LAUNCHED:
-                lane.courier.drain()
+                lane.worker.drain()
         with pytest.raises(ValueError, match="not a member"):
             Lane(groups[1 - mine]).launch("chain/1", pairs.states[0], pairs.transitions[0])
 
@@ -271,7 +271,7 @@ def pace_suite(rank: int, world_size: int) -> None:
         finish(pairs, scan, lane, rank, want_carry, f"scan {seed} of 200, {variant}")
     # A rank that has its results may still have sends pending.
     for lane in lanes:
-        lane.courier.drain()
+        lane.worker.drain()
 
 
 @pytest.mark.processes
@@ -327,7 +327,7 @@ def missing_peer(rank: int, world_size: int) -> None:
         chain = absent["chain/2"]
         chain.launch("chain/2", torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5)).wait()
         with pytest.raises(CommunicationError, match="send of block 0 with rank 1: no answer within 2 s"):
-            chain.courier.drain()
+            chain.worker.drain()
     if rank == 2:
         for variant, lane in absent.items():
             error, seconds = failure(lane, variant)
@@ -350,12 +350,12 @@ def test_missing_peer_is_named_within_timeout() -> None:
     run_distributed(missing_peer, 3, may_die=(1,))
 
 
-# Rank 0's courier waits for rank 1, which never sends, while the main thread ends.
+# Rank 0's worker waits for rank 1, which never sends, while the main thread ends.
 EXIT_SCRIPT = """
 import sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.chain import launch_chain
 from zeco_train.ops.seam import ScanRequest
 rank, bound = int(sys.argv[1]), timedelta(minutes=10)
@@ -363,8 +363,8 @@ dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank,
 dist.barrier()
 if rank == 1:
     time.sleep(600)
-courier = Courier(dist.group.WORLD, bound)
-launch_chain(ScanRequest(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2), reverse=True), courier, blocks=2)
+worker = ScanWorker(dist.group.WORLD, bound)
+launch_chain(ScanRequest(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2), reverse=True), worker, blocks=2)
 time.sleep(0.2)
 print("ends", flush=True)
 sys.exit(6)

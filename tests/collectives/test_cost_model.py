@@ -11,8 +11,8 @@ import pytest
 from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load, assumed_costs
 from zeco_train.collectives.registry import ALL_SCANS, SCANS
-from zeco_train.collectives.spec import choose, eligible
 from zeco_train.collectives.two_shot import TWO_SHOT
+from zeco_train.sp.choose import choose, eligible
 
 MB = 1 << 20
 AUTO = tuple(scan for scan in ALL_SCANS if scan.automatic)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.collectives.test_collectives import TIMEOUT, Pairs, check
 from tests.support.distributed import run_distributed
 from tests.support.virtual import run_virtual
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.lane import LANE, launch_lane
 from zeco_train.collectives.topology import Topology
@@ -70,15 +70,15 @@ def test_lane_equals_reference_over_nodes(nodes: int) -> None:
 def gloo_suite(rank: int, world_size: int, per_node: int) -> None:
     topology = Topology((per_node,) * (world_size // per_node))
     for reverse in (False, True):
-        courier = Courier(dist.new_group(), TIMEOUT, topology)
+        worker = ScanWorker(dist.new_group(), TIMEOUT, topology)
         for seed, (shape, matrices, restarts) in enumerate(itertools.product(SHAPES, (False, True), (False, True))):
             pairs = Pairs.make(seed, world_size, shape, torch.float64, seed % 2 == 0, restarts, matrices)
-            scan = launch_lane(requests_of(pairs, reverse, want_carry=seed % 3 == 0)[rank], courier)
+            scan = launch_lane(requests_of(pairs, reverse, want_carry=seed % 3 == 0)[rank], worker)
             case = f"{topology} {reverse=} {shape} {matrices=} {restarts=}"
             check(f"incoming state of rank {rank}", scan.wait(), pairs.incoming(rank, reverse), case)
             if seed % 3 == 0:
                 check("carry_out", scan.carry_out(), pairs.incoming(world_size, reverse), case)
-        courier.drain()
+        worker.drain()
 
 
 @pytest.mark.processes

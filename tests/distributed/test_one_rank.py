@@ -153,7 +153,7 @@ def test_gradients_and_weights_have_the_bits_of_fsdp() -> None:
 
 
 def _bits_of_kernels(rank: int, world_size: int) -> None:
-    from zeco_train.kernels.pack import launch
+    from zeco_train.kernels import pack as launch
 
     patch_bf16()
     mesh = _mesh("cpu")

@@ -26,7 +26,7 @@ def _gradients(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.
 
 def _differences(device: torch.device) -> list[str]:
     """The cases in which the kernel's result is not torch's."""
-    from zeco_train.kernels.pack.launch import pack
+    from zeco_train.kernels.pack import pack
 
     wrong = []
     for shapes, ranks in CASES:
@@ -48,7 +48,7 @@ EXTREMES = [0.0, -0.0, 1e-45, -1e-40, 1.00390625, 1.01171875, -3.3e38, 3.4e38, t
 
 def _differences_of_sums_and_casts(device: torch.device) -> list[str]:
     """The tensors that are not torch's after a sum in place, and after a cast."""
-    from zeco_train.kernels.pack.launch import cast, pack
+    from zeco_train.kernels.pack import cast, pack
 
     wrong = []
     extremes = torch.tensor(EXTREMES, device=device)

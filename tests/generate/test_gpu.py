@@ -23,7 +23,7 @@ from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.ops.gla import step as step_module
+from zeco_train.ops import gla as step_module
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 

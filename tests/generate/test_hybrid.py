@@ -26,7 +26,7 @@ from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.segments import LayerStates
+from zeco_train.ops.seam import LayerStates
 from zeco_train.ops.softmax.cache import extend
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.exchange import local_exchange

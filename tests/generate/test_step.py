@@ -14,9 +14,9 @@ from models.mixers.gla import FeatureMap
 from tests.models.test_model import SMALL, build, tokens_and_labels, whole
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_gla
-from zeco_train.ops.gla import step as step_module
-from zeco_train.ops.gla.step import recurrent_step
-from zeco_train.ops.segments import LayerStates
+from zeco_train.ops import gla as step_module
+from zeco_train.ops.gla import recurrent_step
+from zeco_train.ops.seam import LayerStates
 
 pytestmark = pytest.mark.numeric
 
@@ -77,7 +77,7 @@ def test_mismatched_operands_are_refused() -> None:
     q, k, v, g, state = operands(torch.float32, tokens=1)
     with pytest.raises(ValueError, match="state: expected shape"):
         recurrent_step(q, k, v, g, state[:1])
-    with pytest.raises(ValueError, match="state: expected the dtype of g"):
+    with pytest.raises(ValueError, match=r"^state: expected torch\.float"):
         recurrent_step(q, k, v, g, state.double())
     with pytest.raises(ValueError, match="state: expected a contiguous tensor"):
         recurrent_step(q, k, v, g, state.mT.contiguous().mT)

@@ -20,7 +20,7 @@ from models.registry import MIXERS
 from zeco_train.errors import ConfigError
 from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -98,7 +98,7 @@ def _compare(config: Any, theirs: nn.Module, call: Callable[[Tensor], Tensor]) -
     x = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     scan = local_exchange()
     with torch.no_grad():
-        y, _ = ours(x, SequencePosition((0, TOKENS), exchange=scan).on(x), (Boundary(),), None)
+        y, _ = ours(x, SequencePosition((0, TOKENS), exchange=scan).on(x), (StateInput(),), None)
         expected = call(x)
     return ((y - expected).abs().max() / expected.abs().max()).item()
 

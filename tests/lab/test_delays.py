@@ -65,7 +65,7 @@ def test_spins_follow_the_layers_of_each_direction() -> None:
     inner = LocalScan()
     with (
         mock.patch.object(spins, "spend", lambda *where: spent.append(where)),
-        mock.patch.object(inner, "courier", return_value=mock.Mock(launch=lambda job: job.run())),
+        mock.patch.object(inner, "worker", return_value=mock.Mock(launch=lambda job: job.run())),
     ):
         scan = SpinningScan(inner, spins)
         state = torch.randn(1, 2, 3, 4)

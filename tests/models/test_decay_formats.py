@@ -22,7 +22,7 @@ from models.registry import MIXERS, mixer_of
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_decay_references
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -164,5 +164,5 @@ def test_lightning_layers_equal_minimax() -> None:
             module.weight.copy_(weight)
         x, scan = torch.randn(2, 50, 24, generator=generator), local_exchange()
         expected, _ = theirs(x, position_embeddings=None, attention_mask=None)
-        y, _ = ours(x, SequencePosition((0, 50), exchange=scan).on(x), (Boundary(),), None)
+        y, _ = ours(x, SequencePosition((0, 50), exchange=scan).on(x), (StateInput(),), None)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

@@ -25,7 +25,7 @@ from models.registry import mixer_of
 from models.rotary import rotate
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -78,8 +78,8 @@ def place(start: int, stop: int) -> SequencePosition:
 
 
 def whole(mixer: Mixer, x: Tensor, bounds: Tensor | None) -> Tensor:
-    y, crossings = mixer(x, place(0, TOKENS), (Boundary(),), part(mixer, bounds))
-    assert len(crossings) == 1
+    y, state_outputs = mixer(x, place(0, TOKENS), (StateInput(),), part(mixer, bounds))
+    assert len(state_outputs) == 1
     return y
 
 
@@ -226,8 +226,8 @@ def test_sequences_of_a_batch_step_at_their_own_positions() -> None:
 def test_two_shards_joined_by_their_state_equal_the_whole_sequence(name: str) -> None:
     mixer, x, bounds = build(CONFIGS[name])
     expected, border, shared = whole(mixer, x, bounds), 32, part(mixer, bounds)
-    first, (crossing,) = mixer(x[:, :border], place(0, border), (Boundary(want_carry=True),), shared)
-    carry = Boundary(carry_in=crossing.carry_out)
+    first, (state_output,) = mixer(x[:, :border], place(0, border), (StateInput(want_carry=True),), shared)
+    carry = StateInput(carry_in=state_output.carry_out)
     second, _ = mixer(x[:, border:], place(border, TOKENS), (carry,), shared)
     joined = torch.cat((first, second), dim=1)
     assert_close(joined, expected, "y")
@@ -247,8 +247,8 @@ def test_bf16_stays_close_to_fp64(name: str) -> None:
     wide.load_state_dict(narrow.state_dict())
     shared = part(mixer, bounds)
     with torch.no_grad():
-        y, _ = narrow(x.bfloat16(), place(0, TOKENS), (Boundary(),), None if shared is None else shared.float())
-        expected, _ = wide(x.bfloat16().double(), place(0, TOKENS), (Boundary(),), shared)
+        y, _ = narrow(x.bfloat16(), place(0, TOKENS), (StateInput(),), None if shared is None else shared.float())
+        expected, _ = wide(x.bfloat16().double(), place(0, TOKENS), (StateInput(),), shared)
     assert y.dtype == torch.bfloat16
     # Measured at most 0.8 eps.
     assert (y - expected).norm() <= 2 * torch.finfo(torch.bfloat16).eps * expected.norm()

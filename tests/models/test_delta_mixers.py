@@ -27,7 +27,7 @@ from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_delta_references
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -132,7 +132,7 @@ def test_layer_and_all_gradients_equal_the_reference(name: str) -> None:
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
         shared = layer.wide_parameters() if layer.wide_parameters is not None else None
-        y = reference(layer, leaf) if is_reference else layer(leaf, place, (Boundary(),) * 2, shared)[0]
+        y = reference(layer, leaf) if is_reference else layer(leaf, place, (StateInput(),) * 2, shared)[0]
         y.backward(dy)
         grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
         found.append({"y": y.detach(), "x": leaf.grad, **grads})

@@ -1,4 +1,4 @@
-"""Linear attention with feature maps: each mixer against a plain attention matrix, and its pieces."""
+"""Linear attention with feature maps: each mixer against a plain attention matrix, and its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from models.registry import MIXERS, check_document, longest_document
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -79,8 +79,8 @@ def run(
     documents = None if cu_seqlens is None else [cu_seqlens]
     position = SequencePosition((offset, offset + x.shape[1]), documents=documents, exchange=SCAN)
     position = position.on(x, with_positions=mixer.reads_positions)
-    y, (crossing,) = mixer(x, position, (Boundary(None, carry_in, True),), None)
-    return y, crossing.carry_out
+    y, (state_output,) = mixer(x, position, (StateInput(None, carry_in, True),), None)
+    return y, state_output.carry_out
 
 
 def linear_weights(q: Tensor, k: Tensor, config: Any, parameters: Parameters) -> Tensor:

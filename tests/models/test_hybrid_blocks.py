@@ -19,7 +19,7 @@ from models.spec import spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -87,7 +87,7 @@ def test_norms_after_act_on_outputs(recompute: Recompute) -> None:
     x = torch.randn(1, TOKENS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     scan = local_exchange()
     place = SequencePosition((0, TOKENS), exchange=scan).on(x, with_positions=True)
-    (found, *_), (mixed, _) = after(x, place), after.attn(x, place, [Boundary()] * 2, None)
+    (found, *_), (mixed, _) = after(x, place), after.attn(x, place, [StateInput()] * 2, None)
     middle = x + after.attn_norm(mixed)
     assert torch.allclose(found, middle + after.mlp_norm(after.mlp(middle)), rtol=1e-13)
 

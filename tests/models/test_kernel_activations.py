@@ -53,8 +53,8 @@ def _on(device: str, config: LanguageModelConfig) -> tuple[list[TokenTensor], li
 def _saving_like(kernels: Passes, plain: Passes) -> Passes:
     """Passes in PyTorch whose forward pass saves tensors of the kernels' shapes."""
 
-    def forward(operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> ForwardPass:
-        done: Any = plain.forward(operands, scale, pieces)
+    def forward(operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> ForwardPass:
+        done: Any = plain.forward(operands, scale, doc_ids)
         done.saved = kernels.saved_like(operands)
         return done
 
@@ -183,8 +183,8 @@ def test_planned_states_of_gla_are_those_that_the_kernels_keep(name: str, batch:
 
 
 def test_mamba2_counts_what_kernels_keep_for_the_gradient_of_the_decays() -> None:
-    from zeco_train.ops.scalar_decay.kernels.tuning import Tuning
+    from zeco_train.ops.scalar_decay.kernels.tuning import ScalarDecayTuning
 
-    tuning = Tuning()
+    tuning = ScalarDecayTuning()
     assert tuning.chunk * tuning.span == _STATE_TOKENS
     assert tuning.query_grads.columns == tuning.key_grads.columns == _SUMMED_CHANNELS

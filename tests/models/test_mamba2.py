@@ -19,8 +19,7 @@ from models.parameters import cast, parameter_rules
 from models.spec import ModelSpec, spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary
-from zeco_train.ops.segments import LayerStates
+from zeco_train.ops.seam import LayerStates, StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -99,7 +98,7 @@ def test_layer_and_all_gradients_equal_the_reference(changes: dict[str, object])
     for is_reference in (False, True):
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
-        y = reference(layer, leaf) if is_reference else layer(leaf, place, (Boundary(),) * 2, layer.decay())[0]
+        y = reference(layer, leaf) if is_reference else layer(leaf, place, (StateInput(),) * 2, layer.decay())[0]
         y.backward(dy)
         grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
         found.append({"y": y.detach(), "x": leaf.grad, **grads})

@@ -20,8 +20,7 @@ from tests.support.sp_reference import build_scans
 from zeco_train.config.schema import Dtype
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange
-from zeco_train.ops.segments import LayerStates
+from zeco_train.ops.seam import Exchange, LayerStates
 from zeco_train.plan.memory import kept_bytes_per_token
 from zeco_train.sp.exchange import local_exchange
 

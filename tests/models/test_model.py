@@ -25,7 +25,7 @@ from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.spec import ModelSpec, spec_of
 from zeco_train.ops import CHUNK
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -225,14 +225,14 @@ def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
 
     def spy(
-        operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, boundary: Boundary
-    ) -> tuple[Tensor, Crossing]:
+        operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, state_input: StateInput
+    ) -> tuple[Tensor, StateOutput]:
         q, _, v, g = operands
         seen.extend((q.dtype, g.dtype))
         # bf16 has 8 significant bits: values that all survive it were rounded to it.
         assert (g.bfloat16() != g).any()
         assert g.max() <= 0
-        return v, Crossing(g, g)
+        return v, StateOutput(g, g)
 
     monkeypatch.setattr(gla, "mix_at", spy)
     ids, _ = tokens_and_labels()
@@ -269,10 +269,10 @@ def test_elementwise_functions_round_once() -> None:
 
 def test_model_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     def elementwise(
-        operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, boundary: Boundary
-    ) -> tuple[Tensor, Crossing]:
+        operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, state_input: StateInput
+    ) -> tuple[Tensor, StateOutput]:
         q, k, v, g = operands
-        return v * (q * k * g).sum(-1, keepdim=True), Crossing(g, g)
+        return v * (q * k * g).sum(-1, keepdim=True), StateOutput(g, g)
 
     # Replace the operator by an elementwise function through which all gradients flow, and the projections by plain
     # products, since the counter does not see inside custom ops.

@@ -13,9 +13,8 @@ from torch import Tensor
 from tests.ops.test_ops import DOCUMENTS, cut
 from tests.support.delta_cases import DECAYS, HEADS, KEY_DIM, RULES, VALUE_DIM, Case, make
 from tests.support.recurrence import naive_gla, naive_of
-from zeco_train.ops.delta import chunked
-from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.delta import chunked, forward_flops, recomputed_flops
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
 
@@ -50,8 +49,8 @@ def sharded(
         for start, stop in itertools.pairwise(edges)
     ]
     passes, incoming, transitions, o = operator.select(operands), [], [], []
-    for local, _, pieces in shards:
-        forward = passes.forward(local, SCALE, pieces)
+    for local, _, doc_ids in shards:
+        forward = passes.forward(local, SCALE, doc_ids)
         contribution, transition = forward.state.clone(), forward.transition.clone()
         assert forward.state.is_contiguous()
         assert forward.transition.is_contiguous()
@@ -67,10 +66,10 @@ def sharded(
         used = transition if forward_transition is None else forward_transition(transition, local)
         state = used @ state + contribution
     grads = []
-    for (local, of_outputs, pieces), received, transition in reversed(
+    for (local, of_outputs, doc_ids), received, transition in reversed(
         list(zip(shards, incoming, transitions, strict=True))
     ):
-        backward = passes.backward(local, of_outputs, (), received, SCALE, pieces)
+        backward = passes.backward(local, of_outputs, (), received, SCALE, doc_ids)
         contribution = backward.state_grad.clone()
         backward.overlap()
         grads.append(backward.operand_grads(grad))
@@ -90,8 +89,8 @@ def expected(rule: str, case: Case, cu_seqlens: Tensor | None) -> dict[str, Tens
     """The recurrence over the whole sequence, whose first document continues from the initial state."""
     operands, state, do, grad = case
     leaves = [x.detach().clone().requires_grad_() for x in (*operands, state)]
-    pieces = find_pieces(cu_seqlens, 1, do.shape[1], do.device)
-    o, end = naive_of(OPERATORS[rule])(*leaves[:-1], scale=SCALE, initial_state=leaves[-1], pieces=pieces)
+    doc_ids = find_doc_ids(cu_seqlens, 1, do.shape[1], do.device)
+    o, end = naive_of(OPERATORS[rule])(*leaves[:-1], scale=SCALE, initial_state=leaves[-1], doc_ids=doc_ids)
     found = torch.autograd.grad([o, end], leaves, [do, grad], allow_unused=True, materialize_grads=True)
     return {"o": o.detach(), "state": end.detach(), "initial_grad": found[-1], **_named(rule, found)}
 
@@ -223,8 +222,10 @@ def test_transition_is_zero_after_a_restart_and_no_expansion_otherwise() -> None
     for rule in RULES:
         operands = make(rule, 100, "weak")[0]
         passes = OPERATORS[rule].select(operands)
-        restarted = passes.forward(operands, SCALE, find_pieces(torch.tensor([0, 40, 100]), 1, 100, operands[0].device))
-        continued = passes.forward(operands, SCALE, find_pieces(torch.tensor([0, 100]), 1, 100, operands[0].device))
+        restarted = passes.forward(
+            operands, SCALE, find_doc_ids(torch.tensor([0, 40, 100]), 1, 100, operands[0].device)
+        )
+        continued = passes.forward(operands, SCALE, find_doc_ids(torch.tensor([0, 100]), 1, 100, operands[0].device))
         assert (restarted.transition == 0).all()
         assert 0 < torch.linalg.matrix_norm(continued.transition, 2).max() <= 1
 
@@ -256,8 +257,8 @@ def test_reverse_scan_without_transposition_is_wrong() -> None:
 @pytest.mark.parametrize("rule", ["gated_delta", "kda"])
 def test_gradient_of_decays_without_the_term_of_the_last_state_is_wrong(rule: str) -> None:
     case, edges = make(rule, 48, "weak"), [0, 16, 32, 48]
-    terms = chunked.boundary_terms
-    with mock.patch.object(chunked, "boundary_terms", lambda states, grads: 0 * terms(states, grads)):
+    terms = chunked.sum_boundary_terms
+    with mock.patch.object(chunked, "sum_boundary_terms", lambda states, grads: 0 * terms(states, grads)):
         found = errors(sharded(rule, case, edges, None), expected(rule, case, None))
     assert found.pop("dg") > WRONG
     assert all(error <= TOLERANCE for error in found.values()), found

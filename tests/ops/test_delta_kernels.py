@@ -27,7 +27,7 @@ from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Exchange
+from zeco_train.ops.seam import Exchange, StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.numeric
 SCALE = 0.7
 
 
-def _found(case: DeltaCase, tensors: dict[str, Tensor], scale: float, pieces: Tensor | None) -> dict[str, Tensor]:
+def _found(case: DeltaCase, tensors: dict[str, Tensor], scale: float, doc_ids: Tensor | None) -> dict[str, Tensor]:
     """Results of the kernels."""
     from zeco_train.ops.delta import cuda  # late: imports Triton, whose mode is fixed at import
 
     kept = cuda.options_for(tensors["k"])
     kept = kept if case.joining is None else replace(kept, joining=case.joining, programs=264)
     with mock.patch.object(cuda, "options_for", return_value=kept):
-        return both_results(_kernels(case.rule), case.names, tensors, scale, pieces)
+        return both_results(_kernels(case.rule), case.names, tensors, scale, doc_ids)
 
 
 def _kernels(rule: str) -> Passes:
@@ -57,17 +57,17 @@ def delta_errors(case: DeltaCase, dtype: torch.dtype, device: torch.device) -> d
     Random keys leave little of a state after some hundred tokens, and rounding errors are of the size of what they left
     before.
     """
-    tensors, pieces = case.tensors(dtype, device), case.pieces(device)
+    tensors, doc_ids = case.tensors(dtype, device), case.doc_ids(device)
     scale = case.shape[4] ** -0.5
-    found = _found(case, tensors, scale, pieces)
+    found = _found(case, tensors, scale, doc_ids)
     passes = CHUNKED_DELTA if case.rule == "delta" else CHUNKED_GATED
-    expected = both_results(passes, case.names, {name: x.double() for name, x in tensors.items()}, scale, pieces)
+    expected = both_results(passes, case.names, {name: x.double() for name, x in tensors.items()}, scale, doc_ids)
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     identity = found["M"].shape[:3].numel() ** 0.5
     errors["M over I"] = (found["M"] - expected["M"]).norm().item() / identity
-    if "g" in case.names and pieces is not None:
-        errors["dg at restarts"] = found["dg"][:, find_restarts(pieces)].abs().sum().item()
+    if "g" in case.names and doc_ids is not None:
+        errors["dg at restarts"] = found["dg"][:, find_restarts(doc_ids)].abs().sum().item()
     return errors
 
 
@@ -135,13 +135,13 @@ def _crossing_restarts(rank: int, world_size: int, rules: list[str]) -> list[str
     wrong = []
     for rule in rules:
         case = DeltaCase((1, 140, 1, 1, 16, 16), rule=rule, documents=(0, 90, 140))
-        pieces, quiet = case.pieces(torch.device("cpu")), case.tensors(torch.float32, torch.device("cpu"))
-        wanted = _found(case, quiet, SCALE, pieces)
+        doc_ids, quiet = case.doc_ids(torch.device("cpu")), case.tensors(torch.float32, torch.device("cpu"))
+        wanted = _found(case, quiet, SCALE, doc_ids)
         for loud, kept in ((slice(0, 90), slice(90, 140)), (slice(90, 140), slice(0, 90))):
             tensors = {name: x.clone() for name, x in quiet.items()}
             for name in ("q", "v", "do"):
                 tensors[name][:, loud] *= 1e8
-            found = _found(case, tensors, SCALE, pieces)
+            found = _found(case, tensors, SCALE, doc_ids)
             for name in ("o", *(f"d{operand}" for operand in case.names)):
                 if torch.equal(wanted[name][:, loud], found[name][:, loud]):
                     wrong.append(f"{rule}: {name} is not louder")
@@ -191,14 +191,14 @@ def _over_segments(rule: str, leaves: dict[str, Tensor], scan: Exchange, *, with
     for start, stop in ((0, 70), (70, 90), (90, 200)):
         place = position_of(scan, start, stop, (0, 30, 140, 200), continues=True).on(operands[0][:, start:stop])
         local = [x[:, start:stop] for x in operands]
-        out, crossing = mix_at(rule, local, SCALE, place, Boundary(carry_in=carry, want_carry=True))
+        out, state_output = mix_at(rule, local, SCALE, place, StateInput(carry_in=carry, want_carry=True))
         if with_replay and start == 70:
-            replayed = Boundary(incoming_state=crossing.received.detach(), carry_in=carry, want_carry=True)
+            replayed = StateInput(incoming_state=state_output.received.detach(), carry_in=carry, want_carry=True)
             again, _ = mix_at(rule, local, SCALE, place, replayed)
             assert torch.equal(out, again)
             out = again
         o.append(out)
-        carry = crossing.carry_out
+        carry = state_output.carry_out
     return torch.cat(o, 1), carry
 
 
@@ -243,7 +243,7 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     kept = tuning.find(divmod(capability, 10), dtype, case.shape[4])
     cpu = torch.device("cpu")
     with compiling(capability) as found, mock.patch.object(cuda, "options_for", return_value=kept):
-        both_results(_kernels(case.rule), case.names, case.tensors(dtype, cpu), 1.0, case.pieces(cpu))
+        both_results(_kernels(case.rule), case.names, case.tensors(dtype, cpu), 1.0, case.doc_ids(cpu))
     return found
 
 
@@ -274,11 +274,11 @@ def test_delta_kernels_do_not_synchronise_and_are_deterministic(rule: str) -> No
     """Neither pass synchronises the host, also with documents; repetitions are bit-identical."""
     case = DeltaCase((1, 2000, 1, 4, 128, 64), documents=(0, 300, 2000), rule=rule, joining=None)
     device = torch.device("cuda")
-    tensors, pieces = case.tensors(torch.bfloat16, device), case.pieces(device)
-    first = _found(case, tensors, 0.125, pieces)
+    tensors, doc_ids = case.tensors(torch.bfloat16, device), case.doc_ids(device)
+    first = _found(case, tensors, 0.125, doc_ids)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        second = _found(case, tensors, 0.125, pieces)
+        second = _found(case, tensors, 0.125, doc_ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for name, x in first.items():

@@ -12,7 +12,7 @@ from models.modules import GatedRMSNorm, GateFunction
 from tests.models.test_decay_mixers import reference_norm
 from tests.support.distributed import run_distributed
 from tests.support.kernel_cases import SHARED_MEMORY, compiling
-from zeco_train.ops.gated_norm.kernels import launch
+from zeco_train.ops.gated_norm import kernels as launch
 
 pytestmark = pytest.mark.numeric
 

@@ -14,7 +14,7 @@ from tests.support.distributed import run_distributed
 from tests.support.interpreter import patch_bf16, quicken, skip_overflow_checks
 from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
 from tests.support.recurrence import naive_hgrn
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.hgrn import HGRN
 from zeco_train.ops.hgrn.chunked import CHUNKED
 from zeco_train.ops.mix import mix
@@ -47,29 +47,29 @@ def tensors(batch: int, tokens: int, heads: int, key_dim: int, dtype: torch.dtyp
     }
 
 
-def both_passes(passes: Passes, values: dict[str, Tensor], pieces: Tensor | None) -> dict[str, Tensor]:
+def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
     """All results of the two passes of one rank, given R and D_in."""
     operands = [values["x"], values["g"]]
-    forward = passes.forward(operands, 1.0, pieces)
+    forward = passes.forward(operands, 1.0, doc_ids)
     results = {"S_loc": forward.state.clone(), "A": forward.transition.exp()}
     forward.overlap()
     results["o"] = forward.outputs(values["R"])
     assert [x.shape for x in forward.saved] == [x.shape for x in passes.saved_like(operands)]
     incoming = values["R"] if passes.needs_incoming else None
-    backward = passes.backward(operands, values["do"], forward.saved, incoming, 1.0, pieces)
+    backward = passes.backward(operands, values["do"], forward.saved, incoming, 1.0, doc_ids)
     results["D_loc"] = backward.state_grad.clone()
     backward.overlap()
     return results | dict(zip(("dx", "dg"), backward.operand_grads(values["D_in"]), strict=True))
 
 
-def expected(values: dict[str, Tensor], pieces: Tensor | None) -> dict[str, Tensor]:
+def expected(values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
     """The same by the recurrence: what a start of zero leaves, and what a unit of the start becomes."""
     leaves = [values[name].double().requires_grad_() for name in ("x", "g", "R")]
     x, g, start = leaves
-    o, end = naive_hgrn(x, g, initial_state=start, pieces=pieces)
+    o, end = naive_hgrn(x, g, initial_state=start, doc_ids=doc_ids)
     with torch.no_grad():
-        _, own = naive_hgrn(x, g, pieces=pieces)
-        _, unit = naive_hgrn(torch.zeros_like(x), g, initial_state=torch.ones_like(start), pieces=pieces)
+        _, own = naive_hgrn(x, g, doc_ids=doc_ids)
+        _, unit = naive_hgrn(torch.zeros_like(x), g, initial_state=torch.ones_like(start), doc_ids=doc_ids)
     outputs, grads = [o, end], [values["do"].double(), values["D_in"].double()]
     dx, dg = torch.autograd.grad(outputs, leaves[:2], grads, retain_graph=True)
     (of_start,) = torch.autograd.grad([o], [start], grads[:1], materialize_grads=True)
@@ -77,9 +77,9 @@ def expected(values: dict[str, Tensor], pieces: Tensor | None) -> dict[str, Tens
     return {name: x.detach() for name, x in results.items()}
 
 
-def pieces_of(documents: Sequence[int] | None, before: int, tokens: int) -> Tensor | None:
+def doc_ids_of(documents: Sequence[int] | None, before: int, tokens: int) -> Tensor | None:
     borders = None if documents is None else torch.tensor([*documents, tokens])
-    return find_pieces(borders, before, tokens, torch.device("cpu"))
+    return find_doc_ids(borders, before, tokens, torch.device("cpu"))
 
 
 # Tokens, heads, channels of a head, batch, documents, tokens of the first document before these.
@@ -97,9 +97,9 @@ CASES: dict[str, tuple[int, int, int, int, tuple[int, ...] | None, int]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_chunked_passes_equal_the_recurrence(name: str) -> None:
     tokens, heads, key_dim, batch, documents, before = CASES[name]
-    values, pieces = tensors(batch, tokens, heads, key_dim), pieces_of(documents, before, tokens)
+    values, doc_ids = tensors(batch, tokens, heads, key_dim), doc_ids_of(documents, before, tokens)
     kept = {key: x.clone() for key, x in values.items()}
-    found, wanted = both_passes(CHUNKED, values, pieces), expected(values, pieces)
+    found, wanted = both_passes(CHUNKED, values, doc_ids), expected(values, doc_ids)
     for key, tensor in wanted.items():
         assert found[key].shape == tensor.shape
         assert (found[key] - tensor).abs().max() <= TOLERANCE * max(1.0, float(tensor.abs().max())), key
@@ -157,7 +157,7 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
         CHUNKED.forward([x, g], 1.0, None).outputs(torch.zeros(1, 2, 3))
     with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
         HGRN.step(x, g, torch.zeros(1, 2, 3, 1))
-    with pytest.raises(ValueError, match=r"^state: expected the dtype of g, torch.float32, got torch.float64$"):
+    with pytest.raises(ValueError, match=r"^state: expected torch.float32, got torch.float64$"):
         HGRN.step(x[:, :1], g[:, :1], torch.zeros(1, 2, 3, 1).double())
 
 
@@ -166,7 +166,7 @@ def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
     """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
     values, scan = tensors(1, 9, 2, 4, torch.float32), local_exchange()
     leaves = [values[name].requires_grad_() for name in ("x", "g")]
-    place = scan.handle(torch.device("cpu")), pieces_of(documents, 1, 9)
+    place = scan.handle(torch.device("cpu")), doc_ids_of(documents, 1, 9)
     arguments = (leaves, "hgrn", 1.0, *place, None, values["R"].requires_grad_(), True)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
@@ -193,21 +193,21 @@ def _kernel_errors(name: str, dtype: torch.dtype, device: str) -> dict[str, floa
     from zeco_train.ops.hgrn.cuda import CUDA
 
     tokens, heads, key_dim, batch, documents, before = (KERNEL_CASES | LONG)[name]
-    values, pieces = tensors(batch, tokens, heads, key_dim, dtype), pieces_of(documents, before, tokens)
-    wanted = expected(values, pieces)
+    values, doc_ids = tensors(batch, tokens, heads, key_dim, dtype), doc_ids_of(documents, before, tokens)
+    wanted = expected(values, doc_ids)
     # As heads of a wider projection: not contiguous.
     for key in ("x", "do"):
         values[key] = torch.cat([values[key], torch.full_like(values[key], torch.nan)], -1)[..., :key_dim]
     values = {key: x.to(device) for key, x in values.items()}
-    pieces = None if pieces is None else pieces.to(device)
-    found, again = (both_passes(CUDA, values, pieces) for _ in range(2))
+    doc_ids = None if doc_ids is None else doc_ids.to(device)
+    found, again = (both_passes(CUDA, values, doc_ids) for _ in range(2))
     assert all(torch.equal(found[key], again[key]) for key in found)
     assert (found["o"].dtype, found["dx"].dtype, found["dg"].dtype) == (dtype, dtype, torch.float32)
     return {key: relative_error(found[key].cpu(), x) for key, x in wanted.items()}
 
 
 def _interpreted(rank: int, world_size: int) -> dict[str, float]:
-    from zeco_train.ops.hgrn.kernels import launch
+    from zeco_train.ops.hgrn import kernels as launch
 
     torch.set_num_threads(1)
     quicken()
@@ -236,7 +236,7 @@ def _compiled(rank: int, world_size: int, capability: int) -> dict[str, int]:
 
     values = tensors(1, 150, 2, 64, torch.bfloat16)
     with compiling(capability) as shared:
-        both_passes(CUDA, values, pieces_of((0, 70), 1, 150))
+        both_passes(CUDA, values, doc_ids_of((0, 70), 1, 150))
     return shared
 
 

@@ -31,13 +31,13 @@ from tests.support.kernel_cases import (
     relative_error,
 )
 from tests.support.waiting import ENOUGH
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import recomputed
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -129,9 +129,9 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     cpu, architecture = torch.device("cpu"), divmod(capability, 10)
     with (
         compiling(capability) as found,
-        mock.patch.object(cuda, "options_for", lambda k, v: tuning.find(architecture, k.dtype, k.shape[3])),
+        mock.patch.object(cuda, "options_for", lambda k: tuning.find(architecture, k.dtype, k.shape[3])),
     ):
-        both_passes(cuda.CUDA, case.tensors(dtype, cpu), case.pieces(cpu), 1.0)
+        both_passes(cuda.CUDA, case.tensors(dtype, cpu), case.doc_ids(cpu), 1.0)
     return found
 
 
@@ -177,15 +177,15 @@ HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
 def _block(
     x: Tensor,
     place: SequencePosition,
-    boundaries: Sequence[Boundary],
+    state_inputs: Sequence[StateInput],
     shared: Tensor | None = None,
     is_read: bool = True,
 ) -> tuple[Tensor, ...]:
     """The operator alone; its operands are parts of x [B, T, H·(3K + V)]."""
     q, k, g, v = x.unflatten(-1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, KEY_DIM, VALUE_DIM], -1)
     operands = q, k, v, torch.nn.functional.logsigmoid(g)
-    o, crossing = mix_at("gla", operands, KEY_DIM**-0.5, place, *boundaries)
-    return o.flatten(2), crossing.received, crossing.carry_out
+    o, state_output = mix_at("gla", operands, KEY_DIM**-0.5, place, *state_inputs)
+    return o.flatten(2), state_output.received, state_output.carry_out
 
 
 def _gradient(x: Tensor, dy: Tensor, place: SequencePosition, recompute: bool) -> tuple[Tensor, list[tuple[int, ...]]]:
@@ -198,8 +198,8 @@ def _gradient(x: Tensor, dy: Tensor, place: SequencePosition, recompute: bool) -
 
     x = x.clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        boundaries = (Boundary(),)
-        y, *_ = recomputed(_block, x, place, boundaries, None) if recompute else _block(x, place, boundaries)
+        state_inputs = (StateInput(),)
+        y, *_ = recomputed(_block, x, place, state_inputs, None) if recompute else _block(x, place, state_inputs)
     (dx,) = torch.autograd.grad(y, x, dy)
     return dx, kept
 
@@ -257,11 +257,11 @@ def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.
     for name, kernel in zip(("intra_grads_kernel", "input_grads_kernel"), kernels, strict=True):
         monkeypatch.setattr(launch, name, kernel)
     q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
-    v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.Options(16, 16, 4, 1)
+    v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.TileOptions(16, 16, 4, 1)
     local: Any = SimpleNamespace(states=v, log_decays=b, starts=b)
-    narrowed = tuning.Tuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
-    for options in (tuning.options_for(q, v), narrowed):
-        launcher = launch.Launcher(q, v, None, 1.0, options)
+    narrowed = tuning.GlaTuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
+    for options in (tuning.options_for(q), narrowed):
+        launcher = launch.GlaKernels(q, v, None, 1.0, options)
         launcher.intra_grads(q, q, v, b, v, v)
         launcher.input_grads(q, v, b, v, v, v, local, b, q)
         for kernel, flag in zip(kernels, ("ONE_TILE", "FUSED"), strict=True):
@@ -287,11 +287,11 @@ def test_kernels_do_not_synchronise_and_are_deterministic() -> None:
     from zeco_train.ops.gla.cuda import CUDA
 
     tensors = case.tensors(torch.bfloat16, torch.device("cuda"))
-    pieces = find_pieces(torch.tensor([0, 300, 1000]), 1, 1000, torch.device("cuda"))
-    first = both_passes(CUDA, tensors, pieces, 0.125)
+    doc_ids = find_doc_ids(torch.tensor([0, 300, 1000]), 1, 1000, torch.device("cuda"))
+    first = both_passes(CUDA, tensors, doc_ids, 0.125)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        second = both_passes(CUDA, tensors, pieces, 0.125)
+        second = both_passes(CUDA, tensors, doc_ids, 0.125)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for name, x in first.items():

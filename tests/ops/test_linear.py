@@ -1,4 +1,4 @@
-"""Rows and products in fp8, against code that shares nothing with ours."""
+"""Fp8Rows and products in fp8, against code that shares nothing with ours."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeco_train.ops.linear.rows import Rows, quantise_rows
-from zeco_train.ops.linear.scaled import product
+from zeco_train.ops.linear import Fp8Rows, product, quantise_rows
 
 pytestmark = pytest.mark.numeric
 
@@ -106,7 +105,7 @@ def test_emulation_equals_torch_scaled_product() -> None:
     generator = torch.Generator().manual_seed(2)
     a, b = (quantise_rows(torch.randn(size, 64, generator=generator).bfloat16()) for size in (32, 48))
     emulated = product(a, b, torch.float32)
-    with mock.patch("zeco_train.ops.linear.scaled.is_emulated", return_value=False):
+    with mock.patch("zeco_train.ops.linear.is_emulated", return_value=False):
         found = product(a, b, torch.bfloat16)
     assert found.dtype == torch.bfloat16
     # Rounded to bf16: half a step of 2⁻⁷ at most.
@@ -134,10 +133,10 @@ def test_gpu_product_gets_rows_of_both_operands() -> None:
     values = SimpleNamespace(device=torch.device("cuda"))
     a, b = (quantise_rows(torch.ones(size, 32)) for size in (16, 48))
     with (
-        mock.patch("zeco_train.ops.linear.scaled.is_emulated", return_value=False),
+        mock.patch("zeco_train.ops.linear.is_emulated", return_value=False),
         mock.patch.object(torch, "_scaled_mm", return_value=values) as scaled,
     ):
-        assert product(Rows(*a), Rows(*b), torch.bfloat16, fast=True) is values
+        assert product(Fp8Rows(*a), Fp8Rows(*b), torch.bfloat16, fast=True) is values
     (left, right), settings = scaled.call_args
     assert (left.shape, left.stride()) == ((16, 32), (32, 1))
     assert (right.shape, right.stride()) == ((32, 48), (1, 32))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.support.comparison import largest
 from tests.support.recurrence import naive_gla
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.registry import OPERATORS
 
@@ -39,8 +39,8 @@ class Case:
     final_grad: Tensor
     cu_seqlens: Tensor | None = None
 
-    def pieces(self, before: int) -> Tensor | None:
-        return find_pieces(self.cu_seqlens, before, self.q.shape[1], self.q.device)
+    def doc_ids(self, before: int) -> Tensor | None:
+        return find_doc_ids(self.cu_seqlens, before, self.q.shape[1], self.q.device)
 
 
 def make_case(
@@ -90,27 +90,27 @@ def oracle(case: Case, edges: list[int]) -> dict[str, Tensor]:
     """The recurrence over the whole sequence, in fp64 and under autograd, and its states at the shards' edges."""
     inputs = [x.double().detach().requires_grad_() for x in (case.q, case.k, case.v, case.g)]
     initial_state = case.initial_state.double().detach().requires_grad_()
-    o, final_state = naive_gla(*inputs, initial_state=initial_state, pieces=case.pieces(before=1))
+    o, final_state = naive_gla(*inputs, initial_state=initial_state, doc_ids=case.doc_ids(before=1))
     loss = (o * case.do.double()).sum() + (final_state * case.final_grad.double()).sum()
     grads = torch.autograd.grad(loss, [*inputs, initial_state])
     incoming_states = [initial_state.detach()]
     for edge in edges[1:-1]:
         head = [x[:, :edge] for x in inputs]
         with torch.no_grad():
-            _, state = naive_gla(*head, initial_state=initial_state, pieces=cut(case.cu_seqlens, 0, edge))
+            _, state = naive_gla(*head, initial_state=initial_state, doc_ids=cut(case.cu_seqlens, 0, edge))
         incoming_states.append(state)
     results = (o.detach(), *grads[:4], torch.stack(incoming_states), final_state.detach(), grads[4])
     return dict(zip(NAMES, results, strict=True))
 
 
 def cut(cu_seqlens: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """The pieces of the tokens [start, stop). The first document of the sequence continues from the initial state."""
+    """The doc_ids of the tokens [start, stop). The first document of the sequence continues from the initial state."""
     if cu_seqlens is None:
         return None
     inner = cu_seqlens[(cu_seqlens > start) & (cu_seqlens < stop)]
     borders = torch.cat([torch.tensor([start]), inner, torch.tensor([stop])]) - start
     before = start - int(cu_seqlens[cu_seqlens <= start].max()) if start > 0 else 1
-    return find_pieces(borders, before, stop - start, cu_seqlens.device)
+    return find_doc_ids(borders, before, stop - start, cu_seqlens.device)
 
 
 @torch.no_grad()
@@ -119,26 +119,26 @@ def sharded(case: Case, edges: list[int]) -> dict[str, Tensor]:
     scale = case.q.shape[-1] ** -0.5
     shards = []
     for start, stop in itertools.pairwise(edges):
-        pieces = cut(case.cu_seqlens, start, stop)
-        shards.append((*[x[:, start:stop] for x in (case.q, case.k, case.v, case.g, case.do)], pieces))
+        doc_ids = cut(case.cu_seqlens, start, stop)
+        shards.append((*[x[:, start:stop] for x in (case.q, case.k, case.v, case.g, case.do)], doc_ids))
 
     state, incoming_states, o = case.initial_state, [], []
-    for q, k, v, g, _, pieces in shards:
-        chunk_states = chunked.local_states(k, v, g, pieces)
+    for q, k, v, g, _, doc_ids in shards:
+        chunk_states = chunked.local_states(k, v, g, doc_ids)
         incoming_states.append(state)
         state = chunk_states.log_decay.exp()[..., None] * state + chunk_states.state
-        scores = chunked.intra_scores(q, k, g, pieces, scale)
-        o.append(chunked.outputs(q, v, g, scores, chunk_states, incoming_states[-1], pieces, scale))
+        scores = chunked.intra_scores(q, k, g, doc_ids, scale)
+        o.append(chunked.outputs(q, v, g, scores, chunk_states, incoming_states[-1], doc_ids, scale))
         torch.testing.assert_close(chunk_states.states[-1], state)  # updated in place by `outputs`
 
     grad, grads = case.final_grad, []
-    for (q, k, v, g, do, pieces), incoming_state in reversed(list(zip(shards, incoming_states, strict=True))):
-        chunk_grads = chunked.local_state_grads(q, do, g, pieces, scale)
-        chunk_states = chunked.local_states(k, v, g, pieces)
-        intra = chunked.intra_grads(q, k, v, g, do, pieces, scale)
+    for (q, k, v, g, do, doc_ids), incoming_state in reversed(list(zip(shards, incoming_states, strict=True))):
+        chunk_grads = chunked.local_state_grads(q, do, g, doc_ids, scale)
+        chunk_states = chunked.local_states(k, v, g, doc_ids)
+        intra = chunked.intra_grads(q, k, v, g, do, doc_ids, scale)
         incoming_grad = grad
         grad = chunk_states.log_decay.exp()[..., None] * grad + chunk_grads.state_grad
-        rest = (chunk_states, incoming_state, chunk_grads, incoming_grad, intra, pieces, scale)
+        rest = (chunk_states, incoming_state, chunk_grads, incoming_grad, intra, doc_ids, scale)
         grads.append(chunked.input_grads(q, k, v, g, do, *rest))
     dq, dk, dv, dg = (torch.cat(parts[::-1], dim=1) for parts in zip(*grads, strict=True))
     results = (torch.cat(o, dim=1), dq, dk, dv, dg, torch.stack(incoming_states), state, grad)
@@ -193,7 +193,7 @@ def closed_form(case: Case) -> tuple[Tensor, Tensor]:
 def test_recurrence_equals_masked_attention(cu_seqlens: list[int] | None) -> None:
     case = make_case(20, "weak", batch=1 if cu_seqlens else 2, cu_seqlens=cu_seqlens)
     inputs = [x.requires_grad_() for x in (case.q, case.k, case.v, case.g, case.initial_state)]
-    found = naive_gla(*inputs[:4], initial_state=inputs[4], pieces=case.pieces(before=1))
+    found = naive_gla(*inputs[:4], initial_state=inputs[4], doc_ids=case.doc_ids(before=1))
     expected = closed_form(case)
     # the sums of g are below 1 here, so subtracting them costs the closed form no digits
     for x, y in zip(found, expected, strict=True):
@@ -212,7 +212,7 @@ def test_recurrence_passes_gradcheck() -> None:
     inputs = tuple(x.requires_grad_() for x in (case.q, case.k, case.v, case.g, case.initial_state))
 
     def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
-        return naive_gla(q, k, v, g, initial_state=initial_state, pieces=case.pieces(before=1))
+        return naive_gla(q, k, v, g, initial_state=initial_state, doc_ids=case.doc_ids(before=1))
 
     assert torch.autograd.gradcheck(function, inputs)
 
@@ -220,10 +220,10 @@ def test_recurrence_passes_gradcheck() -> None:
 def test_recurrence_restarts_at_token_zero_unless_it_continues() -> None:
     case = make_case(9, cu_seqlens=[0, 9])
     inputs = (case.q, case.k, case.v, case.g)
-    fresh = naive_gla(*inputs, initial_state=case.initial_state, pieces=case.pieces(before=0))
+    fresh = naive_gla(*inputs, initial_state=case.initial_state, doc_ids=case.doc_ids(before=0))
     for x, y in zip(fresh, naive_gla(*inputs), strict=True):
         assert torch.equal(x, y)
-    continued = naive_gla(*inputs, initial_state=case.initial_state, pieces=case.pieces(before=1))
+    continued = naive_gla(*inputs, initial_state=case.initial_state, doc_ids=case.doc_ids(before=1))
     for x, y in zip(continued, naive_gla(*inputs, initial_state=case.initial_state), strict=True):
         assert torch.equal(x, y)
 
@@ -258,7 +258,7 @@ def test_batches_heads_and_odd_dims_equal_recurrence(edges: list[int]) -> None:
 DOCUMENTS = {
     "many tiny, several of one token": [0, 1, 2, 3, 10, 11, 12, 40, 63, 64, 65, 66, 100, 180, 199, 200],
     "every token": list(range(201)),
-    "empty pieces": [0, 0, 0, 7, 7, 64, 64, 64, 130, 200, 200],
+    "empty doc_ids": [0, 0, 0, 7, 7, 64, 64, 64, 130, 200, 200],
     "at a chunk's edges": [0, 64, 128, 200],
     "around a chunk's edges": [0, 63, 65, 127, 129, 200],
     "one document": [0, 200],
@@ -313,8 +313,8 @@ def test_log_decay_of_a_restart_is_minus_infinity() -> None:
     case = make_case(130)
     inner, edge, whole = ([0, 65, 130], 0), ([0, 130], 0), ([0, 130], 5)
     for (borders, before), gone in ((inner, True), (edge, True), (whole, False)):
-        pieces = find_pieces(torch.tensor(borders), before, 130, case.q.device)
-        log_decay = chunked.local_states(case.k, case.v, case.g, pieces).log_decay
+        doc_ids = find_doc_ids(torch.tensor(borders), before, 130, case.q.device)
+        log_decay = chunked.local_states(case.k, case.v, case.g, doc_ids).log_decay
         expected = torch.full_like(log_decay, float("-inf")) if gone else case.g.sum(1)
         torch.testing.assert_close(log_decay, expected, rtol=1e-13, atol=0)
 
@@ -372,13 +372,13 @@ def wrong_inputs() -> Iterator[tuple[str, dict[str, Tensor]]]:
 def test_invalid_tensors_are_named(name: str, wrong: dict[str, Tensor]) -> None:
     case = make_case(10, batch=2)
     arguments = {"q": case.q, "k": case.k, "v": case.v, "g": case.g} | wrong
-    pieces = find_pieces(arguments.pop("cu_seqlens", None), 1, 10, case.q.device)
+    doc_ids = find_doc_ids(arguments.pop("cu_seqlens", None), 1, 10, case.q.device)
     with pytest.raises(ValueError, match=f"^{name}: "):
-        naive_gla(**arguments, pieces=pieces)
+        naive_gla(**arguments, doc_ids=doc_ids)
     if "initial_state" in wrong:
         return
     with pytest.raises(ValueError, match=f"^{name}: "):
-        OPERATORS["gla"].check([*arguments.values()], pieces, case.do)
+        OPERATORS["gla"].check([*arguments.values()], doc_ids, case.do)
 
 
 def test_invalid_state_is_named() -> None:
@@ -394,12 +394,12 @@ def test_invalid_state_is_named() -> None:
 )
 def test_invalid_cu_seqlens_are_refused(cu_seqlens: list[int]) -> None:
     with pytest.raises(ValueError, match=r"^cu_seqlens: expected"):
-        find_pieces(torch.tensor(cu_seqlens), 0, 10, torch.device("cpu"))
+        find_doc_ids(torch.tensor(cu_seqlens), 0, 10, torch.device("cpu"))
 
 
 def test_cu_seqlens_of_other_length_are_refused() -> None:
     case = make_case(10)
-    pieces = find_pieces(torch.tensor([0, 11]), 0, 11, torch.device("cpu"))
-    assert find_pieces(None, 0, 10, torch.device("cpu")) is None
-    with pytest.raises(ValueError, match=r"^documents: expected pieces of shape \[10\], got \[11\]"):
-        OPERATORS["gla"].check((case.q, case.k, case.v, case.g), pieces)
+    doc_ids = find_doc_ids(torch.tensor([0, 11]), 0, 11, torch.device("cpu"))
+    assert find_doc_ids(None, 0, 10, torch.device("cpu")) is None
+    with pytest.raises(ValueError, match=r"^documents: expected ids of shape \[10\], got \[11\]"):
+        OPERATORS["gla"].check((case.q, case.k, case.v, case.g), doc_ids)

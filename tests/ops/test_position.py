@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from zeco_train.ops.documents import pieces_between
+from zeco_train.ops.documents import doc_ids_between
 from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.sp.exchange import local_exchange
 
@@ -33,7 +33,7 @@ def test_position_of_a_rank_in_a_segment() -> None:
     found = position.on(tokens(3, 4), with_positions=True)
     assert found.positions is not None
     assert found.positions.tolist() == [11, 12, 13, 14]
-    assert (found.pieces, position.positions, position.cu_seqlens()) == (None, None, None)
+    assert (found.doc_ids, position.positions, position.cu_seqlens()) == (None, None, None)
 
 
 def test_exchange_is_found_by_the_number_of_the_record() -> None:
@@ -45,20 +45,20 @@ def test_exchange_is_found_by_the_number_of_the_record() -> None:
 
 
 def test_pieces_of_each_sequence_of_a_batch() -> None:
-    """Cut anywhere, the ranks' pieces are those of the whole sequence; a document may be empty."""
+    """Cut anywhere, the ranks' doc_ids are those of the whole sequence; a document may be empty."""
     documents, bounds = [[0, 2, 5, 5, 9], [0, 9], [0, 1, 8, 9]], (0, 1, 5, 7, 9)
-    whole = SequencePosition((0, 9), documents=documents).on(tokens(3, 9)).pieces
+    whole = SequencePosition((0, 9), documents=documents).on(tokens(3, 9)).doc_ids
     assert whole is not None
     assert whole.dtype == torch.int32
     assert whole.tolist() == [[1, 1, 2, 2, 2, 3, 3, 3, 3], [1] * 9, [1, 2, 2, 2, 2, 2, 2, 2, 3]]
     for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
         position = SequencePosition(bounds, rank, documents=documents)
-        found = position.on(tokens(3, stop - start)).pieces
+        found = position.on(tokens(3, stop - start)).doc_ids
         assert found is not None
         for row in range(3):
-            expected = pieces_between(whole[row], start, stop)
+            expected = doc_ids_between(whole[row], start, stop)
             assert found[row].equal(expected), (rank, row)
-            alone = SequencePosition(bounds, rank, documents=[documents[row]]).on(tokens(1, stop - start)).pieces
+            alone = SequencePosition(bounds, rank, documents=[documents[row]]).on(tokens(1, stop - start)).doc_ids
             assert alone is not None
             assert alone.equal(found[row]), "[T] of a single sequence"
     last = SequencePosition(bounds, 3, documents=documents)
@@ -67,10 +67,10 @@ def test_pieces_of_each_sequence_of_a_batch() -> None:
 
 
 def test_tensors_at_fixed_addresses_take_the_place_of_documents() -> None:
-    pieces, positions = torch.ones(4, dtype=torch.int32), torch.arange(4)
-    found = SequencePosition((0, 4), documents=[[0, 4]]).with_tensors(pieces, positions).on(tokens(1, 4))
+    doc_ids, positions = torch.ones(4, dtype=torch.int32), torch.arange(4)
+    found = SequencePosition((0, 4), documents=[[0, 4]]).with_tensors(doc_ids, positions).on(tokens(1, 4))
     assert found.documents is None
-    assert found.pieces is pieces
+    assert found.doc_ids is doc_ids
     assert found.positions is positions
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.ops.test_linear import rows_of_many_sizes
 from tests.support.distributed import run_distributed
 from tests.support.kernel_cases import SHARED_MEMORY, compiling
-from zeco_train.ops.linear import rows as rows_module
-from zeco_train.ops.linear.rows import DTYPE, Rows, quantise_columns, quantise_rows
+from zeco_train.ops import linear as rows_module
+from zeco_train.ops.linear import DTYPE, Fp8Rows, quantise_columns, quantise_rows
 
 pytestmark = pytest.mark.numeric
 
@@ -48,7 +48,7 @@ def wrong(dtype: torch.dtype, device: torch.device) -> list[str]:
     return found
 
 
-def _equal(found: Rows, expected: Rows) -> bool:
+def _equal(found: Fp8Rows, expected: Fp8Rows) -> bool:
     finite = expected.scales.isfinite()
     values = (rows.values.cpu().float().where(finite, torch.zeros(())) for rows in (found, expected))
     return torch.equal(*values) and torch.equal(*(rows.scales.cpu().nan_to_num(-1) for rows in (found, expected)))

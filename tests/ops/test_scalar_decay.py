@@ -13,13 +13,12 @@ from tests.ops.test_ops import DOCUMENTS, cut
 from tests.support.recurrence import naive_of
 from tests.support.scalar_cases import HEADS, KEY_DIM, VALUE_DIM, Case, log_decays, make
 from zeco_train.ops import CHUNK
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.operator import Operator
-from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
+from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY, forward_flops, recomputed_flops
 from zeco_train.ops.scalar_decay.chunk_states import decay_matrix
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_SCALAR
-from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
 
 pytestmark = pytest.mark.numeric
 
@@ -42,8 +41,8 @@ def sharded(operator: Operator, case: Case, edges: list[int], cu_seqlens: Tensor
         for start, stop in itertools.pairwise(edges)
     ]
     passes, incoming, transitions, o = operator.select(operands), [], [], []
-    for local, _, pieces in shards:
-        forward = passes.forward(local, SCALE, pieces)
+    for local, _, doc_ids in shards:
+        forward = passes.forward(local, SCALE, doc_ids)
         contribution, transition = forward.state.clone(), forward.transition
         assert forward.state.is_contiguous()
         assert transition.is_contiguous()
@@ -57,10 +56,10 @@ def sharded(operator: Operator, case: Case, edges: list[int], cu_seqlens: Tensor
         transitions.append(transition.exp()[..., None])
         state = transitions[-1] * state + contribution
     grads = []
-    for (local, of_outputs, pieces), received, transition in reversed(
+    for (local, of_outputs, doc_ids), received, transition in reversed(
         list(zip(shards, incoming, transitions, strict=True))
     ):
-        backward = passes.backward(local, of_outputs, (), received, SCALE, pieces)
+        backward = passes.backward(local, of_outputs, (), received, SCALE, doc_ids)
         contribution = backward.state_grad.clone()
         backward.overlap()
         grads.append(backward.operand_grads(grad))
@@ -80,8 +79,8 @@ def expected(operator: Operator, case: Case, cu_seqlens: Tensor | None) -> dict[
     """The recurrence over the whole sequence, whose first document continues from the initial state."""
     operands, state, do, grad = case
     leaves = [x.detach().clone().requires_grad_() for x in (*operands, state)]
-    pieces = find_pieces(cu_seqlens, 1, do.shape[1], do.device)
-    o, end = naive_of(operator)(*leaves[:4], scale=SCALE, initial_state=leaves[4], pieces=pieces)
+    doc_ids = find_doc_ids(cu_seqlens, 1, do.shape[1], do.device)
+    o, end = naive_of(operator)(*leaves[:4], scale=SCALE, initial_state=leaves[4], doc_ids=doc_ids)
     found = torch.autograd.grad([o, end], leaves, [do, grad], allow_unused=True, materialize_grads=True)
     return dict(
         zip(("o", "state", "dq", "dk", "dv", "dg", "initial_grad"), (o.detach(), end.detach(), *found), strict=True)
@@ -160,7 +159,7 @@ def test_gradient_of_the_decay_at_a_restart_is_zero() -> None:
 def test_decay_matrix_is_the_product_of_the_decays_between_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     g = log_decays("weak", 1, 40, 2, 3, generator=generator)
-    found = decay_matrix(g, find_pieces(torch.tensor([0, 13, 40]), 1, 40, g.device), torch.float64)
+    found = decay_matrix(g, find_doc_ids(torch.tensor([0, 13, 40]), 1, 40, g.device), torch.float64)
     assert found.shape == (1, 1, 2, 3, 64, 64)
     for i, j in [(0, 0), (5, 5), (12, 0), (13, 12), (13, 13), (39, 13), (39, 2), (2, 39), (31, 29), (32, 31)]:
         apart = j > i or j < 13 <= i

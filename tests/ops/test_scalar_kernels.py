@@ -58,17 +58,17 @@ def _recurrence(operands: Sequence[Tensor], scale: float, state: Tensor, restart
     return torch.stack(outputs, dim=1), state
 
 
-def _expected(tensors: dict[str, Tensor], scale: float, pieces: Tensor | None) -> dict[str, Tensor]:
+def _expected(tensors: dict[str, Tensor], scale: float, doc_ids: Tensor | None) -> dict[str, Tensor]:
     """Results in fp64; those of the rank's ends are of its whole effect on them."""
     leaves = [tensors[name].double().requires_grad_() for name in ("q", "k", "v", "g", "R")]
     *operands, incoming = leaves
-    o, state = _recurrence(operands, scale, incoming, None if pieces is None else find_restarts(pieces))
+    o, state = _recurrence(operands, scale, incoming, None if doc_ids is None else find_restarts(doc_ids))
     grads = torch.autograd.grad([o, state], leaves, [tensors["do"].double(), tensors["D_in"].double()])
     names = ("dq", "dk", "dv", "dg", "D")
     return {"o": o.detach(), "S": state.detach(), **dict(zip(names, grads, strict=True))}
 
 
-def _found(case: ScalarCase, tensors: dict[str, Tensor], scale: float, pieces: Tensor | None) -> dict[str, Tensor]:
+def _found(case: ScalarCase, tensors: dict[str, Tensor], scale: float, doc_ids: Tensor | None) -> dict[str, Tensor]:
     """Results of the two passes."""
     from zeco_train.ops.scalar_decay import cuda  # late: imports Triton, whose mode is fixed at import
 
@@ -76,7 +76,7 @@ def _found(case: ScalarCase, tensors: dict[str, Tensor], scale: float, pieces: T
     operands = [tensors[name] for name in "qkvg"]
     with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), **dict(case.changes))):
         promised = [(x.shape, x.stride(), x.dtype) for x in passes.saved_like(operands)]
-        forward = passes.forward(operands, scale, pieces)
+        forward = passes.forward(operands, scale, doc_ids)
         state = forward.state.clone()
         forward.overlap()
         o, saved = forward.outputs(tensors["R"]), [*forward.saved]
@@ -84,7 +84,7 @@ def _found(case: ScalarCase, tensors: dict[str, Tensor], scale: float, pieces: T
         for position in passes.replaced:
             assert saved[0].shape == operands[position].shape
             operands[position] = saved.pop(0)
-        backward = passes.backward(operands, tensors["do"], saved, None, scale, pieces)
+        backward = passes.backward(operands, tensors["do"], saved, None, scale, doc_ids)
         state_grad = backward.state_grad.clone()
         backward.overlap()
         grads = backward.operand_grads(tensors["D_in"])
@@ -95,15 +95,15 @@ def _found(case: ScalarCase, tensors: dict[str, Tensor], scale: float, pieces: T
 
 def scalar_errors(case: ScalarCase, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Error of each result, norm over norm; of a fixed decay's gradient, which is not computed, its largest number."""
-    tensors, pieces = case.tensors(dtype, device), case.pieces(device)
+    tensors, doc_ids = case.tensors(dtype, device), case.doc_ids(device)
     scale = case.shape[4] ** -0.5
-    found, expected = _found(case, tensors, scale, pieces), _expected(tensors, scale, pieces)
+    found, expected = _found(case, tensors, scale, doc_ids), _expected(tensors, scale, doc_ids)
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     assert all(found[name].shape == expected[name].shape for name in expected)
     if case.fixed:
         errors["dg"] = found["dg"].abs().max().item()
-    elif pieces is not None:
-        errors["dg at restarts"] = found["dg"][:, find_restarts(pieces)].abs().max().item() if pieces[-1] else 0.0
+    elif doc_ids is not None:
+        errors["dg at restarts"] = found["dg"][:, find_restarts(doc_ids)].abs().max().item() if doc_ids[-1] else 0.0
     return errors
 
 
@@ -211,7 +211,7 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     kept = tuning.find(divmod(capability, 10), dtype, max(case.shape[4:]))
     cpu = torch.device("cpu")
     with compiling(capability) as found, mock.patch.object(cuda, "options_for", return_value=kept):
-        _found(case, case.tensors(dtype, cpu), 1.0, case.pieces(cpu))
+        _found(case, case.tensors(dtype, cpu), 1.0, case.doc_ids(cpu))
     return found
 
 
@@ -240,11 +240,11 @@ def test_scalar_kernels_do_not_synchronise_and_are_deterministic() -> None:
     """Neither pass synchronises the host, also with documents; repetitions are bit-identical."""
     case = ScalarCase((1, 1000, 1, 4, 128, 64), documents=(0, 300, 1000))
     device = torch.device("cuda")
-    tensors, pieces = case.tensors(torch.bfloat16, device), case.pieces(device)
-    first = _found(case, tensors, 0.125, pieces)
+    tensors, doc_ids = case.tensors(torch.bfloat16, device), case.doc_ids(device)
+    first = _found(case, tensors, 0.125, doc_ids)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        second = _found(case, tensors, 0.125, pieces)
+        second = _found(case, tensors, 0.125, doc_ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for name, x in first.items():

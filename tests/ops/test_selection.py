@@ -105,7 +105,7 @@ def test_options_of_kernels_are_of_the_assumed_architecture() -> None:
     k = torch.empty(1, 1, 1, 128, dtype=BF16)
     for architecture in ((9, 0), (8, 0)):
         with assume(Target("cuda", architecture)):
-            assert tuning.options_for(k, k) == tuning.find(architecture, BF16, 128)
+            assert tuning.options_for(k) == tuning.find(architecture, BF16, 128)
     assert tuning.find((9, 0), BF16, 128) != tuning.find((8, 0), BF16, 128)
 
 

@@ -14,7 +14,7 @@ from torch.library import opcheck
 from tests.support.distributed import run_distributed
 from tests.support.positions import position_of
 from tests.support.recurrence import naive_short_conv
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.short_conv import SHORT_CONV
@@ -137,9 +137,9 @@ def test_naive_recurrence_equals_conv1d(width: int) -> None:
     y, state = naive_short_conv(*(values[name] for name in NAMES), initial_state=values["carry_in"])
     wanted = expected(values, None, carry=True)
     check({"y": y, "carry_out": state}, wanted, "naive")
-    pieces = find_pieces(torch.tensor([0, 3, 4, 11]), 1, 11, y.device)
+    doc_ids = find_doc_ids(torch.tensor([0, 3, 4, 11]), 1, 11, y.device)
     values = tensors(1, 11, width)
-    y, state = naive_short_conv(*(values[name] for name in NAMES), initial_state=values["carry_in"], pieces=pieces)
+    y, state = naive_short_conv(*(values[name] for name in NAMES), initial_state=values["carry_in"], doc_ids=doc_ids)
     check({"y": y, "carry_out": state}, expected(values, (0, 3, 4), carry=True), "naive, documents")
 
 
@@ -196,9 +196,9 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
         r"^cu_seqlens: packed documents need a batch of 1": ([x.repeat(2, 1, 1), weight, bias], 1.0, torch.zeros(4)),
         r"^cu_seqlens: describes 3 tokens, but there are 4$": ([x, weight, bias], 1.0, torch.zeros(3)),
     }
-    for message, (operands, scale, pieces) in cases.items():
+    for message, (operands, scale, doc_ids) in cases.items():
         with pytest.raises(ValueError, match=message):
-            PLAIN.forward(operands, scale, pieces)
+            PLAIN.forward(operands, scale, doc_ids)
     with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, 1, w-1, C\] = \[1, 1, 3, 5\], got"):
         PLAIN.forward([x, weight, bias], 1.0, None).outputs(torch.zeros(1, 1, 2, 5))
     with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
@@ -209,10 +209,10 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
 def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
     """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
     values, scan = tensors(1, 9, 4), local_exchange()
-    pieces = None if documents is None else find_pieces(torch.tensor([*documents, 9]), 1, 9, torch.device("cpu"))
+    doc_ids = None if documents is None else find_doc_ids(torch.tensor([*documents, 9]), 1, 9, torch.device("cpu"))
     operands = [values["x"].float(), values["weight"].bfloat16(), values["bias"].float()]
     leaves = [tensor.requires_grad_() for tensor in operands]
-    carry_in, place = values["carry_in"].float(), (scan.handle(torch.device("cpu")), pieces)
+    carry_in, place = values["carry_in"].float(), (scan.handle(torch.device("cpu")), doc_ids)
     arguments = (leaves, "short_conv", 1.0, *place, None, carry_in.requires_grad_(), True)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
@@ -238,13 +238,13 @@ KERNEL_CASES: dict[str, tuple[int, int, int, int, tuple[int, ...] | None]] = {
 }
 
 
-def both_passes(passes: Passes, values: dict[str, Tensor], pieces: Tensor | None) -> dict[str, Tensor]:
+def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
     """All results of the two passes of one rank, given R and D_in."""
     operands = [values[name] for name in NAMES]
-    forward = passes.forward(operands, 1.0, pieces)
+    forward = passes.forward(operands, 1.0, doc_ids)
     forward.overlap()
     results = {"S_loc": forward.state, "A": forward.transition, "y": forward.outputs(values["carry_in"])}
-    backward = passes.backward(operands, values["do"], forward.saved, values["carry_in"], 1.0, pieces)
+    backward = passes.backward(operands, values["do"], forward.saved, values["carry_in"], 1.0, doc_ids)
     results["D_loc"] = backward.state_grad.clone()
     backward.overlap()
     results.update(zip(("dx", "dweight", "dbias"), backward.operand_grads(values["dcarry_out"]), strict=True))
@@ -252,8 +252,8 @@ def both_passes(passes: Passes, values: dict[str, Tensor], pieces: Tensor | None
 
 
 def _interpreted(rank: int, world_size: int) -> dict[str, str]:
-    from zeco_train.ops.short_conv.cuda import CUDA
-    from zeco_train.ops.short_conv.kernels import launch
+    from zeco_train.ops.short_conv import kernels as launch
+    from zeco_train.ops.short_conv.kernels import CUDA
 
     torch.set_num_threads(1)
     # Short runs: the interpreter takes a millisecond a token.
@@ -265,10 +265,10 @@ def _interpreted(rank: int, world_size: int) -> dict[str, str]:
         for key in ("x", "do"):
             values[key] = torch.cat([values[key], torch.full_like(values[key], torch.nan)], -1)[..., :channels]
         borders = None if documents is None else torch.tensor([*documents, tokens])
-        pieces = find_pieces(borders, 1, tokens, values["x"].device)
-        wanted = both_passes(PLAIN, {key: x.double() for key, x in values.items()}, pieces)
-        found = both_passes(CUDA, values, pieces)
-        again = both_passes(CUDA, values, pieces)
+        doc_ids = find_doc_ids(borders, 1, tokens, values["x"].device)
+        wanted = both_passes(PLAIN, {key: x.double() for key, x in values.items()}, doc_ids)
+        found = both_passes(CUDA, values, doc_ids)
+        again = both_passes(CUDA, values, doc_ids)
         for key, tensor in wanted.items():
             same = torch.equal(found[key], again[key]) and found[key].shape == tensor.shape
             error = (found[key].double() - tensor).norm().item() / max(1e-3, tensor.norm().item())

@@ -24,7 +24,7 @@ from models.spec import spec_of
 from tests.support.distributed import run_distributed
 from tests.support.planning import GLA_1B, SMALL, make_case, saved_bytes
 from tests.support.unmasked import UnmaskedMixer
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.registry import SCANS
@@ -40,10 +40,10 @@ from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import Halos, count_scans, parameter_traffic, plan_halos, scan_bytes, step_bytes
+from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import BACKENDS, SPConfig
-from zeco_train.sp.tapped import TappedScan
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
@@ -276,7 +276,7 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
     """Bytes that this rank sends for one scan of each kind, without and with a carry."""
     group, sent = dist.group.WORLD, Counter[str]()
     assert group is not None
-    courier = Courier(group, timedelta(seconds=60))
+    worker = ScanWorker(group, timedelta(seconds=60))
     state, log_decay = torch.ones(1, heads, 8, value_dim), -torch.ones(1, heads, 8)
 
     def recording(owner: Any, name: str, count: Callable[..., int]) -> Any:
@@ -298,12 +298,12 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
     ):
         for (name, scan), want_carry in itertools.product(SCANS.items(), (False, True)):
             key = f"{name} {want_carry}"
-            pending = scan.over(courier, 3)(ScanRequest(state, log_decay, want_carry=want_carry))
+            pending = scan.over(worker, 3)(ScanRequest(state, log_decay, want_carry=want_carry))
             pending.wait()
             pending.finish()
             if want_carry:
                 pending.carry_out()
-            courier.drain()
+            worker.drain()
     return dict(sent)
 
 

@@ -18,12 +18,11 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.position import SequencePosition, even_bounds
-from zeco_train.ops.seam import Boundary, Exchange
+from zeco_train.ops.seam import Exchange, StateInput
 from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import AttentionLoad, ShardedAttention
+from zeco_train.sp.attention.method import AttentionLoad, LocalAttention, ShardedAttention
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.attention.ulysses import Ulysses
 from zeco_train.sp.exchange import local_exchange
@@ -149,14 +148,14 @@ class Whole:
         start, stop = self.shards[rank]
         exchange = local_exchange().replaced(attention=method)
         position = self.position(exchange, rank)
-        boundaries = Boundary(), Boundary()
+        state_inputs = StateInput(), StateInput()
         found: list[dict[str, Tensor]] = []
         for _ in ("first", "replay"):
             leaves = [self.inputs[name][:, start:stop].clone().requires_grad_() for name in ("q", "k", "v")]
-            o, crossings = attend_at(*leaves, SCALE, position, boundaries, self.case.window)
+            o, state_outputs = attend_at(*leaves, SCALE, position, state_inputs, self.case.window)
             grads = torch.autograd.grad(o, leaves, self.inputs["do"][:, start:stop])
             found.append(dict(zip(NAMES, (o.detach(), *grads), strict=True)))
-            boundaries = tuple(Boundary(crossing.received) for crossing in crossings)
+            state_inputs = tuple(StateInput(state_output.received) for state_output in state_outputs)
         for name in NAMES:
             assert torch.equal(found[0][name], found[1][name]), f"{name} of a replay"
         return found[0]
@@ -258,7 +257,11 @@ def frugal(rank: int, world_size: int) -> list[int]:
         exchange = local_exchange().replaced(attention=method)
         position = whole.position(exchange, rank)
         attend_at(
-            *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, position, [Boundary()] * 2, case.window
+            *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")),
+            SCALE,
+            position,
+            [StateInput()] * 2,
+            case.window,
         )
         # Of each block up to this rank's, the keys from the first that later queries read.
         read = whole.mask()[stop:].any(0).tolist()

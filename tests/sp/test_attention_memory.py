@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeco_train.collectives.wire import Message
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention import all_gather, ring, ulysses
 from zeco_train.sp.attention.method import AttentionLoad
 from zeco_train.sp.attention.registry import METHODS

@@ -25,7 +25,7 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.documents import stack_borders
 from zeco_train.ops.gla import GLA
-from zeco_train.ops.gla.chunked import ChunkedForward
+from zeco_train.ops.gla.chunked import GlaForward
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.passes import Passes
@@ -33,9 +33,8 @@ from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.rows import by_rows
-from zeco_train.ops.seam import Boundary, Exchange
-from zeco_train.ops.segments import LayerStates
-from zeco_train.sp.attention.local import LocalAttention
+from zeco_train.ops.seam import Exchange, LayerStates, StateInput
+from zeco_train.sp.attention.method import LocalAttention
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import SPConfig
@@ -95,11 +94,11 @@ def expected(name: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
 def shard_of(exchange: Exchange, borders: Sequence[int], rank: int) -> SequencePosition:
     """This rank's tokens, with the documents of `STARTS`."""
     start, stop = borders[rank : rank + 2]
-    pieces = torch.stack([pieces_of(starts, start, stop) for starts in STARTS])
-    return SequencePosition(borders, rank, exchange=exchange).with_tensors(pieces, torch.arange(start, stop))
+    doc_ids = torch.stack([doc_ids_of(starts, start, stop) for starts in STARTS])
+    return SequencePosition(borders, rank, exchange=exchange).with_tensors(doc_ids, torch.arange(start, stop))
 
 
-def pieces_of(starts: Sequence[int], start: int, stop: int) -> Tensor:
+def doc_ids_of(starts: Sequence[int], start: int, stop: int) -> Tensor:
     restarts = torch.zeros(stop - start, dtype=torch.int32)
     restarts[[border - start for border in starts if start <= border < stop]] = 1
     return restarts.cumsum(0, dtype=torch.int32)
@@ -170,11 +169,11 @@ def by_rows_and_alone(name: str, values: dict[str, Tensor]) -> tuple[dict[str, T
     """The results of a batch over one rank, and of each of its sequences alone."""
     borders, exchange = [0, values["do"].shape[1]], local_exchange()
     shard = shard_of(exchange, borders, 0)
-    shard = shard.with_tensors(shard.pieces.to(values["do"].device), shard.positions)
+    shard = shard.with_tensors(shard.doc_ids.to(values["do"].device), shard.positions)
     alone = []
-    for row, pieces in enumerate(shard.pieces):
+    for row, doc_ids in enumerate(shard.doc_ids):
         own = {key: x[row : row + 1] if has_rows(name, key) else x for key, x in values.items()}
-        alone.append(found_by(name, own, shard.with_tensors(pieces, shard.positions), None))
+        alone.append(found_by(name, own, shard.with_tensors(doc_ids, shard.positions), None))
     return found_by(name, values, shard, None), alone
 
 
@@ -207,7 +206,7 @@ def test_kernels_give_a_row_the_bits_that_it_has_alone(name: str) -> None:
     values = {key: x.cuda() for key, x in in_bf16(name, tensors(name, 203)).items()}
     check_same_bits(name, values)
     shard = shard_of(local_exchange(), [0, 203], 0)
-    shard = shard.with_tensors(shard.pieces.cuda(), shard.positions)
+    shard = shard.with_tensors(shard.doc_ids.cuda(), shard.positions)
     torch.cuda.set_sync_debug_mode("error")
     try:
         found_by(name, values, shard, None)
@@ -215,7 +214,7 @@ def test_kernels_give_a_row_the_bits_that_it_has_alone(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class Keeping(ChunkedForward):
+class Keeping(GlaForward):
     """GLA's forward pass, which saves 2g in place of g, and its states, as kernels do."""
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
@@ -229,13 +228,13 @@ def keeping_backward(
     saved: Sequence[Tensor],
     incoming: Tensor | None,
     scale: float,
-    pieces: Tensor | None,
+    doc_ids: Tensor | None,
 ) -> object:
     q, k, v, doubled = operands
     incoming_state, turned = saved
     assert incoming is None
     assert turned.mT.shape == incoming_state.shape
-    return GLA.select(operands).backward([q, k, v, doubled / 2], do, (), incoming_state, scale, pieces)
+    return GLA.select(operands).backward([q, k, v, doubled / 2], do, (), incoming_state, scale, doc_ids)
 
 
 def keeping_saved(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -266,18 +265,18 @@ def check_promises(name: str, values: dict[str, Tensor]) -> None:
     """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
     shard = shard_of(local_exchange(), [0, 9], 0)
     operands = [values[key].clone().requires_grad_(key != "log_decay") for key in OPERATORS[name].operands]
-    where = 1.0, shard.handle, shard.pieces
+    where = 1.0, shard.handle, shard.doc_ids
     arguments = (operands, name, *where, None, values["carry_in"].clone().requires_grad_(), True)
     opcheck(torch.ops.zeco.mix.default, arguments, test_utils=PROMISES)
 
 
 def test_wrong_pieces_are_refused() -> None:
     operands = [torch.zeros(2, 4, 3, 6) for _ in range(4)]
-    pieces = torch.zeros(3, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^pieces: of 3 sequences, for a batch of 2$"):
-        by_rows(GLA, operands, pieces)
-    with pytest.raises(ValueError, match=r"^documents: expected pieces of shape \[2, 4\], got \[2, 3\]$"):
-        GLA.check(operands, pieces[:2, :3])
+    doc_ids = torch.zeros(3, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^doc_ids: of 3 sequences, for a batch of 2$"):
+        by_rows(GLA, operands, doc_ids)
+    with pytest.raises(ValueError, match=r"^documents: expected ids of shape \[2, 4\], got \[2, 3\]$"):
+        GLA.check(operands, doc_ids[:2, :3])
 
 
 # --- softmax attention ---
@@ -312,16 +311,16 @@ def softmax(rank: int, world_size: int) -> None:
         ]
         exchange = local_exchange().replaced(attention=method)
         place = SequencePosition(bounds, rank, documents=borders, exchange=exchange)
-        boundaries = Boundary(), Boundary()
+        state_inputs = StateInput(), StateInput()
         for _ in ("first", "replay"):
             leaves = [inputs[key][:, start:stop].clone().requires_grad_() for key in ("q", "k", "v")]
-            o, crossings = attend_at(*leaves, HEAD_DIM**-0.5, place, boundaries, window)
+            o, state_outputs = attend_at(*leaves, HEAD_DIM**-0.5, place, state_inputs, window)
             grads = torch.autograd.grad(o, leaves, inputs["do"][:, start:stop])
             for key, x in zip(rows[0], (o.detach(), *grads), strict=True):
                 wanted = torch.cat([row[key] for row in rows])
                 error = (x - wanted[:, start:stop]).abs().max().item() / wanted.abs().max().item()
                 assert error <= TOLERANCE, f"{name}, {window=}: {key} is off by {error:.1e}"
-            boundaries = tuple(Boundary(crossing.received) for crossing in crossings)
+            state_inputs = tuple(StateInput(state_output.received) for state_output in state_outputs)
     if world_size == 1:
         arguments = *leaves, None, None, 0.5, place.handle, list(place.bounds), 0
         opcheck(torch.ops.zeco.attend.default, (*arguments, stack_borders(borders), 3), test_utils=PROMISES)

@@ -312,7 +312,7 @@ def test_waits_in_a_graph_are_read_after_its_replays(capturing: list[bool]) -> N
 def test_courier_scan_records_two_events(capturing: list[bool]) -> None:
     """Its `finish` does not communicate, so it needs no events."""
     meter, scan = ExposedMeter(), PendingScan(want_carry=False)
-    scan.incoming.deliver(STATE)
+    scan.incoming.set_result(STATE)
     with meter.measuring():
         metered: Any = meter.metered(scan, torch.device("cuda", 1), finish_waits=False)
     metered.wait()
@@ -331,7 +331,7 @@ def test_exposed_and_hidden_waits_on_gpu() -> None:
             metered = meter.metered(scan, device, finish_waits=False)
         with torch.cuda.stream(side):
             torch.cuda._sleep(100_000_000)  # 50 ms
-            scan.incoming.deliver(value)
+            scan.incoming.set_result(value)
         if hidden:
             torch.cuda._sleep(200_000_000)
         assert metered.wait() is value

@@ -22,8 +22,7 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.rows import Rows, quantise_rows
+from zeco_train.ops.linear import Fp8Rows, Matmul, quantise_rows
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import METHODS, build_attention
 
@@ -78,11 +77,11 @@ def shares_of_data(rank: int, world_size: int, store: str, expected: bytes) -> N
         check(run_steps(case, scan, mesh, store), results["gla", False], TOLERANCE, strategy.value)
 
 
-def with_one_scale(*parts: Tensor) -> Rows:
-    """Rows of one scale, that of the whole tensor: wrong on purpose."""
+def with_one_scale(*parts: Tensor) -> Fp8Rows:
+    """Fp8Rows of one scale, that of the whole tensor: wrong on purpose."""
     x = torch.cat(parts, -1)
     rows, largest = quantise_rows(x), quantise_rows(x.reshape(1, -1)).scales
-    return Rows((x / largest.to(x.dtype)).to(rows.values.dtype).contiguous(), largest.expand_as(rows.scales))
+    return Fp8Rows((x / largest.to(x.dtype)).to(rows.values.dtype).contiguous(), largest.expand_as(rows.scales))
 
 
 def whole_and_split_with_one_scale(rank: int, world_size: int, store: str, sp_size: int) -> Result:

@@ -16,9 +16,9 @@ from tests.ops.test_short_conv import NAMES, check, expected, tensors
 from tests.support.distributed import run_distributed
 from tests.support.positions import position_of
 from tests.support.sp_reference import TIMEOUT, RecordedExchange, build_scans
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.neighbour import NEIGHBOUR
+from zeco_train.collectives.halo import HALO
 from zeco_train.distributed.mesh import Launch, halo_groups, init_mesh
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
@@ -206,7 +206,7 @@ def test_backend_takes_a_halo_beside_it() -> None:
 def messages(rank: int, world_size: int, short: bool) -> tuple[int, int]:
     """Bytes sent point to point by a scan, and its message count; if `short`, a row passes through rank 1."""
     group, sent = dist.new_group(), []
-    halo, send = SpecScan((Courier(group, TIMEOUT),), NEIGHBOUR), dist.isend
+    halo, send = SpecScan((ScanWorker(group, TIMEOUT),), HALO), dist.isend
     state, transition = torch.full((2, 1, 3, 5), rank + 1.0), torch.zeros(2, 1, 3, 3)
     passes = short and rank == 1
     transition[..., 0, 2] = float(passes)
@@ -224,6 +224,6 @@ def messages(rank: int, world_size: int, short: bool) -> tuple[int, int]:
 def test_each_rank_but_the_last_sends_one_state(short: bool) -> None:
     load = Load(3, (2, 1, 3, 5), 4, matrices=True)
     assert run_distributed(messages, 3, short) == [(load.state_bytes, 1)] * 2 + [(0, 0)]
-    assert NEIGHBOUR.bytes_sent(load, False) == load.state_bytes
+    assert HALO.bytes_sent(load, False) == load.state_bytes
     costs = Costs(Link.gloo, 1e-3, 1e-6, 0.0, 0.0, 0.0)
-    assert NEIGHBOUR.seconds(costs, load, None) == pytest.approx(1e-3 + 120e-6)
+    assert HALO.seconds(costs, load, None) == pytest.approx(1e-3 + 120e-6)

@@ -19,7 +19,7 @@ from tests.support.recurrence import naive_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.delta.chunk_states import Chunks
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.hgrn import HGRN
 from zeco_train.ops.mix import mix
@@ -228,13 +228,13 @@ def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None
     """State, transition and state gradient one by one, in fp64."""
     values = tensors("slow gla", 100)
     operands, incoming = [values[name] for name in GLA.operands], values["carry_in"]
-    pieces = None if documents is None else find_pieces(torch.tensor(documents), 0, 100, incoming.device)
+    doc_ids = None if documents is None else find_doc_ids(torch.tensor(documents), 0, 100, incoming.device)
     both = []
     for passes in (GLA.select(operands), op_passes(naive_of(GLA), Kind.diagonal)):
-        forward = passes.forward(operands, SCALE, pieces)
+        forward = passes.forward(operands, SCALE, doc_ids)
         forward.overlap()
         o = forward.outputs(incoming)
-        backward = passes.backward(operands, values["do"], forward.saved, incoming, SCALE, pieces)
+        backward = passes.backward(operands, values["do"], forward.saved, incoming, SCALE, doc_ids)
         backward.overlap()
         transition, grads = forward.transition.exp(), backward.operand_grads(values["dcarry_out"])
         both.append([forward.state, transition, o, backward.state_grad, *grads])

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention import all_gather, ulysses
 from zeco_train.sp.attention.method import AttentionLoad
 from zeco_train.sp.attention.pipelined import LEAST_TOKENS, NUM_PARTS, PipelinedAttention, num_parts

@@ -29,7 +29,7 @@ TOKENS = 64
 
 
 def road(rank: int, world_size: int) -> list[str]:
-    """The files entered between the mixer's forward pass and the first send, those of the courier's thread included."""
+    """The files entered between the mixer's forward pass and the first send, those of the worker's thread included."""
     entered, watched = dict[str, None](), threading.Event()
     passing: list[bool] = []
     launched: list[int] = []
@@ -53,7 +53,7 @@ def road(rank: int, world_size: int) -> list[str]:
             above = above.f_back
         entered[name] = None
 
-    # The courier's thread starts with the first scan.
+    # The worker's thread starts with the first scan.
     threading.setprofile(watch)
     groups = dist.new_group(), dist.new_group()
     config = SPConfig(all_scan=AllScanConfig(AllScanAlgorithm["chain"]))

@@ -26,9 +26,9 @@ from tests.support.sp_reference import (
     ordinary_pass,
     replayed_pass,
 )
-from zeco_train.collectives import Courier, serial
+from zeco_train.collectives import ScanWorker, serial
 from zeco_train.errors import ConfigError
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
@@ -135,7 +135,7 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordedExchange
         phases = ("local_states", "intra_scores", "outputs", "local_state_grads", "intra_grads", "input_grads")
         with (
             mock.patch.multiple(chunked, **{phase: noted(events, chunked, phase) for phase in phases}),
-            mock.patch.object(Courier, "submit", noted(events, Courier, "submit")),
+            mock.patch.object(ScanWorker, "submit", noted(events, ScanWorker, "submit")),
             mock.patch.object(serial, "recv_incoming", noted(events, serial, "recv_incoming")),
             mock.patch.object(serial, "send_folded", noted(events, serial, "send_folded")),
         ):
@@ -174,7 +174,7 @@ def test_piecewise_reference_equals_whole_recurrence() -> None:
     documents = (0, 5, 31, 32, 62)
     case = Case("reference with documents", case.lengths, documents=documents)
     tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
-    o, _ = naive_gla(*tokens, pieces=find_pieces(torch.tensor(documents), 0, 62, tokens[0].device))
+    o, _ = naive_gla(*tokens, doc_ids=find_doc_ids(torch.tensor(documents), 0, 62, tokens[0].device))
     assert torch.equal(Reference(case).whole["o"], o)
 
 

@@ -133,7 +133,7 @@ def test_documents_segments_and_generation_are_refused_by_name() -> None:
     operands = [values[name][:1] for name in NAMES]
     state = torch.zeros(1, HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
     documents = SequencePosition((0, 8), documents=[torch.tensor([0, 3, 8])], exchange=scan)
-    with pytest.raises(ValueError, match=r"^pieces: .*data\.reset_state_at_document must be off$"):
+    with pytest.raises(ValueError, match=r"^doc_ids: .*data\.reset_state_at_document must be off$"):
         mix("unmasked", operands, documents)
     for name, given in (("carry_in", {"carry_in": state}), ("want_carry", {"want_carry": True})):
         with pytest.raises(ValueError, match=rf"^{name}: .* whole sequence at once, not by train\.segments$"):

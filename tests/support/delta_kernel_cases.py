@@ -19,7 +19,7 @@ class DeltaCase(RankCase):
     Attributes:
         shape: B, T, G, H, K, V.
         rule: of `zeco_train.ops.delta`.
-        joining: see `Tuning`; a small number makes many segments, a large one makes one, None takes the kept one.
+        joining: see `DeltaTuning`; a small number makes many segments, a large one makes one, None takes the kept one.
     """
 
     rule: str = "kda"
@@ -42,12 +42,12 @@ class DeltaCase(RankCase):
 
 
 def both_results(
-    passes: Passes, names: tuple[str, ...], tensors: dict[str, Tensor], scale: float, pieces: Tensor | None
+    passes: Passes, names: tuple[str, ...], tensors: dict[str, Tensor], scale: float, doc_ids: Tensor | None
 ) -> dict[str, Tensor]:
     """All results of the two passes."""
     operands = [tensors[name] for name in names]
     promised = [(x.shape, x.stride(), x.dtype) for x in passes.saved_like(operands)]
-    forward = passes.forward(operands, scale, pieces)
+    forward = passes.forward(operands, scale, doc_ids)
     found = {"S": forward.state.clone(), "M": forward.transition.clone()}
     forward.overlap()
     found["o"] = forward.outputs(tensors["R"])
@@ -59,7 +59,7 @@ def both_results(
         assert (saved[0].shape, saved[0].dtype) == (operands[position].shape, operands[position].dtype)
         kept[position] = saved.pop(0)
     incoming = tensors["R"] if passes.needs_incoming else None
-    backward = passes.backward(kept, tensors["do"], saved, incoming, scale, pieces)
+    backward = passes.backward(kept, tensors["do"], saved, incoming, scale, doc_ids)
     found["D"] = backward.state_grad.clone()
     backward.overlap()
     grads = backward.operand_grads(tensors["D_in"])

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.worker import ScanWorker
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle import job
@@ -74,8 +74,8 @@ def _with_courier(act: Callable[[], int], seconds: float) -> int:
     store = _SlowStore(seconds)
 
     def command(running: Job) -> int:
-        courier = Courier(mock.Mock(), timedelta(seconds=1))
-        courier.submit(lambda: store.set("", ""), [], torch.device("cpu"))
+        worker = ScanWorker(mock.Mock(), timedelta(seconds=1))
+        worker.submit(lambda: store.set("", ""), [], torch.device("cpu"))
         while not store.asked:
             time.sleep(0.01)
         return act()
@@ -92,12 +92,12 @@ _help = partial(_raise, SystemExit(0))
 ENDS: dict[str, Callable[[], int]] = {
     "regular, heartbeat": partial(_with_heartbeat, _regular, _CALL_SECONDS),
     "help, heartbeat": partial(_with_heartbeat, _help, _CALL_SECONDS),
-    "regular, courier": partial(_with_courier, _regular, _CALL_SECONDS),
-    "mistake, courier": partial(_with_courier, _mistake, _CALL_SECONDS),
-    "interrupt, courier": partial(_with_courier, _interrupt, _CALL_SECONDS),
-    "bug, courier": partial(_with_courier, _bug, _CALL_SECONDS),
-    "regular, stuck courier": partial(_with_courier, _regular, _NEVER_SECONDS),
-    "bug, stuck courier": partial(_with_courier, _bug, _NEVER_SECONDS),
+    "regular, worker": partial(_with_courier, _regular, _CALL_SECONDS),
+    "mistake, worker": partial(_with_courier, _mistake, _CALL_SECONDS),
+    "interrupt, worker": partial(_with_courier, _interrupt, _CALL_SECONDS),
+    "bug, worker": partial(_with_courier, _bug, _CALL_SECONDS),
+    "regular, stuck worker": partial(_with_courier, _regular, _NEVER_SECONDS),
+    "bug, stuck worker": partial(_with_courier, _bug, _NEVER_SECONDS),
 }
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.passes import Passes
 
@@ -64,11 +64,11 @@ class RankCase:
             tensors["g"][:, 7::40] = self.reset
         return {name: x.to(device) for name, x in tensors.items()}
 
-    def pieces(self, device: torch.device) -> Tensor | None:
+    def doc_ids(self, device: torch.device) -> Tensor | None:
         """The documents in the operator's format."""
         if self.documents is None:
             return None
-        return find_pieces(torch.tensor(self.documents), self.before, self.shape[1], device)
+        return find_doc_ids(torch.tensor(self.documents), self.before, self.shape[1], device)
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ def compiling(capability: int) -> Iterator[dict[str, int]]:
         yield shared
 
 
-def both_passes(passes: Passes, tensors: dict[str, Tensor], pieces: Tensor | None, scale: float) -> dict[str, Tensor]:
+def both_passes(passes: Passes, tensors: dict[str, Tensor], doc_ids: Tensor | None, scale: float) -> dict[str, Tensor]:
     """All results of the two passes of one rank, by name."""
     *operands, do, incoming_state, incoming_grad = (tensors[x] for x in ("q", "k", "v", "g", "do", "R", "D_in"))
-    forward = passes.forward(operands, scale, pieces)
+    forward = passes.forward(operands, scale, doc_ids)
     # exp underflows to 0 in fp32 from −104 on, so compare all decays below that as equal
     results = {"S_loc": forward.state.clone(), "G_tot": forward.transition.clamp(min=-104.0)}
     forward.overlap()
@@ -137,7 +137,7 @@ def both_passes(passes: Passes, tensors: dict[str, Tensor], pieces: Tensor | Non
     for position in passes.replaced:
         operands[position] = saved.pop(0)
     incoming = incoming_state if passes.needs_incoming else None
-    backward = passes.backward(operands, do, saved, incoming, scale, pieces)
+    backward = passes.backward(operands, do, saved, incoming, scale, doc_ids)
     results["D_loc"] = backward.state_grad.clone()
     backward.overlap()
     results.update(zip(("dq", "dk", "dv", "dg"), backward.operand_grads(incoming_grad), strict=True))
@@ -149,12 +149,12 @@ def kernel_errors(case: KernelCase, dtype: torch.dtype, device: torch.device) ->
     from zeco_train.ops.gla import cuda  # late: imports Triton, whose mode is fixed at import
 
     tensors = case.tensors(dtype, device)
-    pieces = case.pieces(device)
+    doc_ids = case.doc_ids(device)
     scale = case.shape[3] ** -0.5
     plain, changes = cuda.options_for, {"programs": case.programs, "fused": case.fused}
     with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), **changes)):
-        found = both_passes(cuda.CUDA, tensors, pieces, scale)
-    expected = both_passes(CHUNKED, {name: x.double() for name, x in tensors.items()}, pieces, scale)
+        found = both_passes(cuda.CUDA, tensors, doc_ids, scale)
+    expected = both_passes(CHUNKED, {name: x.double() for name, x in tensors.items()}, doc_ids, scale)
     return {name: relative_error(found[name], expected[name]) for name in expected}
 
 

@@ -41,9 +41,9 @@ class _OpForward:
     """See `zeco_train.ops.passes.ForwardPass`."""
 
     def __init__(
-        self, op: Recurrence, kind: Kind, operands: Sequence[Tensor], scale: float, pieces: Tensor | None
+        self, op: Recurrence, kind: Kind, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None
     ) -> None:
-        self._run = partial(_run, op, operands, scale, pieces)
+        self._run = partial(_run, op, operands, scale, doc_ids)
         self.saved: tuple[Tensor, ...] = ()
         query, _, value = operands[:3]
         batch, _, heads, value_dim = value.shape
@@ -53,7 +53,7 @@ class _OpForward:
         start = torch.cat([zeros, identity], -1)
         wide = torch.cat([value, value.new_zeros(*value.shape[:-1], key_dim)], -1)
         with torch.no_grad():
-            _, end = _run(op, [*operands[:2], wide, *operands[3:]], scale, pieces, start)
+            _, end = _run(op, [*operands[:2], wide, *operands[3:]], scale, doc_ids, start)
         self.state, matrices = (part.contiguous() for part in end.split((value_dim, key_dim), -1))
         self.transition = matrices if kind is Kind.matrix else matrices.diagonal(dim1=-2, dim2=-1).log()
 
@@ -76,13 +76,13 @@ class _OpBackward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> None:
         assert incoming_state is not None
         with _autograd():
             self._leaves = [x.detach().requires_grad_() for x in operands]
             start = incoming_state.detach().requires_grad_()
-            self._o, self._end = _run(op, self._leaves, scale, pieces, start)
+            self._o, self._end = _run(op, self._leaves, scale, doc_ids, start)
             self._do = do
             # `operand_grads` goes through the same graph, once D_in has arrived.
             (self.state_grad,) = _grads([self._o], [start], [do], retain_graph=True)
@@ -96,16 +96,16 @@ class _OpBackward:
 
 
 def _run(
-    op: Recurrence, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, initial_state: Tensor
+    op: Recurrence, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """o, and the state after the last token, of a shard's tokens."""
     num_tokens = operands[0].shape[1]
-    restarts = [] if pieces is None else find_restarts(pieces).nonzero().flatten().tolist()
+    restarts = [] if doc_ids is None else find_restarts(doc_ids).nonzero().flatten().tolist()
     outputs, state = [], initial_state
     for start, stop in itertools.pairwise(sorted({0, *restarts, num_tokens})):
-        of_piece = [x[:, start:stop] for x in operands]
+        of_document = [x[:, start:stop] for x in operands]
         before = torch.zeros_like(initial_state) if start in restarts else initial_state
-        o, state = op(*of_piece, scale=scale, initial_state=before)
+        o, state = op(*of_document, scale=scale, initial_state=before)
         outputs.append(o)
     return torch.cat(outputs, dim=1), state
 

@@ -5,7 +5,7 @@ operators (`zeco_train.ops`), with
 
     scale          factor of the outputs, K^-1/2 if None
     initial_state  [B, H, K, V], the state before token 0; None is zero
-    pieces         [T], see `zeco_train.ops.documents`; B must be 1 with them
+    doc_ids         [T], see `zeco_train.ops.documents`; B must be 1 with them
 
 Each returns the outputs in the dtype of v, and the last state, in fp64 if v is fp64, else fp32.
 """
@@ -22,8 +22,8 @@ from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.operator import Operator, Recurrence
 from zeco_train.ops.passes import check_state
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.short_conv.inputs import check_inputs as check_conv
-from zeco_train.ops.short_conv.inputs import check_state as check_conv_state
+from zeco_train.ops.short_conv.passes import check_inputs as check_conv
+from zeco_train.ops.short_conv.passes import check_state as check_conv_state
 from zeco_train.ops.unmasked.passes import check_inputs as check_unmasked
 
 
@@ -35,11 +35,11 @@ def naive_gla(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    pieces: Tensor | None = None,
+    doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t (arXiv 2312.06635, section 4.1)."""
-    OPERATORS["gla"].check((q, k, v, g), pieces)
-    return _run(q, k, v, g, None, scale, initial_state, pieces)
+    OPERATORS["gla"].check((q, k, v, g), doc_ids)
+    return _run(q, k, v, g, None, scale, initial_state, doc_ids)
 
 
 def naive_scalar_decay(
@@ -50,11 +50,11 @@ def naive_scalar_decay(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    pieces: Tensor | None = None,
+    doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`naive_gla` with one decay a head, and queries and keys of a group for each head (arXiv 2405.21060)."""
-    OPERATORS["scalar_decay"].check((q, k, v, g), pieces)
-    return _run(q, k, v, g, None, scale, initial_state, pieces)
+    OPERATORS["scalar_decay"].check((q, k, v, g), doc_ids)
+    return _run(q, k, v, g, None, scale, initial_state, doc_ids)
 
 
 def naive_fixed_decay(
@@ -65,11 +65,11 @@ def naive_fixed_decay(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    pieces: Tensor | None = None,
+    doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`naive_scalar_decay` with g_t = log_decay for all tokens; log_decay [H], a constant."""
-    OPERATORS["fixed_decay"].check((q, k, v, log_decay), pieces)
-    return _run(q, k, v, log_decay.detach().expand(v.shape[:3]), None, scale, initial_state, pieces)
+    OPERATORS["fixed_decay"].check((q, k, v, log_decay), doc_ids)
+    return _run(q, k, v, log_decay.detach().expand(v.shape[:3]), None, scale, initial_state, doc_ids)
 
 
 def naive_gated_delta(
@@ -81,11 +81,11 @@ def naive_gated_delta(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    pieces: Tensor | None = None,
+    doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ (arXiv 2412.06464; by channel 2510.26692)."""
-    OPERATORS["kda" if g.dim() == 4 else "gated_delta"].check((q, k, v, g, beta), pieces)
-    return _run(q, k, v, g, beta, scale, initial_state, pieces)
+    OPERATORS["kda" if g.dim() == 4 else "gated_delta"].check((q, k, v, g, beta), doc_ids)
+    return _run(q, k, v, g, beta, scale, initial_state, doc_ids)
 
 
 def naive_delta(
@@ -96,12 +96,12 @@ def naive_delta(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    pieces: Tensor | None = None,
+    doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`naive_gated_delta` without decay: g = 0 (arXiv 2102.11174)."""
-    OPERATORS["delta"].check((q, k, v, beta), pieces)
+    OPERATORS["delta"].check((q, k, v, beta), doc_ids)
     g = beta.detach().new_zeros(1).expand(beta.shape)
-    return naive_gated_delta(q, k, v, g, beta, scale=scale, initial_state=initial_state, pieces=pieces)
+    return naive_gated_delta(q, k, v, g, beta, scale=scale, initial_state=initial_state, doc_ids=doc_ids)
 
 
 def _run(
@@ -112,7 +112,7 @@ def _run(
     beta: Tensor | None,
     scale: float | None,
     initial_state: Tensor | None,
-    pieces: Tensor | None,
+    doc_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dtype, key_dim = accumulation_dtype(v.dtype), q.shape[-1]
     batch, num_tokens, heads, value_dim = v.shape
@@ -120,7 +120,7 @@ def _run(
     if initial_state is not None:
         check_state(initial_state, "initial_state", zero.shape)
     state = zero if initial_state is None else initial_state.to(dtype)
-    restarts = [False] * num_tokens if pieces is None else find_restarts(pieces).tolist()
+    restarts = [False] * num_tokens if doc_ids is None else find_restarts(doc_ids).tolist()
     scale = key_dim**-0.5 if scale is None else scale
 
     q, k = (x.repeat_interleave(heads // q.shape[2], dim=2) for x in (q, k))
@@ -146,17 +146,17 @@ def naive_short_conv(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    pieces: Tensor | None = None,
+    doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """window = [S_{t−1}; x_t],    y_t = bias + Σ_j weight[:, 0, j] ⊙ window_j,    S_t = window less its first row."""
-    check_conv(x, weight, bias, scale, pieces)
+    check_conv(x, weight, bias, scale, doc_ids)
     dtype = accumulation_dtype(x.dtype)
     zero = x.new_zeros(x.shape[0], weight.shape[2] - 1, x.shape[2], dtype=dtype)
     if initial_state is not None:
         check_conv_state(initial_state, "initial_state", x, weight)
     state = zero if initial_state is None else initial_state[:, 0].to(dtype)
     taps = weight[:, 0].mT.to(dtype)
-    restarts = [False] * x.shape[1] if pieces is None else find_restarts(pieces).tolist()
+    restarts = [False] * x.shape[1] if doc_ids is None else find_restarts(doc_ids).tolist()
     y = []
     for x_t, restart in zip(x.to(dtype).unbind(1), restarts, strict=True):
         window = torch.cat([zero if restart else state, x_t[:, None]], dim=1)
@@ -185,17 +185,17 @@ def naive_hgrn(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    pieces: Tensor | None = None,
+    doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h_t = exp(g_t) ⊙ h_{t−1} + x_t (arXiv 2311.04823); states are [B, H, K, 1]."""
-    OPERATORS["hgrn"].check((x, g), pieces)
+    OPERATORS["hgrn"].check((x, g), doc_ids)
     assert scale in (None, 1.0), scale
     dtype = accumulation_dtype(x.dtype)
     zero = x.new_zeros(x.shape[0], *x.shape[2:], dtype=dtype)
     if initial_state is not None:
         check_state(initial_state, "initial_state", zero[..., None].shape)
     h = zero if initial_state is None else initial_state.squeeze(-1).to(dtype)
-    restarts = [False] * x.shape[1] if pieces is None else find_restarts(pieces).tolist()
+    restarts = [False] * x.shape[1] if doc_ids is None else find_restarts(doc_ids).tolist()
     o = []
     for x_t, decay_t, restart in zip(x.to(dtype).unbind(1), g.to(dtype).exp().unbind(1), restarts, strict=True):
         h = x_t if restart else decay_t * h + x_t
@@ -238,8 +238,8 @@ def recurrence(
     before = do.new_zeros(shape) if carry_in is None else carry_in.detach().clone()
     of_documents = {}
     if restarts := [*starts]:
-        of_documents["pieces"] = torch.zeros(do.shape[1], dtype=torch.int32).index_fill(0, torch.tensor(restarts), 1)
-        of_documents["pieces"] = of_documents["pieces"].cumsum(0, dtype=torch.int32)
+        of_documents["doc_ids"] = torch.zeros(do.shape[1], dtype=torch.int32).index_fill(0, torch.tensor(restarts), 1)
+        of_documents["doc_ids"] = of_documents["doc_ids"].cumsum(0, dtype=torch.int32)
     initial = {} if OPERATORS[operator].reads_whole else {"initial_state": before.requires_grad_()}
     o, after = naive_of(OPERATORS[operator])(*leaves.values(), **initial, **of_documents)
     dcarry_out = torch.zeros_like(after) if dcarry_out is None else dcarry_out

@@ -13,7 +13,7 @@ from models.mixers.gla import GLAConfig
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Crossing
+from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class UnmaskedMixer(Mixer):
@@ -32,14 +32,14 @@ class UnmaskedMixer(Mixer):
         self.o_proj = nn.Linear(config.value_dim, width, bias=False)
 
     def forward(
-        self, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[Crossing, ...]]:
-        config, [boundary] = self._config, boundaries
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
+        config, [state_input] = self._config, state_inputs
         widths = config.key_dim, config.key_dim, config.value_dim
         q, k, v = (y.unflatten(-1, (config.num_heads, -1)) for y in self.qkv_proj(x).split(widths, dim=-1))
         # Of order one over any length: the sum over all tokens is not normalised.
-        o, crossing = mix_at("unmasked", (F.relu(q), F.relu(k), v), 0.1, position, boundary)
-        return self.o_proj(o.flatten(-2)), (crossing,)
+        o, state_output = mix_at("unmasked", (F.relu(q), F.relu(k), v), 0.1, position, state_input)
+        return self.o_proj(o.flatten(-2)), (state_output,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         return OPERATORS["unmasked"].step(x, states)

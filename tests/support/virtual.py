@@ -1,6 +1,6 @@
 """Ranks of one process over a network with a virtual clock: the project's scans, unchanged, at any number of ranks.
 
-A rank's scan runs on its courier's thread, as on CPUs, but one rank runs at a time; only its wire differs. A message
+A rank's scan runs on its worker's thread, as on CPUs, but one rank runs at a time; only its wire differs. A message
 carries the time of its arrival, and a rank's clock is the latest arrival that it has waited for. So times are exact and
 the same in every run, however fast this machine is. They depend on number, order, size and targets of the messages
 alone: computing takes no time.
@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from tests.support.turns import Turns
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Costs
-from zeco_train.collectives.courier import PendingScan, ScanJob
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message, Wire
+from zeco_train.collectives.worker import PendingScan, ScanJob
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 
 TIMEOUT = timedelta(seconds=600)
@@ -233,8 +233,8 @@ class _VirtualExchange:
         return self._arriving, []
 
 
-class VirtualCourier(Courier):
-    """A rank's courier over a `Network`; the group is never used."""
+class VirtualCourier(ScanWorker):
+    """A rank's worker over a `Network`; the group is never used."""
 
     def __init__(self, network: Network, rank: int) -> None:
         super().__init__(None, TIMEOUT, network.topology)  # type: ignore[arg-type]
@@ -280,9 +280,9 @@ def run_virtual(
 ) -> Outcome:
     """Run a scan of the requests of all ranks, by rank."""
     network = Network(topology, costs)
-    couriers = [VirtualCourier(network, rank) for rank in range(topology.ranks)]
+    workers = [VirtualCourier(network, rank) for rank in range(topology.ranks)]
     launched: list[LaunchedScan] = [
-        scan.over(courier, blocks)(request) for request, courier in zip(requests, couriers, strict=True)
+        scan.over(worker, blocks)(request) for request, worker in zip(requests, workers, strict=True)
     ]
     reverse = requests[0].reverse
     network.turns.rest()
@@ -292,7 +292,7 @@ def run_virtual(
         incoming[rank] = launched[rank].wait()
         launched[rank].finish()
     carries = [one.carry_out() for one in launched] if requests[0].want_carry else []
-    for courier in couriers:
-        courier.drain()
+    for worker in workers:
+        worker.drain()
     assert not network.undelivered(), "messages that nobody received"
     return Outcome([incoming[rank] for rank in range(topology.ranks)], carries, network)

@@ -17,7 +17,7 @@ import torch
 from tests.support.commands import REPOSITORY
 from tests.support.ends import ENDS
 from tests.support.waiting import ENOUGH
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.worker import ScanWorker
 from zeco_train.distributed.mesh import Launch
 from zeco_train.lifecycle.job import Advice, Job
 from zeco_train.system import background
@@ -69,10 +69,10 @@ def test_stop_all_skips_calling_thread() -> None:
 
 
 def test_stopped_courier_restarts_on_submit() -> None:
-    courier, ran = Courier(mock.Mock(), timedelta(seconds=1)), threading.Event()
+    worker, ran = ScanWorker(mock.Mock(), timedelta(seconds=1)), threading.Event()
     for _ in range(2):
         ran.clear()
-        courier.submit(ran.set, [], torch.device("cpu"))
+        worker.submit(ran.set, [], torch.device("cpu"))
         assert background.stop_all() == []
         assert ran.is_set()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from zeco_train.kernels.adamw import launch
+from zeco_train.kernels import adamw as launch
 from zeco_train.training.optim.adamw import AdamW
 
 pytestmark = pytest.mark.numeric

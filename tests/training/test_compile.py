@@ -30,13 +30,12 @@ from zeco_train.config.execution import Compile
 from zeco_train.config.schema import TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.ops.documents import find_pieces
-from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.rows import quantise_rows
+from zeco_train.ops.documents import find_doc_ids
+from zeco_train.ops.linear import Matmul, quantise_rows
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Boundary, Exchange, exchange_of
+from zeco_train.ops.seam import Exchange, StateInput, exchange_of
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.nonfinite import explain
@@ -169,7 +168,7 @@ def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
     g = -torch.rand(1, 256, 2, 64, device=device, requires_grad=True)
 
     def layer(*operands: Tensor) -> Tensor:
-        o, _ = mix_at("gla", operands, 0.125, position, Boundary())
+        o, _ = mix_at("gla", operands, 0.125, position, StateInput())
         return (o.float() * o.float().square().mean(-1, keepdim=True).rsqrt()).sum()
 
     _, codes = run_fw_bw_and_get_code(lambda: torch.compile(layer)(q, k, v, g))
@@ -278,13 +277,13 @@ def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: boo
     handle = exchange.handle(torch.device("cpu"))
     inputs, do, state = _tokens(dtype, tokens)
     borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
-    pieces = find_pieces(borders, 0, tokens, torch.device("cpu"))
+    doc_ids = find_doc_ids(borders, 0, tokens, torch.device("cpu"))
     for replay in (False, True):
         for carry in (False, True):
             leaves = [tensor.clone().requires_grad_() for tensor in inputs]
             carry_in = state.clone().requires_grad_() if carry else None
             incoming_state = 2 * state if replay else None
-            arguments = (leaves, "gla", 0.5, handle, pieces, incoming_state, carry_in, carry)
+            arguments = (leaves, "gla", 0.5, handle, doc_ids, incoming_state, carry_in, carry)
             tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
             if not (replay and carry):
                 # This check compares outputs, and the carry_out of a replay is NaN.
@@ -295,7 +294,7 @@ def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: boo
             received = received if incoming_state is None else incoming_state
             dcarry_out = -state if carry else None
             kept = inputs, do, saved, transition, received, dcarry_out
-            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle, pieces, carry))
+            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle, doc_ids, carry))
 
 
 def test_projections_pass_opcheck() -> None:

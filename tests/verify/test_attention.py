@@ -17,12 +17,11 @@ from tests.verify.test_verify import CPU, run_command, verify
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops import oracle
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.verify import attention, cases, command
 from zeco_train.verify.attention import AttentionSequence, exact
 from zeco_train.verify.config import METHODS, VerifyConfig
-from zeco_train.verify.reference import Place
+from zeco_train.verify.reference import SequenceRank
 from zeco_train.verify.report import deviations
 
 pytestmark = pytest.mark.numeric
@@ -135,7 +134,7 @@ def test_reference_is_softmax_over_the_visible_keys(documents: bool, window: int
     grads = torch.autograd.grad(o, (q, k, v), do)
     expected = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
     with mock.patch.object(oracle, "_SCORES", 4 * 40 * 9):
-        found = exact(sequence, Place(0, 1))
+        found = exact(sequence, SequenceRank(0, 1))
     for name, deviation in deviations(found, expected).items():
         assert deviation.error <= 1e-13, name
 

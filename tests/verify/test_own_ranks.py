@@ -22,7 +22,7 @@ from models.registry import MIXERS
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
-from zeco_train.collectives import chain, neighbour, rounds, serial
+from zeco_train.collectives import chain, halo, rounds, serial
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops import mix
 from zeco_train.ops.registry import OPERATORS
@@ -33,10 +33,9 @@ from zeco_train.training.numbers import taken_from
 from zeco_train.training.step import TrainingStep
 from zeco_train.verify import attention_cases, scan_cases, step_cases
 from zeco_train.verify.attention_cases import AttentionCase
-from zeco_train.verify.coverage import not_covered
-from zeco_train.verify.covering import cover_pairs
+from zeco_train.verify.coverage import cover_pairs, not_covered
 from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, TeamCase, distribute, rows_of_own_ranks
-from zeco_train.verify.report import Deviation, Row, line
+from zeco_train.verify.report import Deviation, VerifyRow, line
 from zeco_train.verify.scan_cases import HALO, SCANS, ScanCase
 from zeco_train.verify.step_cases import StepCase
 from zeco_train.verify.whole import DOCUMENTS as DOCUMENT_STARTS
@@ -123,10 +122,10 @@ class _KeptHalo:
 
 
 def _off_in_the_last_head(op: Callable[..., Any], *args: Any) -> Any:
-    o, crossing = op(*args)
+    o, state_output = op(*args)
     factors = torch.ones(o.shape[2], 1, dtype=o.dtype)
     factors[-1] += 1e-9
-    return o * factors, crossing
+    return o * factors, state_output
 
 
 FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
@@ -138,7 +137,7 @@ FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
     ),
     "rounds without decays": (LANE, lambda: mock.patch.object(rounds, "fold", lambda s, t, x: s + x), "R on rank 2"),
     "replays of nothing": (DOCUMENTS, lambda: _replaced(scan_cases, "mix_at", _replays_of_nothing), "a replay"),
-    "a stale halo": (CONVOLUTION, lambda: _replaced(neighbour._Neighbour, "run", _KeptHalo()), "the second call"),
+    "a stale halo": (CONVOLUTION, lambda: _replaced(halo._Halo, "run", _KeptHalo()), "the second call"),
     "outputs of the states before": (
         UNMASKED,
         lambda: mock.patch.object(mix, "_whole", lambda one: one.wait()),
@@ -185,7 +184,7 @@ def test_planted_faults_fail_with_tensor_rank_head_and_call() -> None:
 def losses_of_steps(rank: int, world_size: int, fault: str) -> list[list[str]]:
     """Failures of two training steps, with a fault."""
     case = StepCase("mamba2", "chain/3", segments=2, documents=True, recompute=step_cases.Recompute.full)
-    rows: list[Row] = []
+    rows: list[VerifyRow] = []
     faults = {
         "none": contextlib.nullcontext,
         "a segment's carry forgotten": lambda: _replaced(TrainingStep, "_run_forward", _forgets_carries),
@@ -276,14 +275,17 @@ def test_an_error_is_that_of_the_worst_head_and_names_it() -> None:
     error, head = expected.errors({"o": off}, 1)["o"]
     assert head == 1
     assert math.isnan(error)
-    row = Row("fp64", 3, 2, "gla", "chain", ({}, {"o": Deviation(error, where="head 1, a replay")}), 1e-12)
+    row = VerifyRow("fp64", 3, 2, "gla", "chain", ({}, {"o": Deviation(error, where="head 1, a replay")}), 1e-12)
     assert row.failures == ["o on rank 1 (head 1, a replay) is off by nan > 1e-12"]
     assert "FAILED: o on rank 1 (head 1" in line(row)
 
 
 def test_what_did_not_run_is_said() -> None:
     launch = Launch(0, 2, 0, 2)
-    rows = [Row("fp64", 5, 3, "", "", uses=("operator gla", "mixer kda")), Row("fp64", 5, 4, "", "", reason="no GPU")]
+    rows = [
+        VerifyRow("fp64", 5, 3, "", "", uses=("operator gla", "mixer kda")),
+        VerifyRow("fp64", 5, 4, "", "", reason="no GPU"),
+    ]
     lines = not_covered(rows, torch.device("cpu"), launch)
     assert any("Triton kernels" in text for text in lines)
     (operators,) = [text for text in lines if text.startswith("operator:")]
@@ -294,7 +296,7 @@ def test_what_did_not_run_is_said() -> None:
 
 def hands_in(rank: int, size: int, timeout: timedelta, hand_in: HandIn) -> None:
     """Work of own ranks: a row of each, and one that is missing."""
-    hand_in(Row("fp64", rank, size, "", ""))
+    hand_in(VerifyRow("fp64", rank, size, "", ""))
     dist.barrier()
     if rank == 1:
         raise ValueError("a planted error")

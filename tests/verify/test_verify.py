@@ -30,10 +30,11 @@ from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.jsonable import jsonable
-from zeco_train.verify import cases, command, huge
+from zeco_train.verify import cases, command
+from zeco_train.verify import runs as huge
 from zeco_train.verify.config import LIMITS, VerifyConfig
-from zeco_train.verify.reference import Place, exact
-from zeco_train.verify.report import Deviation, Row, deviations, line, relative_error, summary
+from zeco_train.verify.reference import SequenceRank, exact
+from zeco_train.verify.report import Deviation, VerifyRow, deviations, line, relative_error, summary
 from zeco_train.verify.runs import run_one_device
 from zeco_train.verify.sequences import VERIFIED, Sequence
 
@@ -112,7 +113,7 @@ def test_every_backend_passes_with_every_operator(operator: str) -> None:
 @pytest.mark.parametrize("operator", [name for name in VERIFIED if name != "gla"])
 def test_operators_on_one_device_are_within_the_limits(operator: str, dtype: torch.dtype) -> None:
     sequence = small(tokens=200, heads=5, documents=True, dtype=dtype, operator=operator)
-    part, place = sequence.part(0), Place(0, 1)
+    part, place = sequence.part(0), SequenceRank(0, 1)
     expected = exact(sequence, part, place)
     for run in run_one_device(sequence, part, place).values():
         limit = LIMITS["fp32" if dtype is torch.float32 else "bf16"]
@@ -303,7 +304,7 @@ def test_piecewise_float64_equals_recurrence(operator: str, documents: bool, car
         states.get("dcarry_out"),
     )
     with mock.patch.object(oracle, "_PIECE", 64):
-        pieces = exact(sequence, part, Place(0, 1))
+        pieces = exact(sequence, part, SequenceRank(0, 1))
     left_out = {"dlog_decay"} if carry else {"dlog_decay", "carry_out", "dcarry_in"}
     assert pieces.keys() - {"R", "D_in"} == expected.keys() - left_out
     for name, deviation in deviations({name: expected[name] for name in pieces.keys() & expected}, pieces).items():
@@ -343,7 +344,7 @@ def test_non_finite_results_never_pass() -> None:
         broken = x.clone()
         broken[0, 1, 1, 2] = wrong
         found = deviations({"o": broken}, {"o": x}, ({"o": x}, {"o": x}))
-        row = Row("fp32", 3, 1, "one document", "dp", ({"dq": Deviation(0.0)}, found), 1e-3)
+        row = VerifyRow("fp32", 3, 1, "one document", "dp", ({"dq": Deviation(0.0)}, found), 1e-3)
         assert row.failures[0].startswith("o on rank 1 is off by")
         assert "FAILED" in line(row)
         assert summary([row]).startswith("FAILED: 0 of 1")

@@ -37,13 +37,11 @@ from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.registry import DEFAULT
-from zeco_train.ops.seam import Boundary
-from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.seam import StateInput
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.all_gather import AllGather
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.method import LocalAttention, ShardedAttention
 from zeco_train.sp.attention.pipelined import NUM_PARTS
 from zeco_train.sp.attention.registry import METHODS, build_attention
 from zeco_train.sp.attention.ulysses import Ulysses
@@ -117,7 +115,7 @@ def build_variant(name: str, shape: Shape, window: int | None, session: Session)
     position = session.position(exchange, tokens, alone=is_alone(name))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_at(q, k, v, scale, position, (Boundary(), Boundary()), window)[0]
+        return attend_at(q, k, v, scale, position, (StateInput(), StateInput()), window)[0]
 
     return Variant(attention, own)
 

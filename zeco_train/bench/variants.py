@@ -27,9 +27,8 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import AttentionMethod, Exchange, ScanRequest, StateScan
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
 
@@ -126,8 +125,8 @@ class LocalCopyScan:
     def launch(self, request: ScanRequest) -> PendingScan:
         """See `StateScan`."""
         scan = PendingScan(request.want_carry)
-        for promise in scan.promises:
-            promise.deliver(request.state.clone())
+        for promise in scan.futures:
+            promise.set_result(request.state.clone())
         return scan
 
     def drain(self) -> None:
@@ -211,12 +210,12 @@ class GatheredScan:
         running = request.first_incoming().double()
         for rank in reversed(ranks) if request.reverse else ranks:
             if rank == dist.get_rank():
-                scan.incoming.deliver(running.to(dtype))
+                scan.incoming.set_result(running.to(dtype))
             transition = transitions[rank].double()
             kept = transition @ running if transition.ndim == 4 else transition.exp().unsqueeze(-1) * running
             running = kept + states[rank].double()
         if scan.carry is not None:
-            scan.carry.deliver(running.to(dtype))
+            scan.carry.set_result(running.to(dtype))
         return scan
 
     def drain(self) -> None:

@@ -6,19 +6,19 @@ All take the pair of this rank's tokens, from a zero start, and return the prece
 
     R_0 = carry_in,    R_{p+1} = A_p R_p + state_p        (in reverse: from the last rank down)
 
-A collective takes a `ScanRequest`, which holds this rank's tensors, and the `Courier` of a process group. All but
+A collective takes a `ScanRequest`, which holds this rank's tensors, and the `ScanWorker` of a process group. All but
 `symmetric.py` use only the public API of `torch.distributed`, over gloo or NCCL; `symmetric.py` runs a kernel over
-memory shared by the GPUs of one NVLink domain. A courier's group must carry scans of one direction and nothing else,
+memory shared by the GPUs of one NVLink domain. A worker's group must carry scans of one direction and nothing else,
 and every rank must launch the same scans in the same order. Give the group its own timeout (`new_group(timeout=…)`)
-equal to the courier's: on CUDA, where `wait` orders streams and does not block the host, NCCL's watchdog enforces the
-group's timeout (and the kernel the courier's); on CPUs it bounds the lifetime of gloo's threads after a failed
+equal to the worker's: on CUDA, where `wait` orders streams and does not block the host, NCCL's watchdog enforces the
+group's timeout (and the kernel the worker's); on CPUs it bounds the lifetime of gloo's threads after a failed
 collective.
 
 A scan can be captured into a CUDA graph only after one like it (in all but its data) has run, and the capture must
-include `finish`. Replays and the courier's other scans must not overlap: the memory of a direction is used by one
+include `finish`. Replays and the worker's other scans must not overlap: the memory of a direction is used by one
 kernel at a time.
 """
 
-from zeco_train.collectives.courier import Courier, PendingScan, scan_alone
+from zeco_train.collectives.worker import PendingScan, ScanWorker, scan_alone
 
-__all__ = ["Courier", "PendingScan", "scan_alone"]
+__all__ = ["PendingScan", "ScanWorker", "scan_alone"]

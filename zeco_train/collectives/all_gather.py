@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import ScanJob
 from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.ops.seam import as_columns, fold, from_columns
 
 
@@ -36,14 +36,14 @@ class _Gather(ScanJob):
         for position in range(wire.size):
             if position == wire.position and not wire.is_first:
                 # Not copied: `fold` returns a new tensor, so the folds for the carry do not change this one.
-                scan.incoming.deliver(running)
+                scan.incoming.set_result(running)
             if position >= wire.position and scan.carry is None:
                 break
             columns = pairs[wire.group_rank(position)]
             part, transition = columns.split((state.shape[-1], columns.shape[-1] - state.shape[-1]), dim=-1)
             running = fold(part, from_columns(transition, request.transition), running)
         if scan.carry is not None:
-            scan.carry.deliver(running)
+            scan.carry.set_result(running)
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
@@ -56,7 +56,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 ALL_GATHER = ScanSpec(
     name="all_gather",
     description="every rank gets every pair and folds those before its own (LASP-2)",
-    launch=lambda request, courier: courier.launch(_Gather(request)),
+    launch=lambda request, worker: worker.launch(_Gather(request)),
     # Every rank sends its pair to every other rank; the carry costs no message.
     bytes_sent=lambda load, want_carry: float(load.state_bytes + load.transition_bytes) * (load.ranks - 1),
     seconds=_seconds,

@@ -75,14 +75,14 @@ def enlarged(capacity: Capacity | None, needed: Capacity) -> Capacity:
 
 
 @dataclass
-class Layout:
+class ArenaLayout:
     """Offsets and strides of an arena in bytes, by name, as the kernels of `kernels/all_scan/` expect them."""
 
     size: int = 0
     offsets: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, capacity: Capacity, ranks: int) -> Layout:
+    def of(cls, capacity: Capacity, ranks: int) -> ArenaLayout:
         """4-byte flags, then data; each data part is double-buffered by the parity of the epoch."""
         layout = cls()
         if isinstance(capacity, TwoShotCapacity):
@@ -197,7 +197,7 @@ class Arena:
         self, group: ProcessGroup, reverse: bool, device: torch.device, capacity: Capacity, allocate: Allocate
     ) -> None:
         self.capacity = capacity
-        self.layout = Layout.of(capacity, dist.get_world_size(group))
+        self.layout = ArenaLayout.of(capacity, dist.get_world_size(group))
         memory, addresses = allocate(self.layout.size, group, device)
         self.peers = torch.tensor(addresses[::-1] if reverse else addresses, dtype=torch.int64, device=device)
         self.control = torch.zeros(2, dtype=torch.int32, device=device)

@@ -21,30 +21,30 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
 from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker
 from zeco_train.ops.seam import ScanRequest, fold
 
 
-def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> PendingScan:
+def launch_chain(request: ScanRequest, worker: ScanWorker, *, blocks: int) -> PendingScan:
     """Start the scan. All receives are posted before this returns; blocks are forwarded without this rank's `wait`.
 
     Args:
         request: this rank's part.
-        courier: of the group and the request's direction.
+        worker: of the group and the request's direction.
         blocks: number of pieces, ≥ 1; need not divide H. If it exceeds H, each head is also cut along V, into at most V
             pieces.
 
     Raises:
         ValueError: `blocks` < 1, or this process is not in the group.
-        CommunicationError: an earlier scan of the courier failed, or a peer is gone.
+        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
     """
     if blocks < 1:
         raise ValueError(f"blocks must be ≥ 1, not {blocks}")
-    tags = courier.take_tags(len(_split(request.state, blocks)))
-    return courier.launch(_Chain(request, blocks, tags))
+    tags = worker.take_tags(len(_split(request.state, blocks)))
+    return worker.launch(_Chain(request, blocks, tags))
 
 
 @dataclass
@@ -71,25 +71,17 @@ def _pieces(shape: tuple[int, ...], blocks: int) -> tuple[int, int]:
 
 
 def _split(state: Tensor, blocks: int) -> list[Tensor]:
-    """Split a state into views, heads first."""
     along_heads, along_values = _pieces(state.shape, blocks)
     return [part for some in state.tensor_split(along_heads, dim=1) for part in some.tensor_split(along_values, dim=3)]
 
 
 def _join(parts: list[Tensor], along_values: int) -> Tensor:
-    """Inverse of `_split`."""
     rows = [torch.cat(parts[i : i + along_values], dim=3) for i in range(0, len(parts), along_values)]
     return torch.cat(rows if along_values > 1 else parts, dim=1)
 
 
 class _Chain(ScanJob):
-    """A scan by blocks.
-
-    Args:
-        request: this rank's part.
-        blocks: number of pieces of the state.
-        tags: message tags, one per piece.
-    """
+    """A scan by blocks."""
 
     operation = "all_scan_chain"
 
@@ -98,11 +90,10 @@ class _Chain(ScanJob):
         self._count, self._tags = blocks, tags
 
     def post(self) -> None:
-        """Cut the request into blocks and post their receives."""
         request, wire = self.request, self.wire
         if wire.is_first:
             incoming = request.first_incoming()
-            self.scan.incoming.deliver(incoming)
+            self.scan.incoming.set_result(incoming)
             parts = _split(incoming, self._count)
         else:
             # Messages need contiguous memory, and the pieces of a state are strided views.
@@ -120,7 +111,6 @@ class _Chain(ScanJob):
                 block.receive = wire.receive(block.incoming, wire.position - 1, block.tag, block.name)
 
     def run(self) -> None:
-        """Receive, fold and forward, block by block."""
         wire, scan = self.wire, self.scan
         folded: list[Tensor] = []
         sends: list[Transfer] = []
@@ -133,7 +123,7 @@ class _Chain(ScanJob):
             if not wire.is_last:
                 sends.append(wire.send(folded[-1], wire.position + 1, block.tag, block.name))
         if not wire.is_first:
-            scan.incoming.deliver(_join([block.incoming for block in self._blocks], self._along_values))
+            scan.incoming.set_result(_join([block.incoming for block in self._blocks], self._along_values))
         # The rest is for this rank's successors: its own `wait` is already satisfied.
         for send in sends:
             send.wait()
@@ -141,7 +131,7 @@ class _Chain(ScanJob):
             # The carry only on the last rank; on the others the broadcast overwrites it.
             carry = _join(folded, self._along_values)
             wire.broadcast(carry, wire.size - 1, "carry_out").wait()
-            scan.carry.deliver(carry)
+            scan.carry.set_result(carry)
 
 
 def best_blocks(costs: Costs, load: Load) -> int:

@@ -15,19 +15,14 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import ScanJob
 from zeco_train.collectives.rounds import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
 from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.ops.seam import ScanRequest, as_columns, fold, from_columns
 
 
 class _Doubling(ScanJob):
-    """A scan by rounds. All receives are posted at launch; the rounds progress without this rank's `wait`.
-
-    Args:
-        request: this rank's part.
-        tags: message tags, one per round.
-    """
+    """A scan by rounds. All receives are posted at launch; the rounds progress without this rank's `wait`."""
 
     operation = "all_scan_doubling"
 
@@ -36,19 +31,17 @@ class _Doubling(ScanJob):
         self._tags = tags
 
     def post(self) -> None:
-        """Post the receives of all rounds."""
         if self.wire.is_first:
-            self.scan.incoming.deliver(self.request.first_incoming())
+            self.scan.incoming.set_result(self.request.first_incoming())
         self._rounds = Rounds(self.wire, 1, _format(self.request), "round")
         self._rounds.post(self._tags)
 
     def run(self) -> None:
-        """Compose and send, round by round."""
         request, wire, scan = self.request, self.wire, self.scan
         own = request.state, request.transition
         if wire.is_first and request.carry_in is not None:
             own = fold(*own, request.carry_in), request.transition
-        sends = self._rounds.run(own, scan.incoming.deliver)
+        sends = self._rounds.run(own, scan.incoming.set_result)
         # The rest is for this rank's successors: its own `wait` is already satisfied.
         for send in sends:
             send.wait()
@@ -89,7 +82,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 DOUBLING = ScanSpec(
     name="doubling",
     description="in round r every rank sends what it knows 2^r ranks on: ⌈log₂ P⌉ rounds of states and transitions",
-    launch=lambda request, courier: courier.launch(_Doubling(request, courier.take_tags(count_rounds(courier.size)))),
+    launch=lambda request, worker: worker.launch(_Doubling(request, worker.take_tags(count_rounds(worker.size)))),
     bytes_sent=_bytes_sent,
     seconds=_seconds,
     held_states=count_rounds,

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
 from zeco_train.collectives.rounds import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest, compose, fold
 
@@ -37,33 +37,27 @@ from zeco_train.ops.seam import ScanRequest, compose, fold
 _EXCHANGES = 2
 
 
-def launch_lane(request: ScanRequest, courier: Courier) -> PendingScan:
+def launch_lane(request: ScanRequest, worker: ScanWorker) -> PendingScan:
     """Start the scan. All receives are posted before this returns; it progresses without this rank's `wait`.
 
     Args:
         request: this rank's part.
-        courier: of the group and the request's direction; its topology has the nodes.
+        worker: of the group and the request's direction; its topology has the nodes.
 
     Raises:
         ConfigError: the nodes have different numbers of ranks.
         ValueError: this process is not in the group.
-        CommunicationError: an earlier scan of the courier failed, or a peer is gone.
+        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
     """
-    topology = courier.topology
+    topology = worker.topology
     if (problem := _problem(topology)) is not None:
         raise ConfigError("sp.all_scan.algorithm", "lane", problem)
-    tags = courier.take_tags(_EXCHANGES + count_rounds(topology.nodes))
-    return courier.launch(_LaneScan(request, topology.ranks_per_node, tags))
+    tags = worker.take_tags(_EXCHANGES + count_rounds(topology.nodes))
+    return worker.launch(_LaneScan(request, topology.ranks_per_node, tags))
 
 
 class _LaneScan(ScanJob):
-    """A scan by slices over nodes.
-
-    Args:
-        request: this rank's part.
-        per_node: L.
-        tags: message tags, one for each exchange and round.
-    """
+    """A scan by slices over nodes."""
 
     operation = "all_scan_lane"
 
@@ -74,7 +68,6 @@ class _LaneScan(ScanJob):
         self._slices = Slices(heads, value_dim, per_node)
 
     def post(self) -> None:
-        """Post all receives, and send the slices to their owners."""
         request, wire = self.request, self.wire
         # The owner of a slice: the rank at that place of the node, in scan order.
         self._own, first = wire.position % self._per_node, wire.position // self._per_node * self._per_node
@@ -100,7 +93,6 @@ class _LaneScan(ScanJob):
         )
 
     def run(self) -> None:
-        """Compose the node's pairs, scan them over nodes, and return the results."""
         for transfer in self._arriving:
             transfer.wait()
         before: list[Tensor] = []
@@ -124,7 +116,7 @@ class _LaneScan(ScanJob):
         return running
 
     def _return(self, before: Tensor | None) -> None:
-        """Send the results to the ranks of this node and deliver this rank's.
+        """Send the results to the ranks of this node and set this rank's.
 
         Args:
             before: this rank's slice of the state before the node, [B, rows, K, C]; None: zeros.
@@ -140,7 +132,7 @@ class _LaneScan(ScanJob):
             # Not written into the buffer, which may have been allocated in inference mode.
             parts = [*self._returned]
             parts[self._own] = results[self._own]
-            self.scan.incoming.deliver(self._slices.whole(torch.stack(parts)))
+            self.scan.incoming.set_result(self._slices.whole(torch.stack(parts)))
 
     def _result(self, prefix: tuple[Tensor, Tensor] | None, before: Tensor | None) -> Tensor:
         """The state of this rank's slice before a rank of the node, [B, w, K], contiguous."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from zeco_train.collectives.arena import Capacity, ChainCapacity, TwoShotCapacity
+from zeco_train.collectives.arena import Arena, Capacity, ChainCapacity, TwoShotCapacity
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.seam import ScanRequest
 
@@ -16,7 +16,7 @@ PAPER_BLOCK = 16_384
 
 
 @dataclass(frozen=True)
-class Tuning:
+class KernelTuning:
     """Launch parameters of a kernel.
 
     Attributes:
@@ -32,11 +32,11 @@ class Tuning:
 
 # Measured on 2 and 4 H200s, 1 and 4 MB, over 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would gain
 # up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
-_MEASURED = Tuning(ctas=32, num_warps=8, elements=4096)
+_MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """Partitioning of one call: kernel arguments between the arena's addresses and its flags.
 
     Attributes:
@@ -57,6 +57,41 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class FixedArguments:
+    """A kernel's arguments behind the five tensors of a call: the same for all calls of a shape, direction and carries.
+
+    Attributes:
+        arena: which holds the call.
+        cut: of the call.
+        position, ranks: this rank's place in scan order, and P.
+        seconds: bound of each wait.
+        has_carry, want_carry: `carry_in` is read here, `carry_out` is written.
+        assembly: wait and signal by PTX, which Triton's interpreter cannot run.
+    """
+
+    arena: Arena
+    cut: Partition
+    position: int
+    ranks: int
+    seconds: float
+    has_carry: bool
+    want_carry: bool
+    assembly: bool
+
+    def in_order(self) -> tuple[Any, ...]:
+        """In the order of the kernels' parameters."""
+        arena, cut = self.arena, self.cut
+        return (
+            *(arena.peers, arena.control, arena.failure, arena.status_address, int(self.seconds * 1e9)),
+            *cut.sizes,
+            *(arena.layout.offsets[name] for name in cut.places),
+            *(self.position, self.ranks, *cut.constants, self.has_carry, self.want_carry),
+            # `wait_for` needs one lane for each thread.
+            *(32 * cut.num_warps, self.assembly),
+        )
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A scan in one kernel.
 
@@ -68,15 +103,15 @@ class Kernel:
 
     module: str
     name: str
-    cut: Callable[[ScanRequest, Wire, Tuning, int | None], Cut]
-    tuning: Tuning = _MEASURED
+    cut: Callable[[ScanRequest, Wire, KernelTuning, int | None], Partition]
+    tuning: KernelTuning = _MEASURED
 
     def load(self) -> Any:
         """Import the kernel: it needs Triton, which machines without GPUs may lack."""
         return getattr(import_module(self.module), self.name)
 
 
-def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> Cut:
+def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks: int | None) -> Partition:
     """Tiles span all of K and part of V: never cut along K, since a transition may mix a column's elements."""
     batch, heads, key_dim, value_dim = request.state.shape
     rows = power_of_2(key_dim)
@@ -86,7 +121,7 @@ def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int 
     width = -(-tiles // wire.size)
     size = request.state.element_size()
     tile = key_dim * columns * size
-    return Cut(
+    return Partition(
         needed=TwoShotCapacity(width, tiles, width * tile, width * rows * size, tiles * tile),
         ctas=min(width, tuning.ctas),
         num_warps=tuning.num_warps,
@@ -99,7 +134,7 @@ def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int 
     )
 
 
-def _chain_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> Cut:
+def _chain_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks: int | None) -> Partition:
     """Blocks are runs of rows of [B·H·K, V]."""
     value_dim = request.state.shape[3]
     rows = request.transition.numel()
@@ -107,7 +142,7 @@ def _chain_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | N
     count = -(-rows // block_rows)
     columns = power_of_2(value_dim)
     held = max(1, min(power_of_2(block_rows), tuning.elements // columns))
-    return Cut(
+    return Partition(
         needed=ChainCapacity(count, request.state.numel() * request.state.element_size()),
         ctas=min(count, tuning.ctas),
         num_warps=tuning.num_warps,

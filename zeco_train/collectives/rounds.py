@@ -82,12 +82,12 @@ class Rounds:
                 receive = self._wire.receive(received, self._wire.position - distance * self._stride, tag, name)
             self._rounds.append(_Round(name, tag, distance, receive, received))
 
-    def run(self, own: tuple[Tensor, Tensor], deliver: Callable[[Tensor], None]) -> list[Transfer]:
+    def run(self, own: tuple[Tensor, Tensor], set_result: Callable[[Tensor], None]) -> list[Transfer]:
         """Compose and send, round by round.
 
         Args:
             own: this place's pair; that of the first place includes `carry_in`.
-            deliver: called with the state before this place as soon as that is known; not at the first place.
+            set_result: called with the state before this place as soon as that is known; not at the first place.
 
         Returns:
             Sends under way, for places after this one.
@@ -107,12 +107,11 @@ class Rounds:
                 heard = self._format.unpack(step.received)
                 before = heard if before is None else _join(before, heard)
                 if before[1] is None:
-                    deliver(before[0])
+                    set_result(before[0])
         return sends
 
 
 def _join(later: Pair, earlier: Pair) -> Pair:
-    """Compose the pairs of neighbouring places; `later` does not reach back to the first place."""
     (state, transition), (earlier_state, earlier_transition) = later, earlier
     assert transition is not None
     if earlier_transition is None:

@@ -5,7 +5,7 @@ Receiving and sending are two calls, with the caller's outputs between them, so 
     rank p:  receive R_p from p−1  →  (outputs that use R_p)  →  R_{p+1} = A_p R_p + S_p  →  send to p+1
 
 On the wire: S bytes from each rank but the last, in one message; `carry_out` adds a broadcast of S from the last rank.
-Rounds: P − 1. Time = Σ (α + βS) over the hops, and P times the compute between receive and send. No courier is
+Rounds: P − 1. Time = Σ (α + βS) over the hops, and P times the compute between receive and send. No worker is
 involved: each step runs in its caller.
 """
 
@@ -117,8 +117,8 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 SERIAL = ScanSpec(
     name="serial",
     description="one rank after another receives, computes, folds and sends (LASP, Algorithms 2 and 3)",
-    # The courier only provides its group: nothing is sent or received here.
-    launch=lambda request, courier: PendingSerialScan(request, courier.wire("serial_scan", request.reverse)),
+    # The worker only provides its group: nothing is sent or received here.
+    launch=lambda request, worker: PendingSerialScan(request, worker.wire("serial_scan", request.reverse)),
     # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.one_kernel import Kernel
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanWorker
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 
 
@@ -20,7 +20,7 @@ class ScanSpec:
     Attributes:
         name: as in settings.
         description: one line for `--help`.
-        launch: (request, courier), with `blocks=` if states are sent in blocks → the scan. It progresses without this
+        launch: (request, worker), with `blocks=` if states are sent in blocks → the scan. It progresses without this
             rank's `wait`, unless it is serial.
         bytes_sent: (load, want_carry) → bytes that the busiest rank sends for one scan.
         seconds: (costs, load, blocks) → time from launch to wait, without overlapped work.
@@ -49,63 +49,11 @@ class ScanSpec:
     automatic: bool = True
     line: str | tuple[int, tuple[int, ...]] = "-"
 
-    def over(self, courier: Courier, blocks: int | None = None) -> Callable[[ScanRequest], LaunchedScan]:
-        """`launch` over a courier; `blocks` applies if states are sent in blocks."""
+    def over(self, worker: ScanWorker, blocks: int | None = None) -> Callable[[ScanRequest], LaunchedScan]:
+        """`launch` over a worker; `blocks` applies if states are sent in blocks."""
         options = {} if self.best_blocks is None else {"blocks": blocks or 1}
-        return partial(self.launch, courier=courier, **options)
+        return partial(self.launch, worker=worker, **options)
 
     def runs_on(self, link: Link) -> bool:
         """Whether there is an implementation for that link."""
         return link is not Link.symmetric or self.kernel is not None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The result of `choose`.
-
-    Attributes:
-        scan: the algorithm.
-        link: the transport.
-        blocks: number of blocks if states are sent in blocks over messages; else None.
-        seconds: predicted time.
-    """
-
-    scan: ScanSpec
-    link: Link
-    blocks: int | None
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.scan.name}{'' if self.blocks is None else f' of {self.blocks} blocks'} by {self.link.value}"
-
-
-def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> Choice:
-    """The fastest scan by the cost model; the first of equals.
-
-    Args:
-        scans: candidates; those without an implementation for the link are skipped.
-        costs: of the link.
-        load: the scan's size, over P ≥ 2 ranks.
-        blocks: number of blocks if states are sent in blocks; None is the best number over messages, and 16,384
-            elements each in one kernel.
-
-    Raises:
-        ValueError: none of them has an implementation for the link.
-    """
-    choices = []
-    for scan in scans:
-        if scan.runs_on(costs.link):
-            count = blocks if scan.best_blocks else None
-            if count is None and scan.best_blocks and costs.link is not Link.symmetric:
-                count = scan.best_blocks(costs, load)
-            choices.append(Choice(scan, costs.link, count, scan.seconds(costs, load, count)))
-    return min(choices, key=lambda choice: choice.seconds)
-
-
-def eligible(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[ScanSpec]:
-    """The scans that `choose` may return for some state size."""
-    if costs.link is not Link.symmetric:
-        return list(scans)
-    # All times are linear in the size: a scan that is faster at both extreme sizes is faster in between.
-    ends = [choose(scans, costs, Load(ranks, (1, 1, 1, 1), itemsize)).scan for itemsize in (0, 1 << 62)]
-    return [scan for scan in scans if scan in ends]

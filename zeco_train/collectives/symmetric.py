@@ -1,7 +1,7 @@
 """All-Scan in one kernel launch, over memory that all ranks of an NVLink domain map.
 
 The kernels and the protocol are in `zeco_train/kernels/all_scan/`; here are their arguments, their launch on the
-courier's stream, and failure reporting to the host. Nothing here synchronises with the device, so a scan can be
+worker's stream, and failure reporting to the host. Nothing here synchronises with the device, so a scan can be
 captured into a CUDA graph once one of its size has run outside.
 
 On the wire, per rank, of S bytes a state: `chain` receives S and sends S; `two_shot` sends (P − 1)/P S and the
@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -31,10 +30,10 @@ from zeco_train.collectives.arena import (
     keep,
     on_all_ranks,
 )
-from zeco_train.collectives.courier import Courier, PendingScan, ScanJob, scan_alone
-from zeco_train.collectives.one_kernel import Cut, Kernel, Tuning, power_of_2
+from zeco_train.collectives.one_kernel import FixedArguments, Kernel, KernelTuning, power_of_2
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker, scan_alone
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest, is_matrix
 
@@ -59,50 +58,92 @@ def request_problem(request: ScanRequest) -> str | None:
     return f"{elements} elements" if elements >= 1 << 30 else None
 
 
-def transport_problem(courier: Courier, device: torch.device) -> str | None:
-    """Why the courier's ranks cannot use symmetric memory, the same on all of them; None if they can. Collective."""
+def transport_problem(worker: ScanWorker, device: torch.device) -> str | None:
+    """Why the worker's ranks cannot use symmetric memory, the same on all of them; None if they can. Collective."""
     if device.type != "cuda":
         return f"the states are on {device.type}"
-    if len(hosts := courier.topology.hosts) > 1:
+    if len(hosts := worker.topology.hosts) > 1:
         return f"the ranks are on {len(hosts)} machines"
     try:
-        on_all_ranks(lambda: import_module("triton"), courier.group)
+        on_all_ranks(lambda: import_module("triton"), worker.group)
         # Try it: the reasons why peer access fails differ from machine to machine.
-        keep(allocate_symmetric(1 << 10, courier.group, device))
+        keep(allocate_symmetric(1 << 10, worker.group, device))
     except RuntimeError as error:
         return str(error)
     return None
 
 
-class _OneKernel(ScanJob):
-    """A scan as a single kernel launch."""
+class _Launch:
+    """A kernel with all its arguments but the five tensors of a call.
 
-    def __init__(self, request: ScanRequest, operation: str, enqueue: Callable[[Wire, PendingScan], None]) -> None:
+    Triton's launcher inspects every argument; once the kernel is compiled for them, it is launched with raw addresses.
+    """
+
+    def __init__(self, kernel: Any, fixed: FixedArguments) -> None:
+        self._kernel, self._fixed = kernel, fixed.in_order()
+        self._grid, self._num_warps = (fixed.cut.ctas, 1, 1), fixed.cut.num_warps
+        self._addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in self._fixed)
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        # Compiled for addresses that are multiples of 16; for others Triton has to choose another specialisation.
+        aligned = not any(address & 15 for address in addresses)
+        if aligned and self._compiled is not None:
+            self._compiled(*addresses, *self._addresses)
+            return
+        compiled = self._kernel[self._grid](*tensors, *self._fixed, num_warps=self._num_warps)
+        if aligned and not INTERPRETED:
+            self._compiled = compiled[self._grid]
+
+
+class _OneKernel(ScanJob):
+    def __init__(
+        self, request: ScanRequest, operation: str, launch: _Launch, zeros: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__(request)
-        self.operation, self._enqueue = operation, enqueue
+        self.operation, self._launch, self._zeros = operation, launch, zeros
 
     def run(self) -> None:
-        self._enqueue(self.wire, self.scan)
+        request, wire, scan = self.request, self.wire, self.scan
+        state = request.state.contiguous()
+        # Arguments that the kernel neither reads nor writes get placeholders.
+        carry_in, output, carry_out = state, state, state
+        if wire.is_first and request.carry_in is not None:
+            carry_in = request.carry_in.contiguous()
+            # Before the launch: its readers need not wait for the kernel.
+            scan.incoming.set_result(request.carry_in)
+        elif wire.is_first:
+            scan.incoming.set_result(self._zeros(state), is_ready=True)
+        else:
+            output = torch.empty_like(state)
+        if scan.carry is not None:
+            carry_out = torch.empty_like(state)
+        self._launch(state, request.transition.contiguous(), carry_in, output, carry_out)
+        if not wire.is_first:
+            scan.incoming.set_result(output)
+        if scan.carry is not None:
+            scan.carry.set_result(carry_out)
 
 
 class SymmetricScans:
-    """The scans of one courier over symmetric memory.
+    """The scans of one worker over symmetric memory.
 
     Args:
-        courier: its group's ranks share an NVLink domain.
+        worker: its group's ranks share an NVLink domain.
         allocate: allocator of symmetric memory.
         tuning: by algorithm, instead of the default.
     """
 
     def __init__(
-        self, courier: Courier, allocate: Allocate = allocate_symmetric, tuning: dict[str, Tuning] | None = None
+        self, worker: ScanWorker, allocate: Allocate = allocate_symmetric, tuning: dict[str, KernelTuning] | None = None
     ) -> None:
-        self._courier, self._allocate = courier, allocate
+        self._worker, self._allocate = worker, allocate
         self._tuning = tuning or {}
         self._arenas: list[tuple[Wire, Arena]] = []
-        self._plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._launches: dict[tuple[Any, ...], _Launch] = {}
         self._zeros: dict[tuple[Any, ...], Tensor] = {}
-        courier.checks.append(self.check)
+        worker.watched.append(self)
 
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
         """Start the scan; it completes without this rank's `wait`.
@@ -114,18 +155,18 @@ class SymmetricScans:
 
         Raises:
             ValueError: this process is not in the group.
-            CommunicationError: an earlier scan of the courier failed.
+            CommunicationError: an earlier scan of the worker failed.
             RuntimeError: a CUDA graph is being captured and no scan like this one has run; or out of memory.
         """
         operation, kernel = f"symmetric_{algorithm.name}", algorithm.kernel
-        wire = self._courier.wire(operation, request.reverse)
+        wire = self._worker.wire(operation, request.reverse)
         if wire.size == 1:
             return scan_alone(request)
-        # Plan before involving the courier: a refused call then fails no other scan and keeps its stream out of a
+        # Prepare before involving the worker: a refused call then fails no other scan and keeps its stream out of a
         # capture.
         assert kernel is not None
-        plan = self._planned(request, kernel, self._tuning.get(algorithm.name, kernel.tuning), blocks, wire)
-        return self._courier.launch(_OneKernel(request, operation, partial(self._run, request, plan)))
+        prepared = self._prepared(request, kernel, self._tuning.get(algorithm.name, kernel.tuning), blocks, wire)
+        return self._worker.launch(_OneKernel(request, operation, prepared, self._cached_zeros))
 
     def check(self) -> None:
         """Check for failed scans, without waiting for those in flight.
@@ -140,33 +181,12 @@ class SymmetricScans:
                 raise CommunicationError(
                     dist.get_rank(),
                     f"{wire.operation}: wait for {WAITED_FOR[what]} in scan {epoch}",
-                    f"no answer within {self._courier.timeout.total_seconds():g} s",
-                    dist.get_global_rank(self._courier.group, wire.group_rank(position)),
+                    f"no answer within {self._worker.timeout.total_seconds():g} s",
+                    dist.get_global_rank(self._worker.group, wire.group_rank(position)),
                 )
 
-    def _run(self, request: ScanRequest, plan: Callable[..., None], wire: Wire, scan: PendingScan) -> None:
-        """One launch on the current stream."""
-        state = request.state.contiguous()
-        # Arguments that the kernel neither reads nor writes get placeholders.
-        carry_in, output, carry_out = state, state, state
-        if wire.is_first and request.carry_in is not None:
-            carry_in = request.carry_in.contiguous()
-            # Before the launch: its readers need not wait for the kernel.
-            scan.incoming.deliver(request.carry_in)
-        elif wire.is_first:
-            self._deliver_zeros(state, scan)
-        else:
-            output = torch.empty_like(state)
-        if scan.carry is not None:
-            carry_out = torch.empty_like(state)
-        plan(state, request.transition.contiguous(), carry_in, output, carry_out)
-        if not wire.is_first:
-            scan.incoming.deliver(output)
-        if scan.carry is not None:
-            scan.carry.deliver(carry_out)
-
-    def _deliver_zeros(self, state: Tensor, scan: PendingScan) -> None:
-        """Deliver R_0 without a carry: zeros cached by shape, since a fill would delay the kernel."""
+    def _cached_zeros(self, state: Tensor) -> Tensor:
+        """R_0 without a carry; cached by shape, since a fill would delay the kernel."""
         key = (state.shape, state.dtype, state.device)
         zeros = self._zeros.get(key)
         if zeros is None:
@@ -177,41 +197,31 @@ class SymmetricScans:
                 # Delivered without an event from now on, to any stream.
                 torch.cuda.current_stream().synchronize()
             self._zeros[key] = zeros
-        scan.incoming.deliver(zeros, is_ready=True)
+        return zeros
 
-    def _planned(
-        self, request: ScanRequest, kernel: Kernel, tuning: Tuning, blocks: int | None, wire: Wire
-    ) -> Callable[..., None]:
-        """The cached launch plan for scans like this one. Errors as of `launch`."""
+    def _prepared(
+        self, request: ScanRequest, kernel: Kernel, tuning: KernelTuning, blocks: int | None, wire: Wire
+    ) -> _Launch:
+        """For scans like this one, cached. Collective if memory must be allocated. Errors as of `launch`."""
         has_carry = wire.is_first and request.carry_in is not None
         state, want_carry = request.state, request.want_carry
         key = (kernel.name, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
-        plan = self._plans.get(key)
-        if plan is None:
+        launch = self._launches.get(key)
+        if launch is None:
             if is_capturing(state.device):
                 raise RuntimeError(
                     "a scan has to run once before it is captured into a CUDA graph, and none like this one has: "
                     f"{wire.operation}, {list(state.shape)}, {state.dtype}, {blocks=}, {has_carry=}, {want_carry=}"
                 )
-            self._courier.check()  # peers may be gone
+            self._worker.check()  # peers may be gone
             with torch.cuda.device_of(state):
                 cut = kernel.cut(request, wire, tuning, blocks)
-                plan = self._plans[key] = self._plan(request, kernel, cut, wire, has_carry)
-        return plan
-
-    def _plan(self, request: ScanRequest, kernel: Kernel, cut: Cut, wire: Wire, has_carry: bool) -> Callable[..., None]:
-        """Prepare all shape-dependent parts of a launch. Collective if memory must be allocated."""
-        arena = self._arena(cut.needed, request, wire)
-        # In the order of the kernels' parameters. `wait_for` needs one lane (next to last) for each thread.
-        tail = (
-            *(arena.peers, arena.control, arena.failure, arena.status_address),
-            int(self._courier.timeout.total_seconds() * 1e9),
-            *cut.sizes,
-            *(arena.layout.offsets[name] for name in cut.places),
-            *(wire.position, wire.size, *cut.constants, has_carry, request.want_carry),
-            *(32 * cut.num_warps, not INTERPRETED),
-        )
-        return _Launch(kernel.load(), (cut.ctas, 1, 1), cut.num_warps, tail)
+                arena, seconds = self._arena(cut.needed, request, wire), self._worker.timeout.total_seconds()
+                fixed = FixedArguments(
+                    arena, cut, wire.position, wire.size, seconds, has_carry, want_carry, assembly=not INTERPRETED
+                )
+                launch = self._launches[key] = _Launch(kernel.load(), fixed)
+        return launch
 
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:
         """The first arena of this algorithm and direction that holds the call, or a new one.
@@ -227,30 +237,7 @@ class SymmetricScans:
                 before = arena.capacity
         capacity = enlarged(before, needed)
         with torch.inference_mode(False):
-            arena = Arena(self._courier.group, request.reverse, request.state.device, capacity, self._allocate)
+            arena = Arena(self._worker.group, request.reverse, request.state.device, capacity, self._allocate)
         self._arenas.append((wire, arena))
         logger.info("%s: %.3g MB of symmetric memory", wire.operation, arena.layout.size / 1e6)
         return arena
-
-
-class _Launch:
-    """A kernel with all its arguments but the five tensors of a call.
-
-    Triton's launcher inspects every argument; once the kernel is compiled for them, it is launched with raw addresses.
-    """
-
-    def __init__(self, kernel: Any, grid: tuple[int, int, int], num_warps: int, tail: tuple[Any, ...]) -> None:
-        self._kernel, self._grid, self._num_warps, self._tail = kernel, grid, num_warps, tail
-        self._addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in tail)
-        self._compiled: Callable[..., None] | None = None
-
-    def __call__(self, *tensors: Tensor) -> None:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        # Compiled for addresses that are multiples of 16; for others Triton has to choose another specialisation.
-        aligned = not any(address & 15 for address in addresses)
-        if aligned and self._compiled is not None:
-            self._compiled(*addresses, *self._addresses)
-            return
-        compiled = self._kernel[self._grid](*tensors, *self._tail, num_warps=self._num_warps)
-        if aligned and not INTERPRETED:
-            self._compiled = compiled[self._grid]

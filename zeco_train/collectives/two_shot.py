@@ -19,17 +19,15 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.courier import ScanJob
 from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.ops.seam import fold
 
 
 class _Exchange(ScanJob):
-    """A scan for any P and H·V."""
-
     operation = "all_scan_two_shot"
 
     def run(self) -> None:
@@ -45,9 +43,9 @@ class _Exchange(ScanJob):
 
         incoming, *carry = (slices.whole(part) for part in returned.unbind(1))
         if not wire.is_first:
-            scan.incoming.deliver(incoming)
+            scan.incoming.set_result(incoming)
         if scan.carry is not None:
-            scan.carry.deliver(carry[0])
+            scan.carry.set_result(carry[0])
 
 
 def _fold_slices(received: Tensor, transition: Tensor, wire: Wire, slices: Slices, with_carry: bool) -> Tensor:
@@ -94,7 +92,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 TWO_SHOT = ScanSpec(
     name="two_shot",
     description="every rank owns a slice of all states and scans it alone, between two all-to-alls",
-    launch=lambda request, courier: courier.launch(_Exchange(request)),
+    launch=lambda request, worker: worker.launch(_Exchange(request)),
     bytes_sent=_bytes_sent,
     seconds=_seconds,
     kernel=TWO_SHOT_KERNEL,

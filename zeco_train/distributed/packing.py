@@ -59,7 +59,7 @@ def copy_next(out: Tensor) -> None:
 def cast_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy each source to its target, with as many elements, in the target's dtype: the bits of `Tensor.to`."""
     if _has_kernel(sources) and _has_kernel(targets):
-        from zeco_train.kernels.pack.launch import cast
+        from zeco_train.kernels.pack import cast
 
         cast(sources, targets)
     else:
@@ -72,7 +72,7 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) ->
     assert not is_sum or (dim == 0 and num_chunks == 1), "a sum for several ranks"
     is_known = dim == 0 and all(tensor.ndim for tensor in tensors) and _has_kernel([*tensors, out])
     if is_known and not (is_sum and out.dtype is not torch.float32):
-        from zeco_train.kernels.pack.launch import pack
+        from zeco_train.kernels.pack import pack
 
         pack(tensors, num_chunks, out, add=is_sum)
     elif is_sum:

@@ -125,7 +125,7 @@ class Job:
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             dist.barrier()
-        # Before the process groups on which courier threads wait are destroyed.
+        # Before the process groups on which worker threads wait are destroyed.
         _end_threads(code)
         self._postmortem.close()
         if dist.is_initialized():

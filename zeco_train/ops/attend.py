@@ -15,11 +15,10 @@ from torch.library import custom_op
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import AttentionMethod, Boundary, Crossing, exchange_of
-from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.seam import AttentionMethod, StateInput, StateOutput, exchange_of
 from zeco_train.ops.softmax.attention import attend
 from zeco_train.ops.softmax.cache import extend
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 
 
 def attend_at(
@@ -28,9 +27,9 @@ def attend_at(
     v: Tensor,
     scale: float,
     position: SequencePosition,
-    boundaries: Sequence[Boundary],
+    state_inputs: Sequence[StateInput],
     window: int | None = None,
-) -> tuple[Tensor, tuple[Crossing, ...]]:
+) -> tuple[Tensor, tuple[StateOutput, ...]]:
     """Causal softmax attention of this rank's tokens to those before them, exact over the whole sequence.
 
     After earlier segments of a sequence, or pieces of a prompt, their keys and values are in caches, and those of this
@@ -42,9 +41,9 @@ def attend_at(
         v: [B, T, G, V].
         scale: factor of the scores.
         position: of the tokens, with an `Exchange`, which the caller keeps alive until after the backward pass.
-        boundaries: two, with the output and the log-sum-exp of a first forward pass, or without. They are replayed: the
-            forward pass then computes and communicates nothing, as recomputation requires. Or with the caches of keys
-            and of values as `carry_in`, [B, G, capacity, D], see `zeco_train.ops.softmax.cache`.
+        state_inputs: two, with the output and the log-sum-exp of a first forward pass, or without. They are replayed:
+            the forward pass then computes and communicates nothing, as recomputation requires. Or with the caches of
+            keys and of values as `carry_in`, [B, G, capacity, D], see `zeco_train.ops.softmax.cache`.
         window: keys that a query reads at most, itself among them; None: no limit.
 
     Returns:
@@ -55,17 +54,17 @@ def attend_at(
         ValueError: caches are wanted, and none given.
         NotImplementedError: a gradient through caches.
     """
-    caches = [boundary.carry_in for boundary in boundaries if boundary.carry_in is not None]
+    caches = [state_input.carry_in for state_input in state_inputs if state_input.carry_in is not None]
     if caches:
         o = _attend_after(q, k, v, scale, position, caches, window)
-        return o, tuple(Crossing(o.new_empty(0), cache) for cache in caches)
-    if any(boundary.want_carry for boundary in boundaries):
+        return o, tuple(StateOutput(o.new_empty(0), cache) for cache in caches)
+    if any(state_input.want_carry for state_input in state_inputs):
         raise ValueError("softmax attention carries caches out only if they are carried in")
-    replayed = [boundary.incoming_state for boundary in boundaries]
+    replayed = [state_input.incoming_state for state_input in state_inputs]
     where = position.handle, list(position.bounds), position.rank, position.borders
     o, lse = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
-    return o, tuple(Crossing(tensor, lse.new_empty(0)) for tensor in kept)
+    return o, tuple(StateOutput(tensor, lse.new_empty(0)) for tensor in kept)
 
 
 def _attend_after(

@@ -84,11 +84,11 @@ def halves(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return earlier, later
 
 
-def token_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
+def token_decays(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The decay of each token, exp(g) or 0 at a restart, [B, T, H, K] → [N, B, H, C, K], contiguous."""
     decay = g.to(dtype).exp()
-    if pieces is not None:
-        decay.masked_fill_(find_restarts(pieces)[:, None, None], 0.0)
+    if doc_ids is not None:
+        decay.masked_fill_(find_restarts(doc_ids)[:, None, None], 0.0)
     padding = -g.shape[1] % chunk_size(g.shape[1])
     # A decay of 1: the state after the last chunk is then the state after the last token.
     if padding:
@@ -109,50 +109,50 @@ def merge_from_start(from_start: Tensor, block: int) -> None:
     later.mul_(earlier[..., -1:, :])
 
 
-def chunk_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> ChunkDecays:
+def chunk_decays(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> ChunkDecays:
     """The decays inside whole chunks, from g [B, T, H, K]."""
-    from_start = token_decays(g, pieces, dtype)
+    from_start = token_decays(g, doc_ids, dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
     for block in block_sizes(from_start.shape[-2]):
         merge_blocks(decays, block)
     return decays
 
 
-def chunk_decays_from_start(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
+def chunk_decays_from_start(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`chunk_decays` for `from_start` only."""
-    from_start = token_decays(g, pieces, dtype)
+    from_start = token_decays(g, doc_ids, dtype)
     for block in block_sizes(from_start.shape[-2]):
         merge_from_start(from_start, block)
     return from_start
 
 
-def chunk_log_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
+def chunk_log_decays(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[N, B, H, K], summed log-decay of each chunk; −inf if it contains a restart."""
     log_decays = to_chunks(g, dtype).sum(-2)
-    if pieces is not None:
-        restarts = find_restarts(pieces)
+    if doc_ids is not None:
+        restarts = find_restarts(doc_ids)
         chunk = chunk_size(restarts.numel())
         restarts = F.pad(restarts, (0, -restarts.numel() % chunk)).view(-1, chunk).any(-1)
         log_decays.masked_fill_(restarts[:, None, None, None], float("-inf"))
     return log_decays
 
 
-def add_later_tokens(x: Tensor, pieces: Tensor | None) -> Tensor:
+def add_later_tokens(x: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Reversed cumulative sum over the tokens of each chunk, [N, B, H, C, D], in place, not past a restart.
 
     Contributions from past a restart add up to 0, but only within the rounding of another document's numbers.
     """
-    if pieces is not None:
-        chunk = chunk_size(pieces.numel())
-        # Padding belongs to the last piece, so that the chunk's boundary term, in its last row, reaches that piece.
-        padding = pieces[-1:].expand(-pieces.numel() % chunk)
-        pieces = torch.cat([pieces, padding]).view(-1, 1, 1, chunk, 1)
+    if doc_ids is not None:
+        chunk = chunk_size(doc_ids.numel())
+        # Padding belongs to the last document, so that the chunk's boundary term, in its last row, reaches it.
+        padding = doc_ids[-1:].expand(-doc_ids.numel() % chunk)
+        doc_ids = torch.cat([doc_ids, padding]).view(-1, 1, 1, chunk, 1)
     for block in block_sizes(x.shape[-2]):
         earlier, later = halves(x, block)
         # The first token of the later block already has the sum over its block.
         sums = later[..., :1, :]
-        if pieces is not None:
-            earlier_piece, later_piece = halves(pieces, block)
-            sums = sums * (earlier_piece == later_piece[..., :1, :])
+        if doc_ids is not None:
+            earlier_ids, later_ids = halves(doc_ids, block)
+            sums = sums * (earlier_ids == later_ids[..., :1, :])
         earlier.add_(sums)
     return x

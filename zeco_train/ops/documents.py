@@ -1,9 +1,9 @@
 """State restarts inside a rank's tokens, for packed documents (docs/mathematics.md).
 
-The data loader gives the documents' borders (`zeco_train.ops.position`); operators take them as *pieces*, [T] int32 on
-the device of the tokens: the number of restarts through each token. A restart at token t means that t sees nothing
-before itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard.
-For several sequences in a batch, pieces are [B, T].
+The data loader gives the documents' borders (`zeco_train.ops.position`); operators take them as *document ids*, [T]
+int32 on the device of the tokens: the number of restarts through each token. A restart at token t means that t sees
+nothing before itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard.
+For several sequences in a batch they are [B, T].
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 
-def find_pieces(cu_seqlens: Tensor | None, before: int, num_tokens: int, device: torch.device) -> Tensor | None:
+def find_doc_ids(cu_seqlens: Tensor | None, before: int, num_tokens: int, device: torch.device) -> Tensor | None:
     """Count the restarts through each token.
 
     There is one at the first token of every piece, except a first piece that continues a document.
 
     Args:
-        cu_seqlens: [D + 1] integers from 0 to `num_tokens`, non-decreasing; equal neighbours are empty pieces and are
-            ignored. None: one document without restarts, whatever `before` is.
+        cu_seqlens: [D + 1] integers from 0 to `num_tokens`, non-decreasing; equal neighbours are empty documents and
+            are ignored. None: one document without restarts, whatever `before` is.
         before: tokens of the first piece's document before these tokens; the piece is a continuation if it is not 0.
         num_tokens: T, the number of tokens on this rank.
         device: of the tokens.
@@ -45,7 +45,7 @@ def find_pieces(cu_seqlens: Tensor | None, before: int, num_tokens: int, device:
             f"cu_seqlens: expected borders that rise from 0 to {num_tokens}, got {_shorten(borders.tolist())}"
         )
     restarts = torch.zeros(num_tokens, dtype=torch.bool)
-    # The last border starts no piece, nor do empty pieces at the end.
+    # The last border starts no document, nor do empty documents at the end.
     starts = borders[borders < num_tokens]
     restarts[starts[starts > 0] if before else starts] = True
     return restarts.to(device).cumsum(0, dtype=torch.int32)
@@ -66,16 +66,16 @@ def stack_borders(rows: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.cat([row, row[-1:].expand(most - len(row))]) for row in rows])
 
 
-def find_restarts(pieces: Tensor) -> Tensor:
+def find_restarts(doc_ids: Tensor) -> Tensor:
     """[T] bool: the tokens at which the state restarts."""
-    return pieces.diff(prepend=pieces.new_zeros(1)) > 0
+    return doc_ids.diff(prepend=doc_ids.new_zeros(1)) > 0
 
 
-def pieces_between(pieces: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """The pieces of the tokens [start, stop), counted from `start`."""
-    if pieces is None or start == 0:
-        return None if pieces is None else pieces[:stop]
-    return pieces[start:stop] - pieces[start - 1]
+def doc_ids_between(doc_ids: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """The doc_ids of the tokens [start, stop), counted from `start`."""
+    if doc_ids is None or start == 0:
+        return None if doc_ids is None else doc_ids[:stop]
+    return doc_ids[start:stop] - doc_ids[start - 1]
 
 
 def _shorten(values: list[int]) -> str:

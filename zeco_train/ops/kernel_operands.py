@@ -26,6 +26,11 @@ def dense(x: Tensor) -> Tensor:
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
 
+def sum_heads(grads: Tensor, groups: int) -> Tensor:
+    """[B, T, H, K] → [B, T, G, K], over the heads that share queries and keys; sums are fp32 inside."""
+    return grads if grads.shape[2] == groups else grads.unflatten(2, (groups, -1)).sum(3)
+
+
 def padded_dim(size: int) -> int:
     """The head dim that the kernels compute with: the next multiple of 16."""
     return size + -size % _ALIGNMENT
@@ -40,10 +45,10 @@ def with_padded_heads(passes: Passes) -> Passes:
     """
     assert not passes.needs_incoming
 
-    def forward(operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> ForwardPass:
+    def forward(operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> ForwardPass:
         if not _is_odd(operands):
-            return passes.forward(operands, scale, pieces)
-        return _PaddedForward(passes, operands, scale, pieces)
+            return passes.forward(operands, scale, doc_ids)
+        return _PaddedForward(passes, operands, scale, doc_ids)
 
     def backward(
         operands: Sequence[Tensor],
@@ -51,11 +56,11 @@ def with_padded_heads(passes: Passes) -> Passes:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> BackwardPass:
         if not _is_odd(operands) or do.shape != operands[2].shape:
-            return passes.backward(operands, do, saved, incoming_state, scale, pieces)
-        return _PaddedBackward(passes, operands, do, saved, scale, pieces)
+            return passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
+        return _PaddedBackward(passes, operands, do, saved, scale, doc_ids)
 
     def saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not _is_odd(operands):
@@ -66,11 +71,9 @@ def with_padded_heads(passes: Passes) -> Passes:
 
 
 class _PaddedForward:
-    """See `zeco_train.ops.passes.ForwardPass`."""
-
-    def __init__(self, passes: Passes, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+    def __init__(self, passes: Passes, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         self._passes, self._operands = passes, operands
-        self._inner = passes.forward(_padded(operands), scale, pieces)
+        self._inner = passes.forward(_padded(operands), scale, doc_ids)
         self._K, self._V = operands[0].shape[-1], operands[2].shape[-1]
         self.state = self._inner.state[..., : self._K, : self._V].contiguous()
 
@@ -92,8 +95,6 @@ class _PaddedForward:
 
 
 class _PaddedBackward:
-    """See `zeco_train.ops.passes.BackwardPass`."""
-
     def __init__(
         self,
         passes: Passes,
@@ -101,10 +102,10 @@ class _PaddedBackward:
         do: Tensor,
         saved: Sequence[Tensor],
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> None:
         self._operands = operands
-        self._inner = passes.backward(_padded(operands), _pad(do, 1), saved, None, scale, pieces)
+        self._inner = passes.backward(_padded(operands), _pad(do, 1), saved, None, scale, doc_ids)
         K, V = operands[0].shape[-1], operands[2].shape[-1]
         self.state_grad = self._inner.state_grad[..., :K, :V].contiguous()
 

@@ -127,7 +127,6 @@ def linear_cross_entropy(
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
-    """Check the shapes; returns the number of tokens per chunk."""
     if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "

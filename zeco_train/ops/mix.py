@@ -28,11 +28,11 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import (
-    Boundary,
-    Crossing,
     Exchange,
     LaunchedScan,
     ScanRequest,
+    StateInput,
+    StateOutput,
     adjoint,
     exchange_of,
 )
@@ -73,28 +73,28 @@ def mix(
         ValueError: unknown operator, or invalid operands; the message names the problem.
     """
     first = operands[0]
-    position, boundary = position.on(first), Boundary(incoming_state, carry_in, want_carry)
+    position, state_input = position.on(first), StateInput(incoming_state, carry_in, want_carry)
     scale = operator_of(operator, operands).scale_of(operands, scale)
-    o, crossing = mix_at(operator, operands, scale, position, boundary)
+    o, state_output = mix_at(operator, operands, scale, position, state_input)
     if o.grad_fn is not None:
         # The op refers to the exchange by its handle only, and a caller may drop the position before the backward pass.
         metadata: Any = o.grad_fn.metadata
         metadata["exchange"] = position.exchange
-    return o, crossing.carry_out if want_carry else None
+    return o, state_output.carry_out if want_carry else None
 
 
 def mix_at(
-    operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, boundary: Boundary
-) -> tuple[Tensor, Crossing]:
+    operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, state_input: StateInput
+) -> tuple[Tensor, StateOutput]:
     """`mix` with arguments that a compiler can trace, and a position on the device of the tokens.
 
     Returns:
         o, shaped like the operand `Operator.output`; and the states that crossed ranks.
     """
-    assert position.pieces is not None or position.documents is None, "take `SequencePosition.on` first"
-    where = position.handle, position.pieces
-    o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *where, *boundary)
-    return o, Crossing(received, carry_out)
+    assert position.doc_ids is not None or position.documents is None, "take `SequencePosition.on` first"
+    where = position.handle, position.doc_ids
+    o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *where, *state_input)
+    return o, StateOutput(received, carry_out)
 
 
 def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
@@ -111,11 +111,11 @@ def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
     return operator
 
 
-def _passes(operator: Operator, operands: Sequence[Tensor], pieces: Tensor | None) -> Passes:
+def _passes(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor | None) -> Passes:
     """The implementation for these operands; row by row if each row of the batch has documents of its own."""
-    if pieces is None or pieces.dim() == 1:
+    if doc_ids is None or doc_ids.dim() == 1:
         return operator.select(operands)
-    return by_rows(operator, operands, pieces)
+    return by_rows(operator, operands, doc_ids)
 
 
 def _mix(
@@ -123,7 +123,7 @@ def _mix(
     operator: str,
     scale: float,
     handle: Tensor,
-    pieces: Tensor | None,
+    doc_ids: Tensor | None,
     incoming_state: Tensor | None,
     carry_in: Tensor | None,
     want_carry: bool,
@@ -133,10 +133,10 @@ def _mix(
     Absent tensors are [0].
     """
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    chosen.check(operands, pieces)
+    chosen.check(operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
     with _alone(operands[0]):
-        local = _passes(chosen, operands, pieces).forward(operands, scale, pieces)
+        local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
         passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
         shape = chosen.transition_shape(operands)
         transition = local.transition if passed else local.state.new_zeros(shape)
@@ -144,7 +144,7 @@ def _mix(
         if incoming_state is None:
             cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
             request = ScanRequest(local.state, transition, False, carry_in, wanted, cuts)
-            pending = (exchange.halo if chosen.neighbours else exchange.states).launch(request)
+            pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
             local.overlap()
             received = _whole(pending) if chosen.reads_whole else pending.wait()
             o = local.outputs(received)
@@ -178,7 +178,7 @@ def _whole(pending: LaunchedScan) -> Tensor:
 
 
 def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any, ...]:
-    _, _, pieces, incoming_state, _, want_carry = rest
+    _, _, doc_ids, incoming_state, _, want_carry = rest
     chosen = operator_of(operator, operands)
     like = operands[chosen.output]
     state, dtype = chosen.state_shape(operands), accumulation_dtype(like.dtype)
@@ -186,7 +186,7 @@ def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any,
     received, carry_out, transition = (
         like.new_empty(shape, dtype=dtype) for shape in (*shapes, chosen.transition_shape(operands))
     )
-    saved = _passes(chosen, operands, pieces).saved_like(operands)
+    saved = _passes(chosen, operands, doc_ids).saved_like(operands)
     return like.new_empty(like.shape), received, carry_out, transition, list(saved)
 
 
@@ -201,18 +201,18 @@ def _mix_backward(
     operator: str,
     scale: float,
     handle: Tensor,
-    pieces: Tensor | None,
+    doc_ids: Tensor | None,
     want_dcarry: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    chosen.check(operands, pieces, do)
+    chosen.check(operands, doc_ids, do)
     with _alone(do):
-        passes = _passes(chosen, operands, pieces)
-        local = passes.backward(operands, do, saved, incoming_state, scale, pieces)
+        passes = _passes(chosen, operands, doc_ids)
+        local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
         request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, wanted, cuts)
-        pending = (exchange.halo if chosen.neighbours else exchange.states).launch(request)
+        pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
         local.overlap()
         incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
         grads = [grad.contiguous() for grad in local.operand_grads(incoming_grad)]
@@ -242,7 +242,7 @@ class _Differentiable(torch.autograd.Function):
         operator: str,
         scale: float,
         handle: Tensor,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
         incoming_state: Tensor | None,
         carry_in: Tensor | None,
         want_carry: bool,
@@ -251,22 +251,22 @@ class _Differentiable(torch.autograd.Function):
         # Otherwise the call would be dispatched to the autograd kernel, that is, here again.
         with torch._C._AutoDispatchBelowAutograd():
             o, received, carry_out, transition, saved = torch.ops.zeco.mix.default(
-                list(operands), operator, scale, handle, pieces, incoming_state, carry_in, want_carry
+                list(operands), operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry
             )
         ctx.mark_non_differentiable(received, transition, *saved)
         ctx.set_materialize_grads(False)
-        passes = _passes(operator_of(operator, operands), operands, pieces)
+        passes = _passes(operator_of(operator, operands), operands, doc_ids)
         incoming_state = received if incoming_state is None else incoming_state
         kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
         incoming_state = incoming_state if passes.needs_incoming else None
-        ctx.save_for_backward(handle, *kept, *saved, transition, incoming_state, pieces)
+        ctx.save_for_backward(handle, *kept, *saved, transition, incoming_state, doc_ids)
         ctx.operator, ctx.scale, ctx.want_carry = operator, scale, want_carry
         ctx.num_operands, ctx.replaced = len(operands), passes.replaced
         return o, received, carry_out, transition, *saved
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
-        handle, *kept, transition, incoming_state, pieces = ctx.saved_tensors
+        handle, *kept, transition, incoming_state, doc_ids = ctx.saved_tensors
         num_kept = ctx.num_operands - len(ctx.replaced)
         operands, saved = kept[:num_kept], kept[num_kept:]
         # The first saved tensors take the place of the operands that were not kept (`Passes.replaced`).
@@ -277,7 +277,7 @@ class _Differentiable(torch.autograd.Function):
         do = torch.zeros_like(operands[operator_of(ctx.operator, operands).output]) if do is None else do
         # A compiler passes zeros for undefined gradients.
         dcarry_out = dcarry_out if ctx.want_carry else None
-        where = ctx.operator, ctx.scale, handle, pieces
+        where = ctx.operator, ctx.scale, handle, doc_ids
         grads, dcarry_in = _mix_backward(
             operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry
         )
@@ -285,7 +285,6 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
-    """The op's autograd kernel."""
     o, received, carry_out, transition, *saved = _Differentiable.apply(*settings, *operands)
     return o, received, carry_out, transition, saved
 

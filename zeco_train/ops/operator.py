@@ -132,11 +132,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
-def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+def check_operands(doc_ids: Tensor | None, dims: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Check the tensors of a call against each other.
 
     Args:
-        pieces: [T] for a batch of one, or [B, T], see `zeco_train.ops.documents`.
+        doc_ids: [T] for a batch of one, or [B, T], see `zeco_train.ops.documents`.
         dims: the dimensions of each tensor, a letter each, "BTHK" for example. Equal letters have equal sizes, and G
             divides H.
         tensors: by their names.
@@ -162,8 +162,8 @@ def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapp
     if "G" in sizes and sizes["H"] % sizes["G"]:
         raise ValueError(f"q: expected a number of groups that divides the {sizes['H']} heads of v, got {sizes['G']}")
     of_rows = [sizes["B"], sizes["T"]][sizes["B"] == 1 :]
-    if pieces is not None and list(pieces.shape) != of_rows:
-        raise ValueError(f"documents: expected pieces of shape {of_rows}, got {list(pieces.shape)}")
+    if doc_ids is not None and list(doc_ids.shape) != of_rows:
+        raise ValueError(f"documents: expected ids of shape {of_rows}, got {list(doc_ids.shape)}")
 
 
 # recurrence(*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last
@@ -195,7 +195,7 @@ class OperatorTime(NamedTuple):
     value_dim: int
 
 
-class Peer(NamedTuple):
+class PeerFunction(NamedTuple):
     """Function of flash-linear-attention for the same operator, to which `bench` compares it.
 
     Attributes:
@@ -235,8 +235,8 @@ class Operator:
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
         output: position of the operand whose shape and dtype the outputs have.
         has_scale: outputs have a factor; otherwise the only scale is 1.
-        neighbours: a shard's state depends on its last tokens only, so it crosses one border, or a few of short shards:
-            it is exchanged by the halo scan (`Exchange.halo`).
+        state_is_halo: a shard's state depends on its last tokens only, so it crosses one border, or a few of short
+            shards: it is exchanged by the halo scan (`Exchange.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
         cuda: returns the implementation on kernels, whose import needs Triton; None: there is none, and PyTorch's
@@ -261,7 +261,7 @@ class Operator:
     recomputed_flops: Callable[[int, int, int], float]
     output: int = 2
     has_scale: bool = True
-    neighbours: bool = False
+    state_is_halo: bool = False
     reads_whole: bool = False
     cuda: Callable[[], Passes] | None = None
     kernels: KernelRule | None = None
@@ -269,7 +269,7 @@ class Operator:
     walk_programs: Callable[[int, int], int] | None = one_a_multiprocessor
     time: OperatorTime | None = None
     cpu_time: OperatorTime | None = None
-    peers: tuple[Peer, ...] = ()
+    peers: tuple[PeerFunction, ...] = ()
 
     def select(self, operands: Sequence[Tensor], target: Target | None = None) -> Passes:
         """The implementation that serves a call: the only place that chooses by device, shapes and dtypes.
@@ -284,7 +284,7 @@ class Operator:
         is_served = self.kernels.serves(operands[0], operands[self.output], *wide, target=target)
         return self.cuda() if is_served else self.portable
 
-    def check(self, operands: Sequence[Tensor], pieces: Tensor | None, do: Tensor | None = None) -> None:
+    def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
         """Check the operands of a call, and the gradient of the outputs, against `dims` and each other.
 
         Raises:
@@ -293,7 +293,7 @@ class Operator:
         dims, tensors = self.dims_of, dict(zip(self.operands, operands, strict=True))
         if do is not None:
             dims["do"], tensors["do"] = self.dims[self.output], do
-        check_operands(pieces, dims, tensors)
+        check_operands(doc_ids, dims, tensors)
 
     def step(self, *operands_and_state: Any) -> Tensor:
         """The output of one token of each sequence: `one_token` of checked operands; no gradients.

@@ -113,7 +113,7 @@ class ExactTokens:
         self._operands = {name: x.detach() for name, x in operands.items()}
         num_tokens = do.shape[1]
         cuts = {0, num_tokens} if operator.reads_whole else {*range(0, num_tokens, _PIECE), *self._starts, num_tokens}
-        self._pieces = [*itertools.pairwise(sorted(cuts))]
+        self._ranges = [*itertools.pairwise(sorted(cuts))]
         self._states: list[Tensor] = []
         self._grads = {name: torch.zeros_like(x) for name, x in self._operands.items() if name != "log_decay"}
         self.results = {"o": torch.zeros_like(do), **{f"d{name}": x for name, x in self._grads.items()}}
@@ -124,7 +124,7 @@ class ExactTokens:
 
     def forward(self, state: Tensor) -> Tensor:
         """Fill o, given the state before these tokens; the state after them."""
-        for a, b in self._pieces:
+        for a, b in self._ranges:
             self._states.append((torch.zeros_like(state) if a in self._starts else state).detach())
             with torch.no_grad():
                 self.results["o"][:, a:b], state = self._run(self._cut(self._operands, a, b), self._states[-1])
@@ -132,7 +132,7 @@ class ExactTokens:
 
     def backward(self, grad: Tensor) -> Tensor:
         """Fill the gradients of the operands, given the state's after these tokens; return the state's before them."""
-        for a, b in reversed(self._pieces):
+        for a, b in reversed(self._ranges):
             into = self._cut(self._grads, a, b)
             leaves = {name: x.clone() for name, x in self._cut(self._operands, a, b).items()}
             before = self._states.pop().clone().requires_grad_()

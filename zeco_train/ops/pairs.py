@@ -38,7 +38,7 @@ class _BlockPairs:
     key_decay: Tensor
 
 
-def pair_scores(queries: Tensor, keys: Tensor, g: Tensor, pieces: Tensor | None) -> Tensor:
+def pair_scores(queries: Tensor, keys: Tensor, g: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Compute the scores of the tokens of each chunk.
 
         A_ij = Σ_K q_i ⊙ k_j ⊙ exp(g_{j+1} + … + g_i)  for j <= i without a restart in (j, i],  else 0
@@ -47,13 +47,13 @@ def pair_scores(queries: Tensor, keys: Tensor, g: Tensor, pieces: Tensor | None)
         queries: [N, B, H, C, K], fp32 or fp64.
         keys: [N, B, H, C, K], same dtype.
         g: [B, T, H, K], log-decays of the tokens.
-        pieces: [T], see `zeco_train.ops.documents`.
+        doc_ids: [T], see `zeco_train.ops.documents`.
 
     Returns:
         [N, B, H, C, C] in the dtype of the queries; rows are queries.
     """
     scores = own_scores(queries, keys)
-    for pairs in _block_pairs(queries, keys, g, pieces):
+    for pairs in _block_pairs(queries, keys, g, doc_ids):
         _put_blocks(scores, _rows(pairs.queries, pairs.block) @ _rows(pairs.keys, pairs.block).mT, pairs.block)
     return scores
 
@@ -63,7 +63,7 @@ def pair_grads(
     keys: Tensor,
     score_grads: Tensor,
     g: Tensor,
-    pieces: Tensor | None,
+    doc_ids: Tensor | None,
     scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of queries and keys through the scores; on demand also the scores again.
@@ -75,7 +75,7 @@ def pair_grads(
         keys: likewise.
         score_grads: dA, contiguous, in the shape of the scores; only j <= i is read.
         g: as of `pair_scores`.
-        pieces: likewise.
+        doc_ids: likewise.
         scores: those of each token with itself, `own_scores`: the others are filled in. None: not wanted.
 
     Returns:
@@ -86,7 +86,7 @@ def pair_grads(
     dq, dk = (score_grads.new_empty(queries.shape) for _ in range(2))
     torch.mul(keys, own_grads, out=dq)
     torch.mul(queries, own_grads, out=dk)
-    for pairs in _block_pairs(queries, keys, g, pieces):
+    for pairs in _block_pairs(queries, keys, g, doc_ids):
         later, earlier = _rows(pairs.queries, pairs.block), _rows(pairs.keys, pairs.block)
         if scores is not None:
             _put_blocks(scores, later @ earlier.mT, pairs.block)
@@ -105,9 +105,9 @@ def own_scores(queries: Tensor, keys: Tensor) -> Tensor:
     return scores
 
 
-def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, pieces: Tensor | None) -> Iterator[_BlockPairs]:
+def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, doc_ids: Tensor | None) -> Iterator[_BlockPairs]:
     """Yield the block pairs from small to large. Each overwrites the decays of the previous one."""
-    from_start = token_decays(g, pieces, queries.dtype)
+    from_start = token_decays(g, doc_ids, queries.dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
     *outer, chunk, key_dim = queries.shape
     half = (*outer, chunk // 2, key_dim)
@@ -122,12 +122,10 @@ def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, pieces: Tensor | None
 
 
 def _num_rows(block: int, chunk: int) -> int:
-    """Rows of a product of blocks."""
     return max(block, min(_ROWS, chunk // 2))
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
-    """Group tokens for a product, [N, B, H, C / 2, K] → [N·B·H·groups, rows, K]."""
     return x.view(-1, _num_rows(block, 2 * x.shape[-2]), x.shape[-1])
 
 

@@ -63,9 +63,9 @@ class BackwardPass(Protocol):
         ...
 
 
-# (operands, scale, pieces) → the pass, see `Passes`.
+# (operands, scale, doc_ids) → the pass, see `Passes`.
 StartForward = Callable[[Sequence[Tensor], float, Tensor | None], ForwardPass]
-# (operands, do, saved, incoming_state, scale, pieces) → the pass.
+# (operands, do, saved, incoming_state, scale, doc_ids) → the pass.
 StartBackward = Callable[
     [Sequence[Tensor], Tensor, Sequence[Tensor], Tensor | None, float, Tensor | None], BackwardPass
 ]
@@ -86,7 +86,7 @@ class Passes(NamedTuple):
     - do, [B, T, H, V], the gradient of o, and the saved tensors (backward pass only);
     - incoming_state: R, [B, H, K, V], if needed (backward pass only);
     - scale: factor of the outputs;
-    - pieces: [T], see `zeco_train.ops.documents`, for a batch of one (`zeco_train.ops.rows`); None without documents.
+    - doc_ids: [T], see `zeco_train.ops.documents`, for a batch of one (`zeco_train.ops.rows`); None without documents.
 
     Operands are checked before (`zeco_train.ops.operator.Operator.check`); a received state of another shape raises a
     ValueError that names it.
@@ -110,3 +110,25 @@ def check_state(state: Tensor, name: str, shape: torch.Size) -> None:
     """Raise a ValueError naming the state if its shape is not [B, H, K, V] = `shape`."""
     if state.shape != shape:
         raise ValueError(f"{name}: expected shape [B, H, K, V] = {list(shape)}, got {list(state.shape)}")
+
+
+def check_step(first: str, num_tokens: int, state: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check the token and the state of one step of generation, whose operands `Operator.step` checks.
+
+    Args:
+        first: name of the operand with `num_tokens` tokens, of which there must be one.
+        num_tokens: see `first`.
+        state: updated in place.
+        shape: [B, H, K, V] of the state.
+        dtype: of the state.
+
+    Raises:
+        ValueError: naming the tensor.
+    """
+    check_state(state, "state", torch.Size(shape))
+    if num_tokens != 1:
+        raise ValueError(f"{first}: expected one token of each sequence, got {num_tokens}")
+    if state.dtype != dtype:
+        raise ValueError(f"state: expected {dtype}, got {state.dtype}")
+    if not state.is_contiguous():
+        raise ValueError("state: expected a contiguous tensor, since it is updated in place")

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeco_train.ops.documents import find_pieces, stack_borders
+from zeco_train.ops.documents import find_doc_ids, stack_borders
 from zeco_train.ops.seam import Exchange
 
 _CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class SequencePosition:
         exchange: connects the ranks; None as the loader makes the record, see `over`.
         handle: [] int64, that of the exchange (`Exchange.handle`), on the CPU before `on`; None without one.
         borders: `documents` in one tensor, see `stack_borders`; None without documents.
-        pieces: [T] int32, of a batch of several sequences [B, T], on the tokens' device: restarts at documents, see
+        doc_ids: [T] int32, of a batch of several sequences [B, T], on the tokens' device: restarts at documents, see
             `zeco_train.ops.documents`; None without documents, and before `on`.
         positions: [T] int64, of this rank's tokens in the sequence, likewise; None unless they are wanted.
 
@@ -58,7 +58,7 @@ class SequencePosition:
     exchange: Exchange | None
     handle: Tensor | None
     borders: Tensor | None
-    pieces: Tensor | None
+    doc_ids: Tensor | None
     positions: Tensor | None
 
     def __init__(
@@ -91,7 +91,7 @@ class SequencePosition:
             micro_step=micro_step,
             exchange=exchange,
             handle=None if exchange is None else exchange.handle(_CPU),
-            pieces=None,
+            doc_ids=None,
             positions=None,
         )
 
@@ -114,7 +114,7 @@ class SequencePosition:
         return self.stop - self.start
 
     def cu_seqlens(self, row: int = 0) -> Tensor | None:
-        """[pieces + 1] int64, borders of the documents' pieces on this rank, from 0 to T; None without documents."""
+        """[parts + 1] int64, borders of the documents' parts on this rank, from 0 to T; None without documents."""
         if self.documents is None:
             return None
         borders = self.documents[row]
@@ -132,12 +132,12 @@ class SequencePosition:
         """The same with what connects the ranks."""
         return self._replaced(exchange=exchange, handle=exchange.handle(_CPU))
 
-    def with_tensors(self, pieces: Tensor | None, positions: Tensor) -> Self:
-        """The same for tokens whose documents only `pieces` describes, on their device."""
-        return self._replaced(pieces=pieces, positions=positions, documents=None, borders=None)
+    def with_tensors(self, doc_ids: Tensor | None, positions: Tensor) -> Self:
+        """The same for tokens whose documents only `doc_ids` describes, on their device."""
+        return self._replaced(doc_ids=doc_ids, positions=positions, documents=None, borders=None)
 
     def on(self, tokens: Tensor, *, with_positions: bool = False) -> Self:
-        """The same with `handle`, `pieces`, and `positions` if they are wanted, on the device of the tokens.
+        """The same with `handle`, `doc_ids`, and `positions` if they are wanted, on the device of the tokens.
 
         With documents this copies to the device, which synchronises with CUDA, so call it once for all layers.
 
@@ -153,17 +153,17 @@ class SequencePosition:
             raise ValueError(f"position: of {self.num_tokens} tokens, {self.start} to {self.stop}, not {num_tokens}")
         if self.documents is not None and len(self.documents) != batch:
             raise ValueError(f"position: has the documents of {len(self.documents)} sequences, not of {batch}")
-        pieces, positions = self.pieces, self.positions
-        if pieces is None and self.documents is not None:
-            rows = [self._pieces_of(row, tokens.device) for row in range(batch)]
-            pieces = rows[0] if batch == 1 else torch.stack(rows)
+        doc_ids, positions = self.doc_ids, self.positions
+        if doc_ids is None and self.documents is not None:
+            rows = [self._doc_ids_of(row, tokens.device) for row in range(batch)]
+            doc_ids = rows[0] if batch == 1 else torch.stack(rows)
         if positions is None and with_positions:
             positions = torch.arange(self.start, self.stop, device=tokens.device)
         handle = None if self.exchange is None else self.exchange.handle(tokens.device)
-        return self._replaced(pieces=pieces, positions=positions, handle=handle)
+        return self._replaced(doc_ids=doc_ids, positions=positions, handle=handle)
 
-    def _pieces_of(self, row: int, device: torch.device) -> Tensor:
-        found = find_pieces(self.cu_seqlens(row), self.before(row), self.num_tokens, device)
+    def _doc_ids_of(self, row: int, device: torch.device) -> Tensor:
+        found = find_doc_ids(self.cu_seqlens(row), self.before(row), self.num_tokens, device)
         assert found is not None, "only without documents"
         return found
 

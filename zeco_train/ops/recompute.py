@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import Boundary
+from zeco_train.ops.seam import StateInput
 
 
-class Block(Protocol):
+class Recomputable(Protocol):
     """A block that can be recomputed."""
 
     def __call__(
         self,
         x: Tensor,
         position: SequencePosition,
-        boundaries: Sequence[Boundary],
+        state_inputs: Sequence[StateInput],
         shared: Tensor | None,
         is_read: bool = True,
     ) -> tuple[Tensor, ...]:
@@ -49,23 +49,27 @@ class Recompute(Enum):
 
 
 def recomputed(
-    block: Block, x: Tensor, position: SequencePosition, boundaries: Sequence[Boundary], shared: Tensor | None
+    block: Recomputable,
+    x: Tensor,
+    position: SequencePosition,
+    state_inputs: Sequence[StateInput],
+    shared: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`block(x, position, boundaries, shared)`, keeping only x, `shared` and states for the backward pass.
+    """`block(x, position, state_inputs, shared)`, keeping only x, `shared` and states for the backward pass.
 
     Args:
-        block: deterministic; only x, `shared`, the boundaries' `carry_in` and parameters need gradients.
+        block: deterministic; only x, `shared`, the state_inputs' `carry_in` and parameters need gradients.
         x: [B, T, D], requires grad.
         position: of the tokens; the caller keeps its `Exchange` alive.
-        boundaries: the layer's states at the boundaries of its tokens, with one value of `want_carry`.
+        state_inputs: the layer's, one a state, with one value of `want_carry`.
         shared: the layer's part of a parameter of the whole model, or None.
 
     Returns:
         y [B, T, D], then received and carry_out of each state.
     """
-    incoming = (boundary.incoming_state for boundary in boundaries)
-    carries = (boundary.carry_in for boundary in boundaries)
-    want_carry = any(boundary.want_carry for boundary in boundaries)
+    incoming = (state_input.incoming_state for state_input in state_inputs)
+    carries = (state_input.carry_in for state_input in state_inputs)
+    want_carry = any(state_input.want_carry for state_input in state_inputs)
     return _Recomputed.apply(block, x, position, want_carry, shared, *incoming, *carries)
 
 
@@ -82,7 +86,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        block: Block,
+        block: Recomputable,
         x: Tensor,
         position: SequencePosition,
         want_carry: bool,
@@ -91,19 +95,19 @@ class _Recomputed(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(states) // 2
         incoming, carries = states[:count], states[count:]
-        y, *crossings = block(x, position, _boundaries(incoming, carries, want_carry), shared)
-        received = crossings[::2]
+        y, *state_outputs = block(x, position, _state_inputs(incoming, carries, want_carry), shared)
+        received = state_outputs[::2]
         kept = (new if old is None else old for new, old in zip(received, incoming, strict=True))
         ctx.save_for_backward(x, shared, *kept, *carries)
         ctx.block, ctx.position, ctx.want_carry = block, position, want_carry
         ctx.mark_non_differentiable(*received)
         # Undefined gradients stay None: an output without gradient is left out of the inner backward pass.
         ctx.set_materialize_grads(False)
-        return y, *crossings
+        return y, *state_outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, *dcrossings: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *dstate_outputs: Tensor | None) -> tuple[Any, ...]:
         x, shared, *states = ctx.saved_tensors
         count = len(states) // 2
         wanted = ctx.needs_input_grad
@@ -115,16 +119,16 @@ class _Recomputed(torch.autograd.Function):
             for carry, is_wanted in zip(states[count:], wanted[_BEFORE_STATES + count :], strict=True)
         ]
         with torch.enable_grad():
-            boundaries = _boundaries(states[:count], carries, ctx.want_carry)
-            y, *crossings = ctx.block(x, ctx.position, boundaries, shared, is_read=False)
-        pairs = [(y, dy), *zip(crossings[1::2], dcrossings[1::2], strict=True)]
+            state_inputs = _state_inputs(states[:count], carries, ctx.want_carry)
+            y, *state_outputs = ctx.block(x, ctx.position, state_inputs, shared, is_read=False)
+        pairs = [(y, dy), *zip(state_outputs[1::2], dstate_outputs[1::2], strict=True)]
         outputs, grads = zip(*((output, grad) for output, grad in pairs if grad is not None), strict=True)
         torch.autograd.backward(outputs, grads)
         dshared, *dcarries = (None if leaf is None else leaf.grad for leaf in (shared, *carries))
         return None, x.grad, None, None, dshared, *[None] * count, *dcarries
 
 
-def _boundaries(
+def _state_inputs(
     incoming: Sequence[Tensor | None], carries: Sequence[Tensor | None], want_carry: bool
-) -> tuple[Boundary, ...]:
-    return tuple(Boundary(state, carry, want_carry) for state, carry in zip(incoming, carries, strict=True))
+) -> tuple[StateInput, ...]:
+    return tuple(StateInput(state, carry, want_carry) for state, carry in zip(incoming, carries, strict=True))

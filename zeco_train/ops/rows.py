@@ -1,6 +1,6 @@
 """Batches in which each sequence has documents of its own: an operator's passes run for each, one after another.
 
-Passes take documents for one sequence at a time, [T]. For pieces [B, T] each row of the batch is a batch of one to
+Passes take documents for one sequence at a time, [T]. For doc_ids [B, T] each row of the batch is a batch of one to
 them, and what crosses ranks is put together, so that there is one scan, as without documents.
 """
 
@@ -18,20 +18,20 @@ from zeco_train.ops.operator import Operator
 from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
 
 
-def by_rows(operator: Operator, operands: Sequence[Tensor], pieces: Tensor) -> Passes:
+def by_rows(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor) -> Passes:
     """The implementation for these operands, run row by row.
 
     Args:
         operator: of the operands.
         operands: in its order.
-        pieces: [B, T], see `zeco_train.ops.documents`.
+        doc_ids: [B, T], see `zeco_train.ops.documents`.
 
     Raises:
         ValueError: another number of sequences than in the batch.
     """
     batch = operands[operator.output].shape[0]
-    if len(pieces) != batch:
-        raise ValueError(f"pieces: of {len(pieces)} sequences, for a batch of {batch}")
+    if len(doc_ids) != batch:
+        raise ValueError(f"doc_ids: of {len(doc_ids)} sequences, for a batch of {batch}")
     rows = _Rows(operator)
     passes = operator.select(rows.split(operands)[0])
 
@@ -57,7 +57,6 @@ class _Rows:
         return [[x[row : row + 1] if has_rows else x for x, has_rows in pairs] for row in range(batch)]
 
     def join(self, grads: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """The operands' gradients from those of the rows; those of operands without B are sums, in order."""
         pairs = zip(zip(*grads, strict=True), self._has_rows, strict=True)
         return tuple(torch.cat(of_rows) if has_rows else _sum(of_rows) for of_rows, has_rows in pairs)
 
@@ -71,15 +70,13 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _RowsForward:
-    """See `zeco_train.ops.passes.ForwardPass`."""
-
     def __init__(
-        self, rows: _Rows, passes: Passes, operands: Sequence[Tensor], scale: float, pieces: Tensor | None
+        self, rows: _Rows, passes: Passes, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None
     ) -> None:
-        assert pieces is not None
+        assert doc_ids is not None
         self._num_replaced = len(passes.replaced)
         # Kernels take tensors that start at 16 bytes.
-        of_rows = zip(rows.split(operands), map(dense, pieces), strict=True)
+        of_rows = zip(rows.split(operands), map(dense, doc_ids), strict=True)
         self._rows: list[ForwardPass] = [passes.forward(row, scale, of_row) for row, of_row in of_rows]
         self.state = torch.cat([row.state for row in self._rows])
 
@@ -104,8 +101,6 @@ class _RowsForward:
 
 
 class _RowsBackward:
-    """See `zeco_train.ops.passes.BackwardPass`."""
-
     def __init__(
         self,
         rows: _Rows,
@@ -115,10 +110,10 @@ class _RowsBackward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> None:
-        assert pieces is not None
-        self._join, count = rows.join, len(saved) // len(pieces)
+        assert doc_ids is not None
+        self._join, count = rows.join, len(saved) // len(doc_ids)
         self._rows: list[BackwardPass] = [
             passes.backward(
                 row,
@@ -126,7 +121,7 @@ class _RowsBackward:
                 saved[index * count : (index + 1) * count],
                 None if incoming_state is None else incoming_state[index : index + 1],
                 scale,
-                dense(pieces[index]),
+                dense(doc_ids[index]),
             )
             for index, row in enumerate(rows.split(operands))
         ]

@@ -18,6 +18,18 @@ are separate, so that communication overlaps the compute between them. Backends 
 
 A custom op takes tensors and plain values but no objects, so an `Exchange` is passed as a tensor, its handle. A
 compiled graph does not depend on a tensor's value: it runs with any `Exchange`, and keeps none alive.
+
+Sequences longer than memory: states at segment boundaries (docs/mathematics.md).
+
+A segment depends on the tokens before it only through one state per layer, and on those after it only through that
+state's gradient. So the segments of a sequence go through the model one after another, each spread over all ranks:
+
+    forward, without autograd, segments 0 … M−2       carry_out of one is carry_in of the next; each layer's R is kept
+    forward with autograd and backward, M−1 … 0       R is replayed; the gradient of carry_in is that of the carry_out
+                                                      of the segment before
+
+The gradient is exact; peak memory is that of one segment. The cost is a second forward pass, as with full
+recomputation.
 """
 
 from __future__ import annotations
@@ -25,7 +37,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 from weakref import WeakValueDictionary
 
@@ -33,8 +45,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 
 
 def is_matrix(transition: Tensor) -> bool:
@@ -316,15 +327,15 @@ def exchange_of(handle: Tensor) -> Exchange:
     return found
 
 
-class Boundary(NamedTuple):
-    """One of a layer's states at the boundaries of its tokens; see `zeco_train.ops.mix.mix`, `ops.attend.attend_at`."""
+class StateInput(NamedTuple):
+    """One of a layer's states before its tokens; see `zeco_train.ops.mix.mix`, `zeco_train.ops.attend.attend_at`."""
 
     incoming_state: Tensor | None = None
     carry_in: Tensor | None = None
     want_carry: bool = False
 
 
-class Crossing(NamedTuple):
+class StateOutput(NamedTuple):
     """One of a layer's states, as received from other ranks and passed on.
 
     Attributes:
@@ -334,3 +345,34 @@ class Crossing(NamedTuple):
 
     received: Tensor
     carry_out: Tensor
+
+
+@dataclass
+class LayerStates:
+    """The states at the borders of one segment, [B, H, K, V] each, in one list: layer by layer, all of a layer's.
+
+    Attributes:
+        incoming: R of the first pass, for replay; None in a first pass.
+        carry_in: states before the segment; None at the start of a sequence.
+        want_carry: whether the states after the segment are needed.
+        received, carry_out: R and the states after the segment, appended by the layers.
+    """
+
+    incoming: Sequence[Tensor] | None = None
+    carry_in: Sequence[Tensor] | None = None
+    want_carry: bool = False
+    received: list[Tensor] = field(default_factory=list)
+    carry_out: list[Tensor] = field(default_factory=list)
+
+    def state_inputs(self, first: int, count: int) -> tuple[StateInput, ...]:
+        """The inputs of a layer's states: `count` of the list, from `first` on."""
+        found = []
+        for index in range(first, first + count):
+            incoming, carry_in = (None if x is None else x[index] for x in (self.incoming, self.carry_in))
+            found.append(StateInput(incoming, carry_in, self.want_carry))
+        return tuple(found)
+
+    def keep(self, state_output: StateOutput) -> None:
+        """Append the next state."""
+        self.received.append(state_output.received)
+        self.carry_out.append(state_output.carry_out)

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.neighbour import NEIGHBOUR
-from zeco_train.collectives.spec import Choice, ScanSpec, choose
+from zeco_train.collectives.halo import HALO
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import BackendSpec
+from zeco_train.sp.choose import Choice, choose
 from zeco_train.sp.registry import BACKENDS, Backend
 
 
@@ -162,8 +163,8 @@ def plan_halos(case: Case, backend: BackendSpec) -> Halos:
                 load = _load(case, shape)
                 count = 2 * block.count * case.passes
                 messages += count
-                sent += count * NEIGHBOUR.bytes_sent(load, False)
-                seconds += count * NEIGHBOUR.seconds(case.machine.scans[link], load, None)
+                sent += count * HALO.bytes_sent(load, False)
+                seconds += count * HALO.seconds(case.machine.scans[link], load, None)
     return Halos(messages, sent, seconds)
 
 

@@ -1,6 +1,8 @@
 """Base class of the backends, and the backend descriptor, the interface to the rest of the project.
 
-A backend launches each scan over the courier of its direction.
+A backend launches each scan over the worker of its direction.
+
+A scan that sees, and may change, what goes through another one.
 """
 
 from __future__ import annotations
@@ -8,15 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from zeco_train.collectives import Courier
+from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Load
-from zeco_train.collectives.spec import Choice, ScanSpec
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
-from zeco_train.ops.seam import LaunchedScan, ScanRequest, is_matrix
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan, is_matrix
+from zeco_train.sp.choose import Choice
 from zeco_train.sp.exposed import MEASURING
 
 
@@ -38,7 +42,7 @@ class ScanBackend(ABC):
     """A `StateScan` by the algorithm that `choose` finds, once for each shape and direction of states.
 
     Args:
-        couriers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
+        workers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
             since one group serialises its messages. None if nothing is communicated.
 
     Attributes:
@@ -47,9 +51,9 @@ class ScanBackend(ABC):
 
     choice: Choice | None = None
 
-    def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
-        self._couriers = couriers
-        self._crosses_ranks = any(courier.size > 1 for courier in couriers)
+    def __init__(self, workers: tuple[ScanWorker, ...] = ()) -> None:
+        self._workers = workers
+        self._crosses_ranks = any(worker.size > 1 for worker in workers)
         self._chosen: dict[tuple[object, ...], Chosen] = {}
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
@@ -74,15 +78,15 @@ class ScanBackend(ABC):
         """All that `choose` may find for states on the device of this one. Collective."""
         return [self.choose(request)]
 
-    def courier(self, request: ScanRequest) -> Courier:
-        """The courier of the request's direction."""
-        return self._couriers[request.reverse]
+    def worker(self, request: ScanRequest) -> ScanWorker:
+        """The worker of the request's direction."""
+        return self._workers[request.reverse]
 
     def load(self, request: ScanRequest) -> Load:
-        """The size of the request's scan, over the ranks of its courier."""
-        courier, state = self.courier(request), request.state
-        matrices, nodes = is_matrix(request.transition), courier.topology.nodes
-        return Load(courier.size, tuple(state.shape), state.element_size(), matrices, nodes)
+        """The size of the request's scan, over the ranks of its worker."""
+        worker, state = self.worker(request), request.state
+        matrices, nodes = is_matrix(request.transition), worker.topology.nodes
+        return Load(worker.size, tuple(state.shape), state.element_size(), matrices, nodes)
 
     def bytes_sent(self, request: ScanRequest) -> float:
         """Bytes that the busiest rank sends for a request, by its algorithm's descriptor."""
@@ -102,7 +106,7 @@ class ScanBackend(ABC):
         """
         # Of a transition that cuts, as a halo's does.
         state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
-        for reverse in (False, True)[: len(self._couriers)]:
+        for reverse in (False, True)[: len(self._workers)]:
             request = ScanRequest(state, transition, reverse, want_carry=True, cuts=True)
             for chosen in self.possible(request):
                 scan = chosen.start(request)
@@ -113,8 +117,8 @@ class ScanBackend(ABC):
 
     def drain(self) -> None:
         """See `StateScan.drain`."""
-        for courier in self._couriers:
-            courier.drain()
+        for worker in self._workers:
+            worker.drain()
 
     def _chosen_for(self, request: ScanRequest) -> Chosen:
         key = request.reverse, request.state.shape, request.state.dtype, request.transition.ndim
@@ -126,13 +130,31 @@ class ScanBackend(ABC):
 class SpecScan(ScanBackend):
     """A backend with a single algorithm."""
 
-    def __init__(self, couriers: tuple[Courier, ...], scan: ScanSpec) -> None:
-        super().__init__(couriers)
+    def __init__(self, workers: tuple[ScanWorker, ...], scan: ScanSpec) -> None:
+        super().__init__(workers)
         self._scan = scan
 
     def choose(self, request: ScanRequest) -> Chosen:
         """The descriptor's algorithm."""
-        return Chosen(self._scan.over(self.courier(request)), self._scan)
+        return Chosen(self._scan.over(self.worker(request)), self._scan)
+
+
+class BackendSettings(Protocol):
+    """A backend's section of `sp`."""
+
+    def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
+        """The algorithms that it allows over these nodes.
+
+        Raises:
+            ConfigError: the configured one cannot run over them.
+        """
+
+    def topology(self, found: Topology) -> Topology:
+        """The nodes of the ranks that share a sequence, given those that were found.
+
+        Raises:
+            ConfigError: the ranks do not fill the configured nodes.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,28 +165,63 @@ class BackendSpec:
         name: as in `sp=`.
         description: one line for `--help`.
         color, dark_color: in figures, on a light and a dark background.
-        build: (couriers, settings) → its scan; `settings` is its section of `sp`, or None.
+        build: (workers, settings) → its scan; `settings` is its section of `sp`, or None.
         scans: the algorithms that it may run, in table order; none for a backend without communication, which then
             rejects ranks that share a sequence.
-        section: name of that section; None if there is none.
-        scans_over: (settings, topology) → the algorithms that they allow over these nodes; raises ConfigError if the
-            configured one cannot run over them. None: `scans`.
-        topology: (settings, nodes as found) → the nodes of the ranks that share a sequence; raises ConfigError if the
-            ranks do not fill the configured ones. None: as found.
+        section: name of that section, a `BackendSettings`; None if there is none.
     """
 
     name: str
     description: str
     color: str
     dark_color: str
-    build: Callable[[tuple[Courier, ...], Any], ScanBackend]
+    build: Callable[[tuple[ScanWorker, ...], Any], ScanBackend]
     scans: tuple[ScanSpec, ...] = ()
     section: str | None = None
-    scans_over: Callable[[Any, Topology], tuple[ScanSpec, ...]] | None = None
-    topology: Callable[[Any, Topology], Topology] | None = None
 
     def size_problem(self, size: int) -> str | None:
         """Why this many ranks cannot share a sequence; None if they can."""
         if self.scans or size == 1:
             return None
         return f"sp={self.name} keeps whole sequences on a rank and needs 1; or take sp=zeco"
+
+
+class TappedScan:
+    """A `StateScan` by another one, for subclasses to override what sees requests and results."""
+
+    def __init__(self, scan: StateScan) -> None:
+        self._scan = scan
+
+    def launch(self, request: ScanRequest) -> LaunchedScan:
+        """See `StateScan`."""
+        self.launched(request)
+        return _Tapped(self._scan.launch(request), request, self)
+
+    def drain(self) -> None:
+        """See `StateScan`."""
+        self._scan.drain()
+
+    def launched(self, request: ScanRequest) -> None:
+        """Called before each launch."""
+
+    def received(self, request: ScanRequest, state: Tensor) -> Tensor:
+        """The result of `wait`, given the other scan's."""
+        return state
+
+    def carried(self, request: ScanRequest, state: Tensor) -> Tensor:
+        """The result of `carry_out`, given the other scan's."""
+        return state
+
+
+class _Tapped:
+    def __init__(self, scan: LaunchedScan, request: ScanRequest, tap: TappedScan) -> None:
+        self._scan, self._request, self._tap = scan, request, tap
+
+    def wait(self) -> Tensor:
+        return self._tap.received(self._request, self._scan.wait())
+
+    def finish(self) -> None:
+        self._scan.finish()
+
+    def carry_out(self) -> Tensor:
+        return self._tap.carried(self._request, self._scan.carry_out())

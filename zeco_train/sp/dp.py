@@ -8,7 +8,7 @@ from zeco_train.sp.backend import BackendSpec, Chosen, ScanBackend
 
 
 class LocalScan(ScanBackend):
-    """The exclusive scan over a single rank: `wait` returns `carry_in`, or zeros. Needs no couriers."""
+    """The exclusive scan over a single rank: `wait` returns `carry_in`, or zeros. Needs no workers."""
 
     def choose(self, request: ScanRequest) -> Chosen:
         """The scan over this rank; complete at once."""
@@ -20,5 +20,5 @@ DP = BackendSpec(
     description="data parallelism: every rank has sequences of its own, nothing crosses ranks",
     color="#1f8a53",
     dark_color="#4cc38a",
-    build=lambda couriers, _: LocalScan(),
+    build=lambda workers, _: LocalScan(),
 )

@@ -1,8 +1,8 @@
 """Makes what connects the ranks of a sequence, an `Exchange`, from the settings and what the layers of a model need.
 
-Every backend's own scan could carry a halo, the last inputs of the shard before (`Operator.neighbours`), as well, with
-its transitions, and in rounds that it does not need. So a model with such states has one more scan, over groups of its
-own: on CPUs a courier runs one scan after another, and a halo would wait until the state before it has passed all
+Every backend's own scan could carry a halo, the last inputs of the shard before (`Operator.state_is_halo`), as well,
+with its transitions, and in rounds that it does not need. So a model with such states has one more scan, over groups of
+its own: on CPUs a worker runs one scan after another, and a halo would wait until the state before it has passed all
 ranks.
 """
 
@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from zeco_train.collectives import Courier
-from zeco_train.collectives.neighbour import NEIGHBOUR
+from zeco_train.collectives import ScanWorker
+from zeco_train.collectives.halo import HALO
 from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
 from zeco_train.ops.seam import AttentionMethod, Exchange
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import AttentionLoad
+from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
 from zeco_train.sp.attention.registry import build_attention, choose
 from zeco_train.sp.backend import SpecScan
 from zeco_train.sp.dp import LocalScan
@@ -95,8 +94,8 @@ def connect(
     """
     rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     topology = config.topology(topology or Topology.one_node(size))
-    states = config.spec.build(tuple(Courier(group, timeout, topology) for group in groups), config.settings)
-    neighbours = states if halo is None else SpecScan(tuple(Courier(group, timeout) for group in halo), NEIGHBOUR)
+    states = config.spec.build(tuple(ScanWorker(group, timeout, topology) for group in groups), config.settings)
+    neighbours = states if halo is None else SpecScan(tuple(ScanWorker(group, timeout) for group in halo), HALO)
     if device is not None:
         for scan in dict.fromkeys((states, neighbours)):
             scan.prepare(device)

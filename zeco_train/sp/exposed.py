@@ -122,8 +122,6 @@ def run_wait(call: Callable[[], T], device: torch.device) -> T:
 
 
 class _MeteredScan:
-    """A scan with timed waits (`zeco_train.ops.seam.LaunchedScan`)."""
-
     def __init__(self, scan: LaunchedScan, device: torch.device, meter: ExposedMeter, finish_waits: bool) -> None:
         self._scan, self._device, self._meter, self._finish_waits = scan, device, meter, finish_waits
 

@@ -16,6 +16,6 @@ LASP1 = BackendSpec(
     description="one rank after the other, in series with the compute (LASP-1)",
     color="#8a6d1d",
     dark_color="#d9b23c",
-    build=lambda couriers, _: SpecScan(couriers, SERIAL),
+    build=lambda workers, _: SpecScan(workers, SERIAL),
     scans=(SERIAL,),
 )

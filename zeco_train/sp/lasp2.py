@@ -15,6 +15,6 @@ LASP2 = BackendSpec(
     description="all-gather of all states and decays, beside the work inside chunks (LASP-2)",
     color="#7a3fa8",
     dark_color="#c596f5",
-    build=lambda couriers, _: SpecScan(couriers, ALL_GATHER),
+    build=lambda workers, _: SpecScan(workers, ALL_GATHER),
     scans=(ALL_GATHER,),
 )

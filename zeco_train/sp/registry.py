@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.sp.all_scan_config import IN_BLOCKS, AllScanConfig
 from zeco_train.sp.attention.registry import AttentionChoice
-from zeco_train.sp.backend import BackendSpec
+from zeco_train.sp.backend import BackendSettings, BackendSpec
 from zeco_train.sp.dp import DP
 from zeco_train.sp.lasp1 import LASP1
 from zeco_train.sp.lasp2 import LASP2
@@ -88,8 +87,8 @@ class SPConfig:
         Raises:
             ConfigError: the configured one cannot run over them.
         """
-        spec = self.spec
-        return spec.scans if spec.scans_over is None else spec.scans_over(self.settings, topology)
+        section = self.settings
+        return self.spec.scans if section is None else section.scans_over(topology)
 
     def topology(self, found: Topology) -> Topology:
         """The nodes of the ranks that share a sequence: as the backend's section gives them, else as found.
@@ -97,12 +96,13 @@ class SPConfig:
         Raises:
             ConfigError: the ranks do not fill the given nodes.
         """
-        return found if self.spec.topology is None else self.spec.topology(self.settings, found)
+        section = self.settings
+        return found if section is None else section.topology(found)
 
     @property
-    def settings(self) -> Any:
+    def settings(self) -> BackendSettings | None:
         """The backend's section; None if it has none."""
-        return getattr(self, self.spec.section) if self.spec.section else None
+        return None if self.spec.section is None else vars(self)[self.spec.section]
 
 
 def describe_backends() -> str:

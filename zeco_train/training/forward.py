@@ -11,8 +11,7 @@ from data.reader import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.loss import TokenScores
-from zeco_train.ops.seam import Exchange
-from zeco_train.ops.segments import LayerStates
+from zeco_train.ops.seam import Exchange, LayerStates
 
 
 class SequenceForward:

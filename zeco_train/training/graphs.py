@@ -85,7 +85,7 @@ class StepLauncher:
         Args:
             key: their kind, see `run`; the first ones of a step, and the first of a kind, need no key of their own.
             work: of the batch and the states.
-            batch: positions may change from batch to batch, and documents for layers that read `pieces` only.
+            batch: positions may change from batch to batch, and documents for layers that read `doc_ids` only.
             states: at the borders of a segment.
         """
         return work(batch, *states)
@@ -158,7 +158,7 @@ class StepGraphs(StepLauncher):
         # in memory that graphs captured before it may use for something else.
         place = frozenset(self._passes)
         self._passes.add(key)
-        form = given.input_ids.shape, given.position.pieces is not None, tuple(len(of) for of in states)
+        form = given.input_ids.shape, given.position.doc_ids is not None, tuple(len(of) for of in states)
         part = key, place, form
         # Captured now, a step's first passes would add to the last step's gradients, which are kept.
         assert place or not self._gradients or part in self._captured, (
@@ -183,14 +183,14 @@ class StepGraphs(StepLauncher):
 
     def _at_fixed_address(self, batch: Batch) -> Batch:
         position = batch.position.on(batch.input_ids)
-        # `pieces` says what the documents say, which change and so must not get into a captured kernel.
-        pieces = None if position.pieces is None else self._fixed("pieces", position.pieces)
+        # `doc_ids` says what the documents say, which change and so must not get into a captured kernel.
+        doc_ids = None if position.doc_ids is None else self._fixed("doc_ids", position.doc_ids)
         positions = torch.arange(position.start, position.stop, device=self._device)
         return replace(
             batch,
             input_ids=self._fixed("input_ids", batch.input_ids),
             labels=self._fixed("labels", batch.labels),
-            position=position.with_tensors(pieces, self._fixed("positions", positions)),
+            position=position.with_tensors(doc_ids, self._fixed("positions", positions)),
         )
 
     def _fixed(self, name: str, tensor: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from zeco_train.config.schema import Config
 from zeco_train.distributed import packing
 from zeco_train.distributed.device import total_memory
 from zeco_train.errors import ConfigError
-from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.scaled import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE
+from zeco_train.ops.linear import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE, Matmul
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import Call, SlowPath, check_kernels
 from zeco_train.training.optim import adamw

@@ -35,7 +35,7 @@ from zeco_train.ops.loss import TokenScores
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import ScanRequest, StateScan
-from zeco_train.sp.tapped import TappedScan
+from zeco_train.sp.backend import TappedScan
 from zeco_train.training.step import TrainingStep
 
 logger = logging.getLogger(__name__)

@@ -22,17 +22,16 @@ from zeco_train.ops import accumulation_dtype, seam
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.position import SequencePosition, even_bounds
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.all_gather import ALL_GATHER
-from zeco_train.sp.attention.local import LocalAttention
+from zeco_train.sp.attention.method import LocalAttention
 from zeco_train.sp.attention.registry import build_attention
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.comparisons import Comparisons, Results, Run
 from zeco_train.verify.config import DTYPES, LIMITS, METHODS, SOFTMAX, VerifyConfig
-from zeco_train.verify.reference import Place, processors
-from zeco_train.verify.report import Row
+from zeco_train.verify.reference import SequenceRank, processors
+from zeco_train.verify.report import VerifyRow
 from zeco_train.verify.runs import gather_tokens
 from zeco_train.verify.sequences import RankedSequence, pieces
 
@@ -71,7 +70,7 @@ class AttentionSequence(RankedSequence):
         return Span(start, stop, torch.tensor(self.borders) if self.documents else None, self.window)
 
 
-def exact(sequence: AttentionSequence, place: Place) -> Results:
+def exact(sequence: AttentionSequence, place: SequenceRank) -> Results:
     """o, dq, dk and dv of this rank's tokens, in fp64 on the CPU. Collective over the ranks of the sequence.
 
     Each rank has all keys and computes its own queries; gradients of keys and values are summed over ranks.
@@ -100,12 +99,12 @@ def run_method(
     position = SequencePosition(
         even_bounds(sequence.seq_len, parts), start // q.shape[1], documents=documents, exchange=exchange
     )
-    o, _ = attend_at(q, k, v, sequence.scale, position, [seam.Boundary()] * 2, sequence.window)
+    o, _ = attend_at(q, k, v, sequence.scale, position, [seam.StateInput()] * 2, sequence.window)
     grads = torch.autograd.grad(o, (q, k, v), tokens["do"])
     return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
 
 
-def run_one_device(sequence: AttentionSequence, part: Mapping[str, Tensor], place: Place) -> dict[str, Results]:
+def run_one_device(sequence: AttentionSequence, part: Mapping[str, Tensor], place: SequenceRank) -> dict[str, Results]:
     """The whole sequence on this rank's device, at once, and with more than one rank also shard by shard, or in halves.
 
     Collective: the ranks' tokens are all-gathered. Results as of `exact`, by the name of the run.
@@ -160,7 +159,7 @@ class AttentionCases:
         self._methods: dict[tuple[int, str], seam.AttentionMethod] = {}
         self._skipped: set[tuple[int, str]] = set()
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[VerifyRow]:
         """Compute the rows one by one; the same on every rank."""
         config = self._config
         for mesh, tokens, documents, dtype in itertools.product(
@@ -189,11 +188,11 @@ class AttentionCases:
             window=window,
         )
 
-    def _sequence(self, mesh: ProcessMesh, sequence: AttentionSequence, dtype: str) -> Iterator[Row]:
-        place, compare = Place.of(mesh), self._compare
+    def _sequence(self, mesh: ProcessMesh, sequence: AttentionSequence, dtype: str) -> Iterator[VerifyRow]:
+        place, compare = SequenceRank.of(mesh), self._compare
         layout = f"{SOFTMAX}, {'documents' if sequence.documents else 'one document'}"
         layout += "" if sequence.window is None else f", window {sequence.window}"
-        row = Row(dtype, sequence.tokens, sequence.num_ranks, layout, "", limit=LIMITS[dtype])
+        row = VerifyRow(dtype, sequence.tokens, sequence.num_ranks, layout, "", limit=LIMITS[dtype])
         compare.enter(row, "float64 on the CPU")
         expected = {name: x.to(compare.device) for name, x in exact(sequence, place).items()}
         compare.enter(row, "one device")
@@ -203,14 +202,16 @@ class AttentionCases:
         beside = {ALL_GATHER.name: _IN_HALVES} if sequence.window is None else {}
         yield from compare.rows(row, expected, run_one_device(sequence, part, place), runs, beside)
 
-    def _runs(self, mesh: ProcessMesh, sequence: AttentionSequence, part: Results, place: Place) -> Iterator[Run]:
+    def _runs(
+        self, mesh: ProcessMesh, sequence: AttentionSequence, part: Results, place: SequenceRank
+    ) -> Iterator[Run]:
         # On one rank every method is that of one device.
         for name in self._config.methods if mesh.sp_size > 1 else ():
             if (mesh.sp_size, name) not in self._skipped:
                 yield name, partial(self._run, name, mesh, sequence, part, place)
 
     def _run(
-        self, name: str, mesh: ProcessMesh, sequence: AttentionSequence, part: Results, place: Place
+        self, name: str, mesh: ProcessMesh, sequence: AttentionSequence, part: Results, place: SequenceRank
     ) -> tuple[Results, str]:
         key = mesh.sp_size, name
         if (problem := METHODS[name].heads_problem(sequence.heads, sequence.key_heads, mesh.sp_size)) is not None:

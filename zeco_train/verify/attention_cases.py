@@ -14,16 +14,16 @@ from torch import Tensor
 
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.oracle import exact_softmax
-from zeco_train.ops.seam import Boundary, Exchange
+from zeco_train.ops.seam import Exchange, StateInput
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import build_attention
 from zeco_train.sp.attention.ulysses import ULYSSES, Ulysses
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.config import LIMITS, METHODS
-from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
-from zeco_train.verify.report import Row
+from zeco_train.verify.report import VerifyRow
 from zeco_train.verify.scan_cases import Call, compare_calls
 from zeco_train.verify.whole import SOFTMAX, Results, Whole
 
@@ -62,7 +62,7 @@ class AttentionCase:
         """See `own_ranks.TeamCase`."""
         return self.whole.ranks
 
-    def run(self, team: Team, timeout: timedelta) -> Row:
+    def run(self, team: Team, timeout: timedelta) -> VerifyRow:
         """See `own_ranks.TeamCase`."""
         whole = self.whole
         first = replace(whole, segments=1)
@@ -81,7 +81,7 @@ class AttentionCase:
         words += [f"documents {whole.documents}"] if whole.documents else []
         words += [f"window {self.window}"] if self.window else []
         words += [f"{whole.segments} segments"] * (whole.segments > 1)
-        return Row(
+        return VerifyRow(
             "fp64",
             whole.tokens,
             whole.ranks,
@@ -174,7 +174,9 @@ def _segments(whole: Whole, exchange: Exchange, rank: int, window: int | None) -
         q, k, v = whole.operands(piece).values()
         position = whole.position(exchange, piece)
         with torch.no_grad():
-            o, _ = attend_at(q, k, v, whole.key_dim**-0.5, position, [Boundary(None, x, True) for x in caches], window)
+            o, _ = attend_at(
+                q, k, v, whole.key_dim**-0.5, position, [StateInput(None, x, True) for x in caches], window
+            )
         yield "a segment after caches", "segments", piece, {"o": o}
 
 
@@ -185,11 +187,11 @@ class _Pass:
         self, whole: Whole, exchange: Exchange, rank: int, window: int | None, kept: Sequence[Tensor] = ()
     ) -> None:
         self._whole, self._rank, self._leaves = whole, rank, [*whole.operands(rank).values()]
-        boundaries = [Boundary(x) for x in kept] or [Boundary(), Boundary()]
+        state_inputs = [StateInput(x) for x in kept] or [StateInput(), StateInput()]
         q, k, v = self._leaves
         position = whole.position(exchange, rank)
-        self._o, crossings = attend_at(q, k, v, whole.key_dim**-0.5, position, boundaries, window)
-        self.kept = [crossing.received.clone() for crossing in crossings]
+        self._o, state_outputs = attend_at(q, k, v, whole.key_dim**-0.5, position, state_inputs, window)
+        self.kept = [state_output.received.clone() for state_output in state_outputs]
         self.results: Results = {"o": self._o.detach()}
 
     def backward(self) -> None:

@@ -26,11 +26,10 @@ from zeco_train.verify.attention import AttentionCases
 from zeco_train.verify.attention_cases import attention_cases
 from zeco_train.verify.comparisons import Comparisons, Run
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, SOFTMAX, VerifyConfig
-from zeco_train.verify.huge import huge_deviations, huge_sequence
 from zeco_train.verify.own_ranks import PARTITIONS, OwnRanksError, TeamCase, rows_of_own_ranks, run_team_cases
-from zeco_train.verify.reference import Place, exact, is_short
-from zeco_train.verify.report import Row, deviations
-from zeco_train.verify.runs import run_backend, run_in_float64, run_one_device
+from zeco_train.verify.reference import SequenceRank, exact, is_short
+from zeco_train.verify.report import VerifyRow, deviations
+from zeco_train.verify.runs import huge_deviations, huge_sequence, run_backend, run_in_float64, run_one_device
 from zeco_train.verify.scan_cases import scan_cases
 from zeco_train.verify.sequences import VERIFIED, Sequence
 from zeco_train.verify.step_cases import ONE_RANK, SIZE, run_step_cases, step_cases
@@ -66,7 +65,7 @@ class Verification:
         self._exchanges: dict[tuple[int, str], Exchange] = {}
         self._skipped: set[tuple[int, str]] = set()
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[VerifyRow]:
         """Compute the rows one by one; the same on every rank."""
         config = self._config
         if config.huge:
@@ -86,7 +85,7 @@ class Verification:
                         yield from self._operator(operator, widest, [min(config.tokens)])
             yield from self._own_ranks()
 
-    def _operator(self, operator: str, meshes: Mapping[int, ProcessMesh], tokens: list[int]) -> Iterator[Row]:
+    def _operator(self, operator: str, meshes: Mapping[int, ProcessMesh], tokens: list[int]) -> Iterator[VerifyRow]:
         config = self._config
         for mesh, number, (documents, carry), dtype in itertools.product(
             meshes.values(), tokens, config.layouts, config.dtypes
@@ -94,7 +93,7 @@ class Verification:
             yield from self._sequence(mesh, self._make(mesh, operator, number, dtype, documents, carry), dtype)
             self._compare.free()
 
-    def _own_ranks(self) -> Iterator[Row]:
+    def _own_ranks(self) -> Iterator[VerifyRow]:
         """Rows of the ranks that rank 0 starts; the other launched ranks get them from it."""
         rows = _rows_of_own_ranks(self._config.timeout) if self._launch.rank == 0 else iter(())
         while True:
@@ -130,11 +129,11 @@ class Verification:
             operator=operator,
         )
 
-    def _sequence(self, mesh: ProcessMesh, sequence: Sequence, dtype: str) -> Iterator[Row]:
+    def _sequence(self, mesh: ProcessMesh, sequence: Sequence, dtype: str) -> Iterator[VerifyRow]:
         """One sequence: the reference, one device, then every backend."""
-        place, compare = Place.of(mesh), self._compare
+        place, compare = SequenceRank.of(mesh), self._compare
         layout = ("documents" if sequence.documents else "one document") + (", carry" if sequence.carry else "")
-        row = Row(dtype, sequence.tokens, sequence.num_ranks, layout, "", limit=LIMITS[dtype])
+        row = VerifyRow(dtype, sequence.tokens, sequence.num_ranks, layout, "", limit=LIMITS[dtype])
         compare.enter(row, "float64 on the CPU")
         part = sequence.part(place.rank)
         expected = exact(sequence, part, place)
@@ -147,13 +146,15 @@ class Verification:
         runs = self._runs(mesh, sequence, part, place)
         yield from compare.rows(row, expected, run_one_device(sequence, part, place), runs)
 
-    def _runs(self, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place) -> Iterator[Run]:
+    def _runs(
+        self, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: SequenceRank
+    ) -> Iterator[Run]:
         for backend in self._config.backends:
             if _applies(BACKENDS[backend], mesh.sp_size) and (mesh.sp_size, backend) not in self._skipped:
                 yield backend, partial(self._run, backend, mesh, sequence, part, place)
 
     def _run(
-        self, backend: str, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place
+        self, backend: str, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: SequenceRank
     ) -> tuple[dict[str, Tensor], str]:
         """The results of a backend, or the reason why these ranks cannot run it, in which case none of them does."""
         key = mesh.sp_size, backend
@@ -171,7 +172,7 @@ class Verification:
             self._skipped.add(key)
         return results, reason
 
-    def _huge(self) -> Iterator[Row]:
+    def _huge(self) -> Iterator[VerifyRow]:
         """More than 2³¹ elements, on each rank's device separately."""
         for dtype in self._config.dtypes:
             if dtype == "fp64":
@@ -180,11 +181,11 @@ class Verification:
             self._enter(f"{dtype}, {sequence.tokens} tokens of {sequence.heads} heads")
             found = self._compare.gather(huge_deviations(sequence, self._compare.device))
             layout = f"{sequence.heads} heads, carry"
-            yield Row(dtype, sequence.tokens, 1, layout, "one device", found, LIMITS[dtype])
+            yield VerifyRow(dtype, sequence.tokens, 1, layout, "one device", found, LIMITS[dtype])
             self._compare.free()
 
 
-def _rows_of_own_ranks(timeout: float) -> Iterator[Row]:
+def _rows_of_own_ranks(timeout: float) -> Iterator[VerifyRow]:
     cases: list[TeamCase] = [*scan_cases(), *attention_cases()]
     steps = step_cases()
     worlds = (
@@ -196,7 +197,7 @@ def _rows_of_own_ranks(timeout: float) -> Iterator[Row]:
         try:
             yield from rows_of_own_ranks(work, size, count, timedelta(seconds=min(timeout, _OWN_SECONDS)))
         except OwnRanksError as error:
-            yield Row("fp64", 0, size, "on ranks of its own", "", problem=str(error), on_own_ranks=True)
+            yield VerifyRow("fp64", 0, size, "on ranks of its own", "", problem=str(error), on_own_ranks=True)
 
 
 def _applies(config: SPConfig, sp_size: int) -> bool:

@@ -24,7 +24,7 @@ from zeco_train.verify import report
 from zeco_train.verify.cases import Verification
 from zeco_train.verify.config import VerifyConfig, describe
 from zeco_train.verify.coverage import not_covered
-from zeco_train.verify.report import Row
+from zeco_train.verify.report import VerifyRow
 
 _ADVICE = Advice(
     lost_peer="the rows so far stand, the others are unknown",
@@ -64,7 +64,7 @@ def _verify(arguments: list[str], job: Job) -> int:
         of = "" if config.operator in (None, DEFAULT) else f", operator {config.operator}"
         print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
         print(report.header(), flush=True)
-    rows: list[Row] = []
+    rows: list[VerifyRow] = []
     for row in verification.rows():
         if launch.rank == 0:
             if row.on_own_ranks and not (rows and rows[-1].on_own_ranks):

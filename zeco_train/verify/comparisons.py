@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.distributed.mesh import gather
-from zeco_train.verify.report import Deviation, Row, deviations
+from zeco_train.verify.report import Deviation, VerifyRow, deviations
 
 Results = dict[str, Tensor]
 # A name, and its results, or the reason why these ranks cannot run it.
@@ -30,18 +30,18 @@ class Comparisons:
     def __init__(self, world_size: int, device: torch.device, enter: Callable[[str], None]) -> None:
         self.world_size, self.device, self._enter = world_size, device, enter
 
-    def enter(self, row: Row, phase: str) -> None:
+    def enter(self, row: VerifyRow, phase: str) -> None:
         """Begin a phase of a row's sequence."""
         self._enter(f"{row.dtype}, {row.sp_size} × {row.tokens} tokens: {phase}")
 
     def rows(
         self,
-        row: Row,
+        row: VerifyRow,
         expected: Results,
         one_device: dict[str, Results],
         runs: Iterable[Run],
         beside: Mapping[str, str] = MappingProxyType({}),
-    ) -> Iterator[Row]:
+    ) -> Iterator[VerifyRow]:
         """The rows of a sequence.
 
         Args:

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zeco_train.system.signals import die_with_launcher
-from zeco_train.verify.report import Row
+from zeco_train.verify.report import VerifyRow
 
 T = TypeVar("T")
 # Hands in the row of a case.
-HandIn = Callable[[Row], None]
+HandIn = Callable[[VerifyRow], None]
 # (rank, size, longest wait for a peer, hand in)
 Work = Callable[[int, int, timedelta, HandIn], None]
 
@@ -35,7 +35,7 @@ class OwnRanksError(Exception):
     """A rank failed, or no row came in time."""
 
 
-def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> Iterator[Row]:
+def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> Iterator[VerifyRow]:
     """Run `work` on `size` new processes over gloo; the rows of its cases as they come.
 
     The processes are forked from one that has imported torch and the trainer: imports would take each of them seconds.
@@ -70,7 +70,7 @@ def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> 
                 pipe.close()
 
 
-def _answers(pipes: list[Connection], timeout: timedelta) -> Iterator[Row]:
+def _answers(pipes: list[Connection], timeout: timedelta) -> Iterator[VerifyRow]:
     while pipes:
         # Beyond the ranks' own timeout, whose error says which rank waited for which.
         ready = wait(pipes, timeout.total_seconds() + 15.0)
@@ -169,7 +169,7 @@ class TeamCase(Protocol):
         """How many."""
         ...
 
-    def run(self, team: Team, timeout: timedelta) -> Row:
+    def run(self, team: Team, timeout: timedelta) -> VerifyRow:
         """The row of the case. Collective over the team."""
         ...
 

@@ -23,7 +23,7 @@ from zeco_train.verify.sequences import Sequence
 
 
 @dataclass(frozen=True)
-class Place:
+class SequenceRank:
     """A rank among those that share a sequence. `group` carries CPU tensors; None for one rank."""
 
     rank: int
@@ -31,7 +31,7 @@ class Place:
     group: ProcessGroup | None = None
 
     @classmethod
-    def of(cls, mesh: ProcessMesh) -> Place:
+    def of(cls, mesh: ProcessMesh) -> SequenceRank:
         """The place of this process."""
         return cls(mesh.sp_rank, mesh.sp_size, mesh.devices.get_group("sp") if mesh.sp_size > 1 else None)
 
@@ -42,7 +42,7 @@ class Place:
 
 
 def exact(
-    sequence: Sequence, part: dict[str, Tensor], place: Place, heads: list[int] | None = None
+    sequence: Sequence, part: dict[str, Tensor], place: SequenceRank, heads: list[int] | None = None
 ) -> dict[str, Tensor]:
     """This rank's results in fp64 on the CPU. Collective over the ranks of the sequence.
 
@@ -92,17 +92,17 @@ def is_short(sequence: Sequence) -> bool:
     return sequence.seq_len <= 1024 and sequence.seq_len * per_token <= 1 << 24
 
 
-def _receive(like: Tensor, place: Place, source: int) -> Tensor:
+def _receive(like: Tensor, place: SequenceRank, source: int) -> Tensor:
     received = torch.empty_like(like)
     dist.recv(received, group=place.group, group_src=source)
     return received
 
 
-def _send(state: Tensor, place: Place, target: int) -> None:
+def _send(state: Tensor, place: SequenceRank, target: int) -> None:
     dist.send(state.contiguous(), group=place.group, group_dst=target)
 
 
-def _from(state: Tensor, place: Place, source: int) -> Tensor:
+def _from(state: Tensor, place: SequenceRank, source: int) -> Tensor:
     """Broadcast that rank's state to every rank."""
     state = state.clone()
     if place.size > 1:

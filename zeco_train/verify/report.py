@@ -45,7 +45,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Row:
+class VerifyRow:
     """One backend on one sequence.
 
     Attributes:
@@ -186,7 +186,7 @@ def header(*, own_ranks: bool = False) -> str:
     return f"{_first(_WIDTHS, 'dtype', 'tokens', 'sequence', 'backend')}{names}{'ratio':>7}  {'worst':<16} verdict"
 
 
-def line(row: Row) -> str:
+def line(row: VerifyRow) -> str:
     """A row of the table: errors from float64, the maximum over ranks."""
     widths = _WIDTHS_OF_OWN if row.on_own_ranks else _WIDTHS
     first = _first(widths, row.dtype, f"{row.sp_size} × {row.tokens:,}", row.layout, row.backend)
@@ -206,7 +206,7 @@ def _first(widths: Sequence[int], *cells: str) -> str:
     return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[VerifyRow]) -> str:
     """The last line."""
     failed = [row for row in rows if row.failures]
     skipped = sum(bool(row.reason) for row in rows)

@@ -1,4 +1,10 @@
-"""The runs to verify, a backend over the ranks of a sequence, and the runs to compare with, one device twice."""
+"""The runs to verify, a backend over the ranks of a sequence, and the runs to compare with, one device twice.
+
+More than 2³¹ elements in the values and in the chunk states, where 32-bit offsets overflow, on one device.
+
+Heads are independent, so only a few of them are compared with float64 over all tokens: the first, the middle and the
+last one, whose last tokens have the largest offsets.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,19 @@ import itertools
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from zeco_train.ops import accumulation_dtype
+from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, ScanRequest, StateScan
+from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.sp.tapped import TappedScan
-from zeco_train.verify.reference import Place
-from zeco_train.verify.sequences import Sequence
+from zeco_train.verify.config import VerifyConfig
+from zeco_train.verify.reference import SequenceRank, exact
+from zeco_train.verify.report import Deviation, deviations
+from zeco_train.verify.sequences import Sequence, decay_rates, pieces
 
 # First cut of the sequence in the second run on one device: not a multiple of a chunk.
 ODD_PLACE = 37
@@ -43,7 +52,9 @@ def _recording(exchange: Exchange, into: dict[str, Tensor]) -> Exchange:
     return exchange.wrapped(lambda scan: RecordingScan(scan, into))
 
 
-def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange, place: Place) -> dict[str, Tensor]:
+def run_backend(
+    sequence: Sequence, part: dict[str, Tensor], exchange: Exchange, place: SequenceRank
+) -> dict[str, Tensor]:
     """Forward and backward of this rank's tokens by a backend. Collective over the ranks of the sequence.
 
     Returns:
@@ -56,7 +67,7 @@ def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange,
     return results | received
 
 
-def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) -> dict[str, dict[str, Tensor]]:
+def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: SequenceRank) -> dict[str, dict[str, Tensor]]:
     """The whole sequence on this rank's device, twice: in one piece, and cut into one piece more than there are ranks.
 
     The cuts are at odd positions where neither a chunk nor a rank begins, so both the chunks and the grouping of sums
@@ -76,7 +87,7 @@ def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
     return runs
 
 
-def run_in_float64(sequence: Sequence, part: dict[str, Tensor], place: Place) -> dict[str, Tensor]:
+def run_in_float64(sequence: Sequence, part: dict[str, Tensor], place: SequenceRank) -> dict[str, Tensor]:
     """The operator's passes in fp64 on the CPU, rank by rank: two ways to the exact results, which must agree.
 
     Collective: the ranks' tokens are all-gathered. Results as of `run_backend`, of this rank's tokens.
@@ -143,7 +154,7 @@ def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def gather_tokens(part: Tensor, place: Place) -> Tensor:
+def gather_tokens(part: Tensor, place: SequenceRank) -> Tensor:
     """All-gather the tokens of the sequence, [B, T, H, D] → [B, P·T, H, D]."""
     if place.size == 1:
         return part
@@ -153,3 +164,45 @@ def gather_tokens(part: Tensor, place: Place) -> Tensor:
     parts = [torch.empty_like(own) for _ in range(place.size)]
     dist.all_gather(parts, own, group=place.group)
     return torch.cat(parts, dim=1).view(part.dtype)
+
+
+_TOKENS = 1 << 16
+_ELEMENTS = 1 << 31
+
+
+def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements: int = _ELEMENTS) -> Sequence:
+    """A sequence on one rank whose values, and states at chunk boundaries, have more than `elements` elements."""
+    # The chunk states have K / CHUNK times as many elements as the values: with K ≥ CHUNK both are large enough.
+    key_dim, value_dim = max(config.key_dim, CHUNK), config.value_dim
+    heads = elements // (_TOKENS * value_dim) + 1
+    return Sequence(name, _TOKENS, 1, 1, heads, key_dim, value_dim, dtype, documents=False, carry=True)
+
+
+def huge_deviations(sequence: Sequence, device: torch.device) -> dict[str, Deviation]:
+    """Forward and backward of all heads; deviations of some of them."""
+    part = _part(sequence, device)
+    results = run_backend(sequence, part, local_exchange(), SequenceRank(0, 1))
+    heads = sorted({0, sequence.heads // 2, sequence.heads - 1})
+    chosen = {name: x[:, :, heads].cpu() for name, x in part.items()}
+    expected = exact(sequence, chosen, SequenceRank(0, 1), heads)
+    actual = {name: x[:, heads] if name in _STATES else x[:, :, heads] for name, x in results.items()}
+    return deviations({name: x.cpu() for name, x in actual.items()}, expected)
+
+
+_STATES = ("R", "D_in", "carry_out", "dcarry_in")
+
+
+def _part(sequence: Sequence, device: torch.device) -> dict[str, Tensor]:
+    """q, k, v, g, do as of `Sequence.part`, but created on the device, a few tokens at a time."""
+    generator = torch.Generator(device).manual_seed(sum(sequence.name.encode()))
+    shape = (1, sequence.tokens, sequence.heads)
+    dims = {"q": sequence.key_dim, "k": sequence.key_dim, "v": sequence.value_dim, "do": sequence.value_dim}
+    part = {name: torch.empty(*shape, dim, dtype=sequence.dtype, device=device) for name, dim in dims.items()}
+    part["g"] = torch.empty(*shape, sequence.key_dim, device=device)
+    rates = decay_rates(sequence.heads, sequence.key_dim).to(device)
+    for start, stop in pieces(sequence.tokens, 4096):
+        for name, x in part.items():
+            piece = x[:, start:stop]
+            random = torch.randn(piece.shape, generator=generator, device=device)
+            piece.copy_(F.logsigmoid(random) * rates if name == "g" else random)
+    return {name: part[name] for name in ("q", "k", "v", "g", "do")}

@@ -25,15 +25,15 @@ from zeco_train.collectives.topology import Topology
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Boundary, Exchange
+from zeco_train.ops.seam import Exchange, StateInput
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
 from zeco_train.verify.config import LIMITS
-from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import TEAM_SIZES, Team
-from zeco_train.verify.report import Deviation, Row
+from zeco_train.verify.report import Deviation, VerifyRow
 from zeco_train.verify.whole import DOCUMENTS, Expected, Results, Whole, exact_results
 
 
@@ -85,7 +85,7 @@ class ScanCase:
         """See `own_ranks.TeamCase`."""
         return self.whole.ranks
 
-    def run(self, team: Team, timeout: timedelta) -> Row:
+    def run(self, team: Team, timeout: timedelta) -> VerifyRow:
         """See `own_ranks.TeamCase`."""
         config = SPConfig() if self.scan == HALO else SCANS[self.scan]
         halo = team.halos if self.scan == HALO else None
@@ -97,7 +97,7 @@ class ScanCase:
             deviations = compare_calls(team, wholes, exact_results, calls, {"dg": "dg"})
         exchange.drain()
         whole = self.whole
-        return Row(
+        return VerifyRow(
             "fp64",
             whole.tokens,
             whole.ranks,
@@ -131,7 +131,7 @@ AXES: dict[str, Sequence[Any]] = {
 def _is_possible(cell: Cell) -> bool:
     operator, scan, ranks = OPERATORS[cell["operator"]], cell["scan"], cell["ranks"]
     heads, groups = cell["heads"]
-    is_conv = operator.neighbours
+    is_conv = operator.state_is_halo
     if operator.reads_whole and (cell["documents"] or cell["carry"] or cell["segments"] > 1):
         return False
     if (cell["scale"] is not None and not operator.has_scale) or (is_conv and heads != 1):
@@ -164,7 +164,7 @@ def scan_cases() -> list[ScanCase]:
     # Every scan on each number of ranks, with both kinds of transitions: what it cuts along heads and values, and which
     # ranks forward what, depends on these together.
     numbers, shapes = itertools.count(), (itertools.cycle(_NARROW), itertools.cycle(_WIDE))
-    with_heads = [(name, operator.kind) for name, operator in OPERATORS.items() if not operator.neighbours]
+    with_heads = [(name, operator.kind) for name, operator in OPERATORS.items() if not operator.state_is_halo]
     of_kinds = [next(name for name, kind in with_heads if kind is wanted) for wanted in Kind]
     for scan, ranks, operator, wide in itertools.product(SCANS, TEAM_SIZES[1:], of_kinds, (False, True)):
         if _fits(scan, ranks) and not (scan in _WHOLE and wide):
@@ -229,7 +229,7 @@ def describe(whole: Whole) -> str:
     _, heads, key_dim, value_dim = whole.state_shape
     widths = (
         f"w{whole.width} C{whole.value_dim}"
-        if OPERATORS[whole.operator].neighbours
+        if OPERATORS[whole.operator].state_is_halo
         else f"H{heads}" + (f"/{whole.groups}" if whole.groups < heads else "") + f" K{key_dim} V{value_dim}"
     )
     words = [f"{whole.operator} B{whole.batch} {widths}"]
@@ -332,10 +332,10 @@ class Pass:
         want_carry = whole.carry if want_carry is None else want_carry
         position = whole.position(exchange, piece).on(operands[0])
         scale = OPERATORS[whole.operator].scale_of(operands, whole.scale)
-        boundary = Boundary(incoming, self._carry_in, want_carry)
-        self._o, crossing = mix_at(whole.operator, operands, scale, position, boundary)
+        state_input = StateInput(incoming, self._carry_in, want_carry)
+        self._o, state_output = mix_at(whole.operator, operands, scale, position, state_input)
         self.results: Results = {"o": self._o.detach()}
-        self.received, self.carry_out = crossing.received, crossing.carry_out if want_carry else None
+        self.received, self.carry_out = state_output.received, state_output.carry_out if want_carry else None
         if incoming is None:
             self.results["R"] = self.received
             if self.carry_out is not None:

@@ -22,7 +22,7 @@ WEAKEST, STRONGEST = 1e-6, 20.0
 # Operands that are the same for all tokens, and have no gradient.
 CONSTANTS = ("log_decay",)
 # Operators with states along a causal sequence.
-VERIFIED = [name for name, operator in OPERATORS.items() if not (operator.neighbours or operator.reads_whole)]
+VERIFIED = [name for name, operator in OPERATORS.items() if not (operator.state_is_halo or operator.reads_whole)]
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,9 @@ from zeco_train.training.build import build_model
 from zeco_train.training.connect import connect_model
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
-from zeco_train.verify.covering import Cell, cover_pairs
+from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team
-from zeco_train.verify.report import Deviation, Row
+from zeco_train.verify.report import Deviation, VerifyRow
 from zeco_train.verify.scan_cases import SCANS
 
 SIZE = 4
@@ -202,7 +202,7 @@ ONE_RANK = StepCase("gla", "zeco", sp_size=1, segments=2)
 
 
 @dataclass
-class Result:
+class StepResult:
     """Results of the steps, unsharded and the same on every rank.
 
     Attributes:
@@ -245,7 +245,7 @@ def _alone(case: StepCase) -> StepCase:
     )
 
 
-def _compare(case: StepCase, result: Result, expected: Result, team: Team) -> Row:
+def _compare(case: StepCase, result: StepResult, expected: StepResult, team: Team) -> VerifyRow:
     deviations = {}
     for name, number in result.numbers.items():
         wanted = expected.numbers[name]
@@ -262,7 +262,7 @@ def _compare(case: StepCase, result: Result, expected: Result, team: Team) -> Ro
     words += [f"{case.segments} segments"] * (case.segments > 1)
     words += ["documents"] * case.documents + ["masked tokens"] * case.masked
     words += [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1) + [case.optim]
-    return Row(
+    return VerifyRow(
         "fp64",
         SEQ_LEN // case.sp_size,
         case.sp_size,
@@ -304,7 +304,7 @@ def _loader(case: StepCase, split: DataSplit, store: Path) -> SequenceLoader:
     return SequenceLoader(for_task(sources, task, _VOCAB), split, seed=_SEED, global_batch=case.global_batch)
 
 
-def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
+def train(case: StepCase, mesh: ProcessMesh, store: Path) -> StepResult:
     """Train on the ranks of a mesh by the trainer's step. Collective."""
     settings = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
     model = build_model(case.model, settings, case.strategy, mesh, _SEED, case.shard_size)
@@ -323,7 +323,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
     )
     micro_batch = 2 // case.micro_batches
     loader = _loader(case, mesh.split(SEQ_LEN, micro_batch, documents=case.documents, segments=case.segments), store)
-    result = Result()
+    result = StepResult()
     for number in range(STEPS):
         step.zero_grad()
         with meter.measuring():
@@ -345,7 +345,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> Result:
     return result
 
 
-def train_alone(case: StepCase, store: Path) -> Result:
+def train_alone(case: StepCase, store: Path) -> StepResult:
     """Train on this rank alone, whole sequences at once."""
     with torch.device("meta"):
         model = spec_of(case.model).build().to(torch.float64)
@@ -354,7 +354,7 @@ def train_alone(case: StepCase, store: Path) -> Result:
     optimizer = build_optimizer(parameter_rules(model), case.optimizer, torch.float64)
     exchange, batch = local_exchange(), 1 if case.documents else case.global_batch
     loader = _loader(case, DataSplit(SEQ_LEN, batch, reset_state_at_document=case.documents), store)
-    result = Result()
+    result = StepResult()
     for number in range(STEPS):
         optimizer.zero_grad()
         loss = sum(_losses(model, exchange, loader, number * case.global_batch))
@@ -388,6 +388,5 @@ def _losses(model: LanguageModel, exchange: Exchange, loader: SequenceLoader, co
 
 
 def _full(tensor: Tensor) -> NDArray[np.float64]:
-    """Unsharded. Collective."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().copy()

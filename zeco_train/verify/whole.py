@@ -258,6 +258,5 @@ class Expected:
 
 
 def _by_head(name: str, x: Tensor) -> Tensor:
-    """[heads, …], of a convolution by channel."""
     dim = {"dweight": 0, "dbias": 0, "R": 1, "carry_out": 1, "dcarry_in": 1}.get(name, 2)
     return x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.seam import ScanRequest
-from zeco_train.sp.tapped import TappedScan
+from zeco_train.sp.backend import TappedScan
 
 
 class ZeroedScan(TappedScan):

@@ -14,18 +14,95 @@ transition is then no expansion. With longer keys the state may grow without bou
 values are not checked here, since that would synchronise with the device.
 
 The transition of a shard is a matrix, [B, H, K, K].
+
+FLOPs of the delta rules per token, a multiply-add counting as two; independent of the sequence length.
+
+Matrix products and the triangular systems of chunks. Of the token pairs inside a chunk of C = 64 only the causal half
+counts: (C+1)/2 per token with the token itself, (C−1)/2 without. Products with matrices of transitions, which only
+several ranks need, count as nothing, like the scan itself.
+
+One token of a delta rule, for generation: the state is updated in place, so memory is that of one state.
+
+    S ← Diag(exp(g)) S,    u = β (v − kᵀ S),    S ← S + k uᵀ,    o = scale · qᵀ S
+
+On all devices a few passes over the state in PyTorch. No gradients.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
-from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
-from zeco_train.ops.delta.step import delta_step, gated_delta_step
-from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_step
+
+
+def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """FLOPs per token of the forward pass: H · ((C−1)·K + (C−1)·(K+V) + 2·KV + 2·KV + 2·KV + (C+1)·K + (C+1)·V).
+
+    In this order: the products k kᵀ, the systems for W and U, W times the state, adding k̃ᵀN to the state, applying q to
+    the state, scores q kᵀ, and scores times N.
+
+    Each product has two in the backward pass.
+    """
+    return _systems(heads, key_dim, value_dim) + float(
+        heads * (6 * key_dim * value_dim + (CHUNK + 1) * (key_dim + value_dim))
+    )
+
+
+def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """H · ((C−1)·K + (C−1)·(K+V) + 4·KV + (C+1)·K): systems, states and scores, which the backward pass recomputes."""
+    return _systems(heads, key_dim, value_dim) + float(heads * (4 * key_dim * value_dim + (CHUNK + 1) * key_dim))
+
+
+def _systems(heads: int, key_dim: int, value_dim: int) -> float:
+    return float(heads * (CHUNK - 1) * (2 * key_dim + value_dim))
+
+
+def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+    """`gated_delta_step` without decay: g = 0."""
+    return gated_delta_step(q, k, v, beta.new_zeros(1).expand(beta.shape), beta, state, scale)
+
+
+@torch.no_grad()
+def gated_delta_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float | None = None
+) -> Tensor:
+    """Compute the next token of each sequence of a batch.
+
+    Args:
+        q: [B, 1, G, K]; bf16, fp32 or fp64.
+        k: [B, 1, G, K], same dtype, of norm at most 1.
+        v: [B, 1, H, V], same dtype; G divides H.
+        g: [B, 1, H] or [B, 1, H, K], log-decay ≤ 0; fp32 or fp64.
+        beta: [B, 1, H], between 0 and 2; fp32 or fp64.
+        state: [B, H, K, V], fp64 if v is, else fp32; contiguous, state after the previous token; updated in place.
+        scale: factor of the output, K^-1/2 if None.
+
+    Returns:
+        o: [B, 1, H, V] in the dtype of v.
+
+    Raises:
+        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
+    """
+    batch, num_tokens, groups, key_dim = q.shape
+    dtype = accumulation_dtype(v.dtype)
+    check_step("q", num_tokens, state, (batch, v.shape[2], key_dim, v.shape[3]), dtype)
+    scale = key_dim**-0.5 if scale is None else scale
+
+    of_groups = state.unflatten(1, (groups, -1))
+    key, query = (x.to(dtype).view(batch, groups, 1, 1, key_dim) for x in (k, scale * q.to(dtype)))
+    value, strength = (x.to(dtype).view(batch, groups, v.shape[2] // groups, 1, -1) for x in (v, beta))
+    decay = g.to(dtype).exp().view(batch, groups, v.shape[2] // groups, -1, 1)
+    of_groups.mul_(decay)
+    of_groups.addcmul_(key.mT, strength * (value - key @ of_groups))
+    return (query @ of_groups).view(v.shape).to(v.dtype)
+
 
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
 _KERNELS = KernelRule(largest=256)
@@ -58,7 +135,7 @@ DELTA = Operator(
     kernels=_KERNELS,
     # Not measured; the most like it.
     time=_GATED_TIME,
-    peers=(Peer("fla.ops.delta_rule", "chunk_delta_rule"),),
+    peers=(PeerFunction("fla.ops.delta_rule", "chunk_delta_rule"),),
 )
 
 GATED_DELTA = Operator(
@@ -73,7 +150,7 @@ GATED_DELTA = Operator(
     cuda=_cuda_gated,
     kernels=_KERNELS,
     time=_GATED_TIME,
-    peers=(Peer("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),
+    peers=(PeerFunction("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),
 )
 
 # The same functions: g has one dimension more.
@@ -81,5 +158,5 @@ KDA = replace(
     GATED_DELTA,
     dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"),
     time=OperatorTime("kda", 1.06e-8, 0.31, 128, 128),
-    peers=(Peer("fla.ops.kda", "chunk_kda", takes_context=True),),
+    peers=(PeerFunction("fla.ops.kda", "chunk_kda", takes_context=True),),
 )

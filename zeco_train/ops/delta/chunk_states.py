@@ -41,15 +41,13 @@ class Pairs(Protocol):
 class _HeadPairs:
     """With one decay a head, g [B, T, H, 1]: one product, and a matrix of decays."""
 
-    def __init__(self, g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> None:
-        self._decays = decay_matrix(g, pieces, dtype).squeeze(3)
+    def __init__(self, g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> None:
+        self._decays = decay_matrix(g, doc_ids, dtype).squeeze(3)
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        """See `Pairs`."""
         return (x @ y.mT).mul_(self._decays)
 
     def grads(self, x: Tensor, y: Tensor, score_grads: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Pairs`."""
         score_grads = score_grads * self._decays
         return score_grads @ y, score_grads.mT @ x
 
@@ -57,16 +55,14 @@ class _HeadPairs:
 class _ChannelPairs:
     """With a decay for each channel, g [B, T, H, K]."""
 
-    def __init__(self, g: Tensor, pieces: Tensor | None) -> None:
-        self._g, self._pieces = g, pieces
+    def __init__(self, g: Tensor, doc_ids: Tensor | None) -> None:
+        self._g, self._doc_ids = g, doc_ids
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        """See `Pairs`."""
-        return pair_scores(x, y, self._g, self._pieces)
+        return pair_scores(x, y, self._g, self._doc_ids)
 
     def grads(self, x: Tensor, y: Tensor, score_grads: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Pairs`."""
-        return pair_grads(x, y, score_grads, self._g, self._pieces)
+        return pair_grads(x, y, score_grads, self._g, self._doc_ids)
 
 
 class Chunks:
@@ -79,7 +75,7 @@ class Chunks:
         v: [B, T, H, V].
         g: [B, T, H] or [B, T, H, K].
         beta: [B, T, H].
-        pieces: [T], see `zeco_train.ops.documents`.
+        doc_ids: [T], see `zeco_train.ops.documents`.
 
     Attributes:
         keys: [N, B, H, C, K].
@@ -94,15 +90,15 @@ class Chunks:
         total: [N, X, K, 1] or [N, X, 1, 1], decay of a state over each chunk.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pieces: Tensor | None) -> None:
+    def __init__(self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, doc_ids: Tensor | None) -> None:
         self.dtype = dtype = accumulation_dtype(v.dtype)
-        self.pieces = pieces
+        self.doc_ids = doc_ids
         by_channel = g.dim() == 4
         g = g if by_channel else g[..., None]
         self.keys, self.values = self.by_heads(k, v.shape[2]), to_chunks(v, dtype)
         self.strengths = to_chunks(beta[..., None], dtype)
-        self.decays: ChunkDecays = chunk_decays(g, pieces, dtype)
-        self.pairs: Pairs = _ChannelPairs(g, pieces) if by_channel else _HeadPairs(g, pieces, dtype)
+        self.decays: ChunkDecays = chunk_decays(g, doc_ids, dtype)
+        self.pairs: Pairs = _ChannelPairs(g, doc_ids) if by_channel else _HeadPairs(g, doc_ids, dtype)
         self.products = self.pairs.scores(self.keys, self.keys).tril_(-1)
         self.system = self.strengths * self.products
         right = torch.cat([self.decays.from_start * self.keys, self.values], -1).mul_(self.strengths)
@@ -142,7 +138,7 @@ class Chunks:
         """
         batch, heads, key_dim, _ = self._state_shape
         columns = self.keys.new_zeros(batch * heads, key_dim, key_dim)
-        if self.pieces is None or self.pieces.device.type != "cpu" or not bool(self.pieces[-1] > 0):
+        if self.doc_ids is None or self.doc_ids.device.type != "cpu" or not bool(self.doc_ids[-1] > 0):
             columns.diagonal(dim1=-2, dim2=-1).fill_(1.0)
             for w, keys, total in zip(self.w, self.end_keys, self.total, strict=True):
                 columns = columns.mul(total).baddbmm_(keys.mT, torch.bmm(w, columns), alpha=-1)

@@ -25,15 +25,15 @@ from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.passes import Passes, check_state
 
 
-class _Forward:
+class _DeltaForward:
     """Forward pass, see `zeco_train.ops.passes.ForwardPass`; `gated`: there is an operand g."""
 
     saved: tuple[Tensor, ...] = ()
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, gated: bool) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, gated: bool) -> None:
         self._q, k, self._v, g, beta = _with_decays(operands, gated)
         self._scale = scale
-        self._chunks = Chunks(k, self._v, g, beta, pieces)
+        self._chunks = Chunks(k, self._v, g, beta, doc_ids)
         self.state = self._chunks.state()
 
     @cached_property
@@ -42,7 +42,6 @@ class _Forward:
         return self._chunks.transition()
 
     def overlap(self) -> None:
-        """Compute the scores inside chunks."""
         chunks = self._chunks
         self._queries = chunks.by_heads(self._q, self._v.shape[2])
         self._scores = chunks.pairs.scores(self._queries, chunks.keys)
@@ -56,7 +55,7 @@ class _Forward:
         return to_tokens(o.view(chunks.values.shape), self._v.shape[1], self._v.dtype)
 
 
-class _Backward:
+class _DeltaBackward:
     """Backward pass, see `zeco_train.ops.passes.BackwardPass`; without `gated` there is no gradient of g."""
 
     def __init__(
@@ -66,21 +65,20 @@ class _Backward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
         *,
         gated: bool,
     ) -> None:
         assert incoming_state is not None
-        self._operands, self._gated, self._pieces = operands, gated, pieces
+        self._operands, self._gated, self._doc_ids = operands, gated, doc_ids
         q, k, v, g, beta = _with_decays(operands, gated)
         self._scale, self._incoming, self._groups = scale, incoming_state, q.shape[2]
-        self._chunks = Chunks(k, v, g, beta, pieces)
+        self._chunks = Chunks(k, v, g, beta, doc_ids)
         self._grads = ChunkGrads(self._chunks, q, do, scale)
         grads, _ = self._grads.grads_from(torch.zeros_like(incoming_state))
         self.state_grad = grads[0].view(incoming_state.shape).clone()
 
     def overlap(self) -> None:
-        """Compute the states again, from R."""
         self._states, self._added = self._chunks.states_from(self._incoming)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
@@ -116,8 +114,8 @@ class _Backward:
             terms = of_outputs.queries * dq + chunks.keys * (rows - columns)
             found.insert(3, self._decay_grads(terms, self._states[1:], grads[1:]))
         results = [self._to_operand(x, operand) for x, operand in zip(found, self._operands, strict=True)]
-        if self._gated and self._pieces is not None:
-            restarts = find_restarts(self._pieces)
+        if self._gated and self._doc_ids is not None:
+            restarts = find_restarts(self._doc_ids)
             # [B, T, H] or [B, T, H, K]. Not by index, which waits for the GPU to count the restarts.
             results[3].masked_fill_(restarts.view(-1, *[1] * (results[3].dim() - 2)), 0.0)
         return tuple(results)
@@ -125,19 +123,19 @@ class _Backward:
     def _decay_grads(self, terms: Tensor, states: Tensor, grads: Tensor) -> Tensor:
         """Compute dg, [N, B, H, C, K] or C × 1: sums over a token and those after it, to its chunk's end.
 
-        The term of the state at that end stands for all later chunks and ranks (`boundary_terms`). With documents a sum
-        ends before the next restart; at a restart itself the result is rounding errors only.
+        The boundary term of that end stands for all later chunks and ranks. With documents a sum ends before the next
+        restart; at a restart itself the result is rounding errors only.
 
         Args:
             terms: [N, B, H, C, K], q ⊙ dq + k ⊙ (dk as rows − dk as columns).
             states: [N, X, K, V], true ones after each chunk.
             grads: their gradients, of that shape.
         """
-        boundary = boundary_terms(states, grads).unflatten(1, terms.shape[1:3])
+        boundary_terms = sum_boundary_terms(states, grads).unflatten(1, terms.shape[1:3])
         if self._chunks.decays.total.shape[-1] == 1:
-            terms, boundary = terms.sum(-1, keepdim=True), boundary.sum(-1, keepdim=True)
-        terms[..., -1, :] += boundary
-        return add_later_tokens(terms, self._pieces)
+            terms, boundary_terms = terms.sum(-1, keepdim=True), boundary_terms.sum(-1, keepdim=True)
+        terms[..., -1, :] += boundary_terms
+        return add_later_tokens(terms, self._doc_ids)
 
     def _to_operand(self, grad: Tensor, operand: Tensor) -> Tensor:
         """[N, B, H, C, D] → the shape and dtype of the operand; summed over the heads that share queries and keys."""
@@ -147,7 +145,7 @@ class _Backward:
         return tokens.view(operand.shape)
 
 
-def boundary_terms(states: Tensor, grads: Tensor) -> Tensor:
+def sum_boundary_terms(states: Tensor, grads: Tensor) -> Tensor:
     """Σ_V S ⊙ dS at the ends of chunks, [N, X, K, V] → [N, X, K]; at a rank's end, its final state and D_in.
 
     The gradient of a chunk's decays through all that comes after it: without it dg is wrong on every rank but the last.
@@ -163,5 +161,5 @@ def _with_decays(operands: Sequence[Tensor], gated: bool) -> tuple[Tensor, ...]:
     return q, k, v, beta.new_zeros(1).expand(beta.shape), beta
 
 
-CHUNKED_DELTA = Passes(partial(_Forward, gated=False), partial(_Backward, gated=False))
-CHUNKED_GATED = Passes(partial(_Forward, gated=True), partial(_Backward, gated=True))
+CHUNKED_DELTA = Passes(partial(_DeltaForward, gated=False), partial(_DeltaBackward, gated=False))
+CHUNKED_GATED = Passes(partial(_DeltaForward, gated=True), partial(_DeltaBackward, gated=True))

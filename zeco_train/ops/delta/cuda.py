@@ -22,22 +22,22 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from zeco_train.ops.delta.kernels.launch import Launcher, Systems, decay_sums_of
+from zeco_train.ops.delta.kernels.launch import DeltaKernels, Systems, decay_sums_of
 from zeco_train.ops.delta.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes, check_state
 from zeco_train.ops.seam import adjoint, fold
 
 
-class CudaForward:
+class DeltaKernelForward:
     """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`; `gated`: there is an operand g."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, gated: bool) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, gated: bool) -> None:
         q, k, v, *g, beta = operands
         q, k, v, beta = (dense(x) for x in (q, k, v, beta))
         tuning, self._gated = options_for(k), gated
         self._sums = decay_sums_of(dense(g[0]), tuning) if gated else _no_decay(beta)
-        self._launcher = Launcher(k, v, self._sums, beta, pieces, scale, tuning, gated=gated)
+        self._launcher = DeltaKernels(k, v, self._sums, beta, doc_ids, scale, tuning, gated=gated)
         self._systems = self._launcher.systems(q)
         self._operands = self._launcher.operands(q, self._systems.inverses)
         self._states, self._transitions = self._launcher.summaries(self._operands)
@@ -75,7 +75,7 @@ class CudaForward:
         return (_like_g(self._sums), *kept) if self._gated else kept
 
 
-class CudaBackward:
+class DeltaKernelBackward:
     """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
@@ -85,7 +85,7 @@ class CudaBackward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
         *,
         gated: bool,
     ) -> None:
@@ -95,7 +95,7 @@ class CudaBackward:
         scores, inverses, self._starts, self._transitions = saved
         self._systems = Systems(scores, inverses)
         of_decays = dense(_like_g(sums[0])) if gated else _no_decay(beta)
-        self._launcher = Launcher(k, v, of_decays, beta, pieces, scale, options_for(k), gated=gated)
+        self._launcher = DeltaKernels(k, v, of_decays, beta, doc_ids, scale, options_for(k), gated=gated)
         self._operands = self._launcher.operands(self._q, inverses)
         self._local = self._launcher.local_grads(self._operands, scores, self._do)
         *earlier, grad = self._local.unbind()
@@ -129,7 +129,6 @@ def _names(gated: bool) -> tuple[str, ...]:
 
 
 def _no_decay(beta: Tensor) -> Tensor:
-    """Sums of log-decays of 0, as the kernels read those of heads: [B, T, H] → [B, H, T]."""
     return beta.new_zeros(beta.mT.shape)
 
 
@@ -143,7 +142,7 @@ def _saved_like(operands: Sequence[Tensor], *, gated: bool) -> tuple[Tensor, ...
     sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if gated and g[0].dim() == 4 else beta.mT
     sums = sums if sums.dim() == 4 else sums.new_empty(sums.shape)
     # For the shapes only, which do not depend on documents or the scale.
-    launcher = Launcher(k, v, sums, beta, None, 1.0, options_for(k), gated=gated)
+    launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=gated)
     pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
     kept = *pairs, beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape)
     return (_like_g(sums), *kept) if gated else kept
@@ -151,8 +150,8 @@ def _saved_like(operands: Sequence[Tensor], *, gated: bool) -> tuple[Tensor, ...
 
 def _passes(gated: bool) -> Passes:
     passes = Passes(
-        partial(CudaForward, gated=gated),
-        partial(CudaBackward, gated=gated),
+        partial(DeltaKernelForward, gated=gated),
+        partial(DeltaKernelBackward, gated=gated),
         partial(_saved_like, gated=gated),
         replaced=(3,) if gated else (),
         needs_incoming=False,

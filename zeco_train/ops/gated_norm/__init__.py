@@ -8,7 +8,7 @@ With r = (mean(x²) + eps)^-1/2, x̂ = r x, n = w ⊙ x̂ and a gate's function 
     dx = r (h − x̂ mean(h ⊙ x̂))
     dw = Σ dy ⊙ f(g) ⊙ x̂ over all but the last dimension
 
-Each pass is a custom op, on GPUs with one kernel (`ops/gated_norm/kernels/`): of the backward pass a compiler
+Each pass is a custom op, on GPUs with one kernel (`ops/gated_norm/kernels.py`): of the backward pass a compiler
 makes two, which read dy, x and g twice.
 """
 
@@ -55,7 +55,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bo
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> tuple[Tensor, Tensor]:
     """Compute y [..., V] and r [..., 1], the latter in the accumulation dtype."""
     if KERNELS.serves(x, x):
-        from zeco_train.ops.gated_norm.kernels.launch import launch_gated_norm  # late: imports Triton
+        from zeco_train.ops.gated_norm.kernels import launch_gated_norm  # late: imports Triton
 
         # Triton launches on the current device.
         with torch.cuda.device_of(x):
@@ -79,7 +79,7 @@ def _gated_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dx [..., V], dg [..., V] and dw [V]."""
     if KERNELS.serves(x, x):
-        from zeco_train.ops.gated_norm.kernels.launch import launch_gated_norm_grads  # late: imports Triton
+        from zeco_train.ops.gated_norm.kernels import launch_gated_norm_grads  # late: imports Triton
 
         with torch.cuda.device_of(x):
             dx, dgate, dweight = launch_gated_norm_grads(dy, x, gate, weight, rstd, is_swish)

@@ -3,16 +3,95 @@
     S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t
 
 q, k, g [B, T, H, K]; v, o [B, T, H, V]; g is log-decays, fp32 or fp64, finite and at most 0.
+
+FLOPs of gated linear attention per token, a multiply-add counting as two; independent of the sequence length.
+
+Matrix products only. Of the token pairs inside a chunk of C = 64 only the causal half counts, (C+1)/2 per token,
+although kernels compute the whole square.
+
+One token of the recurrence, for generation: the state is updated in place, so memory is that of one state.
+
+    S ← exp(g) ⊙_K S + k vᵀ,    o = scale · qᵀ S
+
+On CUDA this is one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
+Elsewhere, and for fp64, three passes over the state in PyTorch. No gradients.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from zeco_train.ops import CHUNK
 from zeco_train.ops.gla.chunked import CHUNKED
-from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
-from zeco_train.ops.gla.step import STEP_KERNELS, recurrent_step
-from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_step
+
+
+def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """FLOPs per token of the forward pass: H · (2·KV + 2·KV + (C+1)·K + (C+1)·V).
+
+    In this order: adding kᵀv to the state, applying q to the state, scores q kᵀ, and scores times v.
+
+    Each product has two in the backward pass: dq = do Sᵀ, dk = v dSᵀ, dv = k dS and dS itself for the states; dA, dq,
+    dk and dv inside chunks.
+    """
+    return float(heads * (4 * key_dim * value_dim + (CHUNK + 1) * (key_dim + value_dim)))
+
+
+def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """H · 2·KV: the chunk states, which the backward pass recomputes instead of keeping them.
+
+    That is on GPUs; the PyTorch implementation also recomputes the scores.
+    """
+    return float(heads * 2 * key_dim * value_dim)
+
+
+STEP_KERNELS = KernelRule()
+
+
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+    """Compute the next token of each sequence of a batch.
+
+    Args:
+        q: [B, 1, H, K]; bf16, fp32 or fp64.
+        k: [B, 1, H, K], same dtype.
+        v: [B, 1, H, V], same dtype.
+        g: [B, 1, H, K], log-decay ≤ 0; fp32 (fp64 for fp64 inputs).
+        state: [B, H, K, V] in the dtype of g, contiguous, state after the previous token; updated in place.
+        scale: factor of the output, K^-1/2 if None.
+
+    Returns:
+        o: [B, 1, H, V] in the dtype of v.
+
+    Raises:
+        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
+    """
+    check_step("q", q.shape[1], state, (q.shape[0], *q.shape[2:], v.shape[-1]), g.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return (_kernel_step if _has_kernel(q, v, g) else _plain_step)(q, k, v, g, state, scale)
+
+
+def _has_kernel(q: Tensor, v: Tensor, g: Tensor) -> bool:
+    return STEP_KERNELS.serves(q, v, g)
+
+
+def _kernel_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    from zeco_train.ops.gla.kernels.outputs import launch_step  # imports Triton
+
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(q):
+        launch_step(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), state, o, scale)
+    return o
+
+
+def _plain_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    heads = state.view(-1, *state.shape[-2:])
+    query, key, value, log_decay = (x.to(state.dtype).reshape(len(heads), 1, -1) for x in (q, k, v, g))
+    heads.mul_(log_decay.exp().mT).baddbmm_(key.mT, value)
+    return torch.bmm(query * scale, heads).view(v.shape).to(v.dtype)
 
 
 def _cuda() -> Passes:
@@ -38,5 +117,5 @@ GLA = Operator(
     # 4 heads on two CPU cores.
     time=OperatorTime("gla", 2.84e-9, 0.37, 64, 128),
     cpu_time=OperatorTime("gla", 7.4e-6, 0.31, 64, 128),
-    peers=(Peer("fla.ops.gla", "chunk_gla"),),
+    peers=(PeerFunction("fla.ops.gla", "chunk_gla"),),
 )

@@ -81,7 +81,7 @@ class ChunkStateGrads:
         return self.grads.addcmul_(self.suffix.exp()[..., None], incoming_grad.to(self.grads.dtype))
 
 
-def local_states(k: Tensor, v: Tensor, g: Tensor, pieces: Tensor | None) -> ChunkStates:
+def local_states(k: Tensor, v: Tensor, g: Tensor, doc_ids: Tensor | None) -> ChunkStates:
     """Compute the states at all boundaries from a zero start: step 1 of the forward.
 
         S[0] = 0,    S[n+1] = exp(Σ g over chunk n) ⊙ S[n] + Σ_j (decay after j in chunk n ⊙ k_j) v_jᵀ
@@ -90,10 +90,10 @@ def local_states(k: Tensor, v: Tensor, g: Tensor, pieces: Tensor | None) -> Chun
         k: [B, T, H, K].
         v: [B, T, H, V].
         g: [B, T, H, K], fp32 or fp64, finite, at most 0.
-        pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
+        doc_ids: [T], see `zeco_train.ops.documents`; B must be 1 with them.
     """
     dtype = accumulation_dtype(v.dtype)
-    decays = chunk_decays(g, pieces, dtype)
+    decays = chunk_decays(g, doc_ids, dtype)
     keys = decays.to_end * to_chunks(k, dtype)
     values = matrices(to_chunks(v, dtype))
     num_chunks, batch, heads, _, key_dim = keys.shape
@@ -103,12 +103,12 @@ def local_states(k: Tensor, v: Tensor, g: Tensor, pieces: Tensor | None) -> Chun
     torch.bmm(matrices(keys).mT, values, out=matrices(states[1:]))
     for n, decay in enumerate(decays.total[..., None].unbind(0)):
         states[n + 1].addcmul_(decay, states[n])
-    log_decays = chunk_log_decays(g, pieces, dtype)
+    log_decays = chunk_log_decays(g, doc_ids, dtype)
     prefix = torch.cat([torch.zeros_like(log_decays[:1]), log_decays.cumsum(0)])
     return ChunkStates(states, prefix, states[-1].clone(), prefix[-1].clone(), decays, values)
 
 
-def local_state_grads(q: Tensor, do: Tensor, g: Tensor, pieces: Tensor | None, scale: float) -> ChunkStateGrads:
+def local_state_grads(q: Tensor, do: Tensor, g: Tensor, doc_ids: Tensor | None, scale: float) -> ChunkStateGrads:
     """Compute the gradients at all boundaries from a zero end: step 1 of the backward.
 
         dS[N] = 0,    dS[n] = exp(Σ g over chunk n) ⊙ dS[n+1] + scale · Σ_i (decay through i in chunk n ⊙ q_i) do_iᵀ
@@ -117,11 +117,11 @@ def local_state_grads(q: Tensor, do: Tensor, g: Tensor, pieces: Tensor | None, s
         q: [B, T, H, K].
         do: [B, T, H, V], gradient of o.
         g: [B, T, H, K], fp32 or fp64, finite, at most 0.
-        pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
+        doc_ids: [T], see `zeco_train.ops.documents`; B must be 1 with them.
         scale: factor of the outputs.
     """
     dtype = accumulation_dtype(do.dtype)
-    from_start = chunk_decays_from_start(g, pieces, dtype)
+    from_start = chunk_decays_from_start(g, doc_ids, dtype)
     queries = (from_start * to_chunks(q, dtype)).mul_(scale)
     output_grads = matrices(to_chunks(do, dtype))
     num_chunks, batch, heads, _, key_dim = queries.shape
@@ -132,6 +132,6 @@ def local_state_grads(q: Tensor, do: Tensor, g: Tensor, pieces: Tensor | None, s
     total = from_start[..., -1, :, None]
     for n in reversed(range(num_chunks)):
         grads[n].addcmul_(total[n], grads[n + 1])
-    log_decays = chunk_log_decays(g, pieces, dtype)
+    log_decays = chunk_log_decays(g, doc_ids, dtype)
     suffix = torch.cat([log_decays.flip(0).cumsum(0).flip(0), torch.zeros_like(log_decays[:1])])
     return ChunkStateGrads(grads, suffix, grads[0].clone(), output_grads)

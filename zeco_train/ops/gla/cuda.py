@@ -20,23 +20,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco_train.ops.gla.kernels.launch import Launcher
+from zeco_train.ops.gla.kernels.launch import GlaKernels
 from zeco_train.ops.gla.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes, check_state
 
 
-def _launcher(k: Tensor, v: Tensor, pieces: Tensor | None, scale: float) -> Launcher:
-    return Launcher(k, v, pieces, scale, options_for(k, v))
+def _launcher(k: Tensor, v: Tensor, doc_ids: Tensor | None, scale: float) -> GlaKernels:
+    return GlaKernels(k, v, doc_ids, scale, options_for(k))
 
 
-class CudaForward:
+class GlaKernelForward:
     """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         q, k, v, g = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
-        self._launcher = _launcher(k, v, pieces, scale)
+        self._launcher = _launcher(k, v, doc_ids, scale)
         self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
         self._local = self._launcher.local_states(self._k, self._v, dense(g), b=self._b, reverse=False)
         self.state, self.transition = self._local.state, self._local.log_decay
@@ -58,7 +58,7 @@ class CudaForward:
         return self._b, self._local.states, self._scores
 
 
-class CudaBackward:
+class GlaKernelBackward:
     """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
@@ -68,13 +68,13 @@ class CudaBackward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> None:
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
         self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
         self._states, self._scores = saved
-        self._launcher = _launcher(k, v, pieces, scale)
+        self._launcher = _launcher(k, v, doc_ids, scale)
         self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
         self.state_grad = self._local.state
 
@@ -105,4 +105,4 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
-CUDA = with_padded_heads(Passes(CudaForward, CudaBackward, _saved_like, replaced=(3,), needs_incoming=False))
+CUDA = with_padded_heads(Passes(GlaKernelForward, GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False))

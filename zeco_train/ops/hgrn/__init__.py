@@ -4,20 +4,89 @@
 
 x, g, o [B, T, H, K]; g is log-decays, fp32 or fp64, finite and at most 0. Heads are groups of channels, by which scans
 over ranks cut the state, [B, H, K, 1]: they change no result. There is no scale.
+
+FLOPs of the elementwise recurrence per token: 0, since matrix products only are counted and it has none.
+
+Its operations per channel are a few thousandths of those of the projections that make its operands.
+
+One token of the recurrence, for generation: h ← exp(g) ⊙ h + x, in place, in PyTorch. No gradients.
+
+The exact results: sums over pairs of tokens, see `zeco_train.ops.oracle`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from zeco_train.ops.hgrn.chunked import CHUNKED
-from zeco_train.ops.hgrn.flops import forward_flops, recomputed_flops
-from zeco_train.ops.hgrn.oracle import by_sums
-from zeco_train.ops.hgrn.step import hgrn_step
-from zeco_train.ops.operator import KernelRule, Kind, Operator, Peer
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.operator import KernelRule, Kind, Operator, PeerFunction
+from zeco_train.ops.passes import Passes, check_step
+
+
+def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """FLOPs per token of the forward pass."""
+    return 0.0
+
+
+def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """FLOPs per token that the backward pass recomputes."""
+    return 0.0
+
+
+@torch.no_grad()
+def hgrn_step(x: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+    """Compute the next token of each sequence of a batch.
+
+    Args:
+        x: [B, 1, H, K]; bf16, fp32 or fp64.
+        g: [B, 1, H, K], log-decay ≤ 0; fp32 (fp64 for fp64 inputs).
+        state: [B, H, K, 1] in the dtype of g, state after the previous token; updated in place.
+        scale: None or 1.
+
+    Returns:
+        o: [B, 1, H, K] in the dtype of x.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the tensor.
+    """
+    if scale not in (None, 1.0):
+        raise ValueError(f"scale: the operator has none, expected 1; got {scale:g}")
+    check_step("x", x.shape[1], state, (x.shape[0], *x.shape[2:], 1), g.dtype)
+    h = state.squeeze(-1)
+    h.mul_(g[:, 0].exp()).add_(x[:, 0])
+    return h[:, None].to(x.dtype, copy=True)
+
+
+# Tokens of which all pairs are computed at once.
+_BLOCK = 16
+
+
+def by_sums(x: Tensor, g: Tensor, *, scale: float | None, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+    """h_i = exp(G_i) ⊙ h + Σ_{j≤i} exp(G_i − G_j) ⊙ x_j, with h before a block and G the sums of log-decays since.
+
+    Args:
+        x: [B, T, H, K], fp64.
+        g: [B, T, H, K], fp64.
+        scale: None or 1.
+        initial_state: [B, H, K, 1], fp64.
+
+    Returns:
+        o [B, T, H, K], and the state after the last token, [B, H, K, 1].
+    """
+    assert scale in (None, 1.0)
+    state, outputs = initial_state.squeeze(-1), []
+    for start in range(0, x.shape[1], _BLOCK):
+        x_b, g_b = x[:, start : start + _BLOCK], g[:, start : start + _BLOCK]
+        later = torch.ones(x_b.shape[1], x_b.shape[1], dtype=torch.bool, device=x.device).tril(-1)
+        # [B, i, j, H, K]: of the tokens after j up to i; sums of their own, since differences would cancel.
+        between = (g_b[:, :, None] * later[..., None, None]).cumsum(1).exp()
+        seen = between * ~later.mT[..., None, None]
+        outputs.append(g_b.cumsum(1).exp() * state[:, None] + (seen * x_b[:, None]).sum(2))
+        state = outputs[-1][:, -1]
+    return torch.cat(outputs, 1), state.unsqueeze(-1)
 
 
 class ElementwiseRecurrence(Operator):
@@ -49,5 +118,5 @@ HGRN = ElementwiseRecurrence(
     cuda=_cuda,
     kernels=KernelRule(),
     walk_programs=lambda key_dim, value_dim: 0,
-    peers=(Peer("fla.ops.hgrn", "chunk_hgrn", joins_heads=True),),
+    peers=(PeerFunction("fla.ops.hgrn", "chunk_hgrn", joins_heads=True),),
 )

@@ -61,23 +61,23 @@ class _Local(NamedTuple):
         return self.inside.addcmul_(self.decays, ends[..., None, :]), ends
 
 
-def _local_states(x: Tensor, g: Tensor, pieces: Tensor | None) -> _Local:
+def _local_states(x: Tensor, g: Tensor, doc_ids: Tensor | None) -> _Local:
     dtype = accumulation_dtype(x.dtype)
-    from_start = token_decays(g, pieces, dtype)
+    from_start = token_decays(g, doc_ids, dtype)
     inside = to_chunks(x, dtype).clone(memory_format=torch.contiguous_format)
     for block in block_sizes(inside.shape[-2]):
         earlier, later = halves(inside, block)
         later.addcmul_(halves(from_start, block)[1], earlier[..., -1:, :])
         merge_from_start(from_start, block)
-    log_decays = chunk_log_decays(g, pieces, dtype)
+    log_decays = chunk_log_decays(g, doc_ids, dtype)
     before, state = _fold(inside[..., -1, :], from_start[..., -1, :])
     prefix, transition = _sums(log_decays)
     return _Local(inside, from_start, before, prefix, state, transition)
 
 
-def _local_grads(do: Tensor, g: Tensor, pieces: Tensor | None) -> _Local:
+def _local_grads(do: Tensor, g: Tensor, doc_ids: Tensor | None) -> _Local:
     dtype = accumulation_dtype(do.dtype)
-    from_start = token_decays(g, pieces, dtype)
+    from_start = token_decays(g, doc_ids, dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
     inside = to_chunks(do, dtype).clone(memory_format=torch.contiguous_format)
     for block in block_sizes(inside.shape[-2]):
@@ -86,7 +86,7 @@ def _local_grads(do: Tensor, g: Tensor, pieces: Tensor | None) -> _Local:
         first = halves(from_start, block)[1][..., :1, :]
         earlier.addcmul_(halves(decays.to_end, block)[0], first * later[..., :1, :])
         merge_blocks(decays, block)
-    log_decays = chunk_log_decays(g, pieces, dtype)
+    log_decays = chunk_log_decays(g, doc_ids, dtype)
     # Each chunk's gradient with respect to the state before it.
     to_starts = from_start[..., 0, :] * inside[..., 0, :]
     after, state = _fold(to_starts.flip(0), decays.total.flip(0))
@@ -109,14 +109,14 @@ def _sums(log_decays: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([torch.zeros_like(sums[:1]), sums[:-1]]), sums[-1].clone()
 
 
-class ChunkedForward:
+class HgrnForward:
     """Forward pass in PyTorch, see `zeco_train.ops.passes.ForwardPass`."""
 
     saved: tuple[Tensor, ...] = ()
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         self._x, g = operands
-        self._local = _local_states(self._x, g, pieces)
+        self._local = _local_states(self._x, g, doc_ids)
         self.state, self.transition = self._local.state, self._local.transition
 
     def overlap(self) -> None:
@@ -128,7 +128,7 @@ class ChunkedForward:
         return to_tokens(h, self._x.shape[1], self._x.dtype)
 
 
-class ChunkedBackward:
+class HgrnBackward:
     """Backward pass in PyTorch, see `zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
@@ -138,19 +138,19 @@ class ChunkedBackward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> None:
         assert incoming_state is not None
         self._x, self._g = operands
-        self._incoming, self._pieces = incoming_state, pieces
-        self._local = _local_grads(do, self._g, pieces)
+        self._incoming, self._doc_ids = incoming_state, doc_ids
+        self._local = _local_grads(do, self._g, doc_ids)
         self.state_grad = self._local.state
 
     def overlap(self) -> None:
         """Compute the states before all tokens, decayed by them: f_t ⊙ h_{t-1}."""
-        h, starts = _local_states(self._x, self._g, self._pieces).corrected(self._incoming, "incoming_state")
+        h, starts = _local_states(self._x, self._g, self._doc_ids).corrected(self._incoming, "incoming_state")
         before = torch.cat([starts[..., None, :], h[..., :-1, :]], dim=-2)
-        self._decayed = before.mul_(token_decays(self._g, self._pieces, h.dtype))
+        self._decayed = before.mul_(token_decays(self._g, self._doc_ids, h.dtype))
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         """Compute dx, dg, given D_in [B, H, K, 1]."""
@@ -159,4 +159,4 @@ class ChunkedBackward:
         return to_tokens(dh, num_tokens, self._x.dtype), to_tokens(dg, num_tokens, self._g.dtype)
 
 
-CHUNKED = Passes(ChunkedForward, ChunkedBackward)
+CHUNKED = Passes(HgrnForward, HgrnBackward)

@@ -18,18 +18,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco_train.ops.hgrn.kernels.launch import launch_grads, launch_outputs, launch_summaries, states_shape
+from zeco_train.ops.hgrn.kernels import launch_grads, launch_outputs, launch_summaries, states_shape
 from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.passes import Passes, check_state
 
 
-class CudaForward:
+class HgrnKernelForward:
     """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         x, g = operands
-        self._x, self._g, self._pieces = dense(x), dense(g), pieces
-        self._summaries = launch_summaries(self._x, self._g, pieces, reverse=False)
+        self._x, self._g, self._doc_ids = dense(x), dense(g), doc_ids
+        self._summaries = launch_summaries(self._x, self._g, doc_ids, reverse=False)
         self.state, self.transition = self._summaries.state, self._summaries.log_decay
 
     def overlap(self) -> None:
@@ -38,7 +38,7 @@ class CudaForward:
     def outputs(self, incoming_state: Tensor) -> Tensor:
         """Compute o [B, T, H, K], given R [B, H, K, 1]."""
         check_state(incoming_state, "incoming_state", self.state.shape)
-        o, self._states = launch_outputs(self._x, self._g, self._pieces, self._summaries, incoming_state)
+        o, self._states = launch_outputs(self._x, self._g, self._doc_ids, self._summaries, incoming_state)
         return o
 
     @property
@@ -47,7 +47,7 @@ class CudaForward:
         return (self._states,)
 
 
-class CudaBackward:
+class HgrnKernelBackward:
     """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
@@ -57,12 +57,12 @@ class CudaBackward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> None:
         x, g = operands
-        self._x, self._g, self._do, self._pieces = dense(x), dense(g), dense(do), pieces
+        self._x, self._g, self._do, self._doc_ids = dense(x), dense(g), dense(do), doc_ids
         (self._states,) = saved
-        self._summaries = launch_summaries(self._do, self._g, pieces, reverse=True)
+        self._summaries = launch_summaries(self._do, self._g, doc_ids, reverse=True)
         self.state_grad = self._summaries.state
 
     def overlap(self) -> None:
@@ -71,7 +71,7 @@ class CudaBackward:
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         """Compute dx, dg, given D_in [B, H, K, 1]."""
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        inputs = self._x, self._g, self._do, self._pieces
+        inputs = self._x, self._g, self._do, self._doc_ids
         return launch_grads(*inputs, self._states, self._summaries, incoming_grad)
 
 
@@ -79,4 +79,4 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (operands[0].new_empty(states_shape(operands[0]), dtype=torch.float32),)
 
 
-CUDA = Passes(CudaForward, CudaBackward, _saved_like, needs_incoming=False)
+CUDA = Passes(HgrnKernelForward, HgrnKernelBackward, _saved_like, needs_incoming=False)

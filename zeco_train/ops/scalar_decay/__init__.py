@@ -8,16 +8,91 @@ group h // (H / G). Mamba-2 has few groups, RetNet as many as heads.
 `scalar_decay` takes g [B, T, H], log-decays, fp32 or fp64, finite and at most 0. `fixed_decay` takes log_decay [H] in
 its place: g_t = log_decay for all t; 0 is no decay. It is a constant: its gradient is zeros, [H], and a forward pass
 refuses one that requires a gradient.
+
+FLOPs of linear attention with one decay a head, per token, a multiply-add counting as two.
+
+Matrix products only. Of the token pairs inside a chunk of C = 64 only the causal half counts, (C+1)/2 per token.
+
+One token of the recurrence, for generation: the state is updated in place, so memory is that of one state.
+
+    S ← exp(g) S + k vᵀ,    o = scale · qᵀ S
+
+On all devices a few passes over the state in PyTorch. No gradients.
 """
 
 from __future__ import annotations
 
-from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, Peer
+import torch
+from torch import Tensor
+
+from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import Passes, check_step
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
-from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
-from zeco_train.ops.scalar_decay.step import fixed_step, scalar_step
+
+
+def forward_flops(heads: int, key_dim: int, value_dim: int, *, groups: int | None = None) -> float:
+    """FLOPs per token of the forward pass: H · (2·KV + 2·KV + (C+1)·V) + G · (C+1)·K.
+
+    In this order: adding kᵀv to the state, applying q to the state, scores times v; and the scores q kᵀ, which the
+    heads of a group share. `groups` is G, as many as heads if None.
+
+    Each product has two in the backward pass: dq = do Sᵀ, dk = v dSᵀ, dv = k dS and dS itself for the states; dA and dv
+    inside chunks, and dq and dk there, once a group.
+    """
+    groups = heads if groups is None else groups
+    return float(heads * (4 * key_dim * value_dim + (CHUNK + 1) * value_dim) + groups * (CHUNK + 1) * key_dim)
+
+
+def recomputed_flops(heads: int, key_dim: int, value_dim: int, *, groups: int | None = None) -> float:
+    """H · 2·KV: the chunk states, which the backward pass recomputes instead of keeping them.
+
+    That is on GPUs; the PyTorch implementation also recomputes the scores, and q S for the gradient of the decays.
+    """
+    del groups
+    return float(heads * 2 * key_dim * value_dim)
+
+
+def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+    """Compute the next token of each sequence of a batch.
+
+    Args:
+        q: [B, 1, G, K]; bf16, fp32 or fp64.
+        k: [B, 1, G, K], same dtype.
+        v: [B, 1, H, V], same dtype; G divides H.
+        g: [B, 1, H], log-decay ≤ 0; fp32 or fp64.
+        state: [B, H, K, V], fp64 if v is, else fp32; contiguous, state after the previous token; updated in place.
+        scale: factor of the output, K^-1/2 if None.
+
+    Returns:
+        o: [B, 1, H, V] in the dtype of v.
+
+    Raises:
+        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
+    """
+    return _step(q, k, v, g, state, scale)
+
+
+def fixed_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+    """`scalar_step` with log_decay [H], fp32 or fp64, in place of g."""
+    return _step(q, k, v, log_decay.expand(v.shape[:3]), state, scale)
+
+
+@torch.no_grad()
+def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None) -> Tensor:
+    batch, num_tokens, groups, key_dim = q.shape
+    dtype = accumulation_dtype(v.dtype)
+    check_step("q", num_tokens, state, (batch, v.shape[2], key_dim, v.shape[3]), dtype)
+    scale = key_dim**-0.5 if scale is None else scale
+
+    of_groups = state.unflatten(1, (groups, -1))
+    key, query = (x.to(dtype).view(batch, groups, 1, 1, key_dim) for x in (k, scale * q.to(dtype)))
+    value = v.to(dtype).view(batch, groups, -1, 1, v.shape[-1])
+    decay = g.to(dtype).exp().view(batch, groups, -1, 1, 1)
+    of_groups.mul_(decay).addcmul_(key.mT, value)
+    return (query @ of_groups).view(v.shape).to(v.dtype)
+
 
 # A kernel holds one of the state's two dims whole, in shared memory.
 _KERNELS = KernelRule(largest=256)
@@ -55,7 +130,7 @@ SCALAR_DECAY = Operator(
     walk_programs=_walk_programs,
     # 16,384 tokens and 16 heads: 0.186 + 0.742 ms.
     time=OperatorTime("scalar_decay", 3.54e-9, 0.20, 128, 128),
-    peers=(Peer("fla.ops.simple_gla", "chunk_simple_gla"),),
+    peers=(PeerFunction("fla.ops.simple_gla", "chunk_simple_gla"),),
 )
 
 FIXED_DECAY = Operator(
@@ -73,7 +148,7 @@ FIXED_DECAY = Operator(
     time=FIXED_TIME,
     # fla's retention has RetNet's decays by itself.
     peers=(
-        Peer("fla.ops.retention", "chunk_retention", "retention"),
-        Peer("fla.ops.linear_attn", "chunk_linear_attn", "none", (("normalize", False),)),
+        PeerFunction("fla.ops.retention", "chunk_retention", "retention"),
+        PeerFunction("fla.ops.linear_attn", "chunk_linear_attn", "none", (("normalize", False),)),
     ),
 )

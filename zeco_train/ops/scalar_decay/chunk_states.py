@@ -88,7 +88,7 @@ def wide_chunks(v: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return chunks.unflatten(-1, (-1, v.shape[-1]))
 
 
-def decay_matrix(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
+def decay_matrix(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The decays between the tokens of each chunk, without division: from a token (column) to a later one (row).
 
     Two tokens are split at exactly one size of blocks (`zeco_train.ops.chunks`); there their decay is the product of a
@@ -96,13 +96,13 @@ def decay_matrix(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor
 
     Args:
         g: [B, T, G, R] log-decays.
-        pieces: [T], see `zeco_train.ops.documents`.
+        doc_ids: [T], see `zeco_train.ops.documents`.
         dtype: of the result.
 
     Returns:
         [N, B, G, R, C, C]: exp(g_{j+1} + … + g_i) for j ≤ i without a restart in (j, i], else 0.
     """
-    from_start = token_decays(g, pieces, dtype)
+    from_start = token_decays(g, doc_ids, dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
     *outer, chunk, heads = from_start.shape
     matrix = from_start.new_zeros(*outer, heads, chunk, chunk)

@@ -49,26 +49,24 @@ class _Chunks:
         decayed_output_grads: [N, B, G, C, R, V], set by `local_state_grads`.
     """
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         q, k, self.v, g = operands
-        self.scale, self.pieces = scale, pieces
+        self.scale, self.doc_ids = scale, doc_ids
         self.groups, self.dtype = q.shape[2], accumulation_dtype(self.v.dtype)
         self.queries, self.keys = to_chunks(q, self.dtype), to_chunks(k, self.dtype)
         self.log_decays = g.unflatten(2, (self.groups, -1))
-        self.decays: ChunkDecays = chunk_decays(self.log_decays, pieces, self.dtype)
-        self.log_total = chunk_log_decays(self.log_decays, pieces, self.dtype)
+        self.decays: ChunkDecays = chunk_decays(self.log_decays, doc_ids, self.dtype)
+        self.log_total = chunk_log_decays(self.log_decays, doc_ids, self.dtype)
 
     def by_heads(self, x: Tensor) -> Tensor:
         """[B, T, H, V] → [N, B, G, R, C, V]."""
         return to_chunks(x, self.dtype).unflatten(2, (self.groups, -1))
 
     def local_states(self) -> BoundaryStates:
-        """Compute the states at all boundaries from a zero start; keep the values decayed to their chunk's end."""
         self.decayed_values = self.decays.to_end[..., None] * wide_chunks(self.v, self.groups, self.dtype)
         return accumulate_states(self.keys, self.decayed_values, self.decays.total, self.log_total, reverse=False)
 
     def local_state_grads(self, do: Tensor) -> BoundaryStates:
-        """Compute their gradients from a zero end; keep do decayed from its chunk's start, times the scale."""
         wide = wide_chunks(do, self.groups, self.dtype)
         self.decayed_output_grads = (self.decays.from_start[..., None] * wide).mul_(self.scale)
         return accumulate_states(
@@ -82,25 +80,24 @@ class _Chunks:
 
     def decay_matrix(self) -> Tensor:
         """[N, B, G, R, C, C]."""
-        return decay_matrix(self.log_decays, self.pieces, self.dtype)
+        return decay_matrix(self.log_decays, self.doc_ids, self.dtype)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Batched matrix product, [..., I, J] and [..., J, L] → [..., I, L], contiguous."""
     return torch.bmm(matrices(x), matrices(y)).view(*x.shape[:-1], y.shape[-1])
 
 
-class _Forward:
+class _ScalarDecayForward:
     """Forward pass, see `zeco_train.ops.passes.ForwardPass`; `fixed`: the decays are those of all tokens, [H]."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, fixed: bool) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, fixed: bool) -> None:
         if fixed:
             if operands[3].requires_grad:
                 raise ValueError(
                     "log_decay: expected a constant, got a tensor that requires a gradient; use scalar_decay"
                 )
             operands = _expanded(operands)
-        self._chunks = _Chunks(operands, scale, pieces)
+        self._chunks = _Chunks(operands, scale, doc_ids)
         self._states = self._chunks.local_states()
         self.state = self._states.at(-1)
         # All channels of a key decay alike; the scan takes one decay for each.
@@ -109,7 +106,6 @@ class _Forward:
         self.saved: tuple[Tensor, ...] = ()
 
     def overlap(self) -> None:
-        """Compute the scores inside chunks."""
         self._scores = self._chunks.decay_matrix().mul_(self._chunks.products())
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
@@ -122,7 +118,7 @@ class _Forward:
         return to_tokens(o.flatten(2, 3), chunks.v.shape[1], chunks.v.dtype)
 
 
-class _Backward:
+class _ScalarDecayBackward:
     """Backward pass, see `zeco_train.ops.passes.BackwardPass`; `fixed` decays have the gradient zero, [H]."""
 
     def __init__(
@@ -132,7 +128,7 @@ class _Backward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
         *,
         fixed: bool,
     ) -> None:
@@ -140,7 +136,7 @@ class _Backward:
         self._fixed, self._log_decays = fixed, operands[3]
         operands = _expanded(operands) if fixed else operands
         self._tokens, self._do, self._incoming = operands[:3], do, incoming_state
-        self._chunks = _Chunks(operands, scale, pieces)
+        self._chunks = _Chunks(operands, scale, doc_ids)
         self._grads = self._chunks.local_state_grads(do)
         self.state_grad = self._grads.at(0)
 
@@ -202,10 +198,10 @@ class _Backward:
         to_queries = seen.mul_(chunks.decayed_output_grads).sum(-1)
         from_keys = (reached * chunks.decayed_values).sum(-1)
         # The last use of both: they are the largest tensors here, so the product overwrites one.
-        through = chunks.decays.total * states[:-1].mul_(grads[1:]).sum((-3, -1))
+        boundary_terms = chunks.decays.total * states[:-1].mul_(grads[1:]).sum((-3, -1))
         dg = to_queries.flip(-2).cumsum(-2).flip(-2)
         dg[..., 1:, :] += (from_keys.cumsum(-2) + self._pair_terms.mT)[..., :-1, :]
-        return dg.add_(through[..., None, :])
+        return dg.add_(boundary_terms[..., None, :])
 
 
 def _sum_enclosing(pair_terms: Tensor) -> Tensor:
@@ -219,5 +215,5 @@ def _expanded(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return q, k, v, log_decay.expand(v.shape[:3])
 
 
-CHUNKED_SCALAR = Passes(partial(_Forward, fixed=False), partial(_Backward, fixed=False))
-CHUNKED_FIXED = Passes(partial(_Forward, fixed=True), partial(_Backward, fixed=True))
+CHUNKED_SCALAR = Passes(partial(_ScalarDecayForward, fixed=False), partial(_ScalarDecayBackward, fixed=False))
+CHUNKED_FIXED = Passes(partial(_ScalarDecayForward, fixed=True), partial(_ScalarDecayBackward, fixed=True))

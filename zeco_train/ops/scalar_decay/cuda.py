@@ -21,25 +21,25 @@ from torch import Tensor
 
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes, check_state
-from zeco_train.ops.scalar_decay.kernels.launch import Launcher, decay_sums
-from zeco_train.ops.scalar_decay.kernels.tuning import Tuning, options_for
+from zeco_train.ops.scalar_decay.kernels.launch import ScalarDecayKernels, decay_sums
+from zeco_train.ops.scalar_decay.kernels.tuning import ScalarDecayTuning, options_for
 
 
 def _launcher(
-    k: Tensor, v: Tensor, decays: Tensor, pieces: Tensor | None, scale: float, tuning: Tuning, fixed: bool
-) -> Launcher:
-    return Launcher(k, v, decays, pieces, scale, tuning, fixed=fixed)
+    k: Tensor, v: Tensor, decays: Tensor, doc_ids: Tensor | None, scale: float, tuning: ScalarDecayTuning, fixed: bool
+) -> ScalarDecayKernels:
+    return ScalarDecayKernels(k, v, decays, doc_ids, scale, tuning, fixed=fixed)
 
 
-class CudaForward:
+class ScalarDecayKernelForward:
     """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, fixed: bool) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, fixed: bool) -> None:
         q, k, v, decays = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         tuning, self._fixed = options_for(k, v), fixed
         self._decays = dense(decays) if fixed else decay_sums(dense(decays), tuning.chunk)
-        self._launcher = _launcher(k, v, self._decays, pieces, scale, tuning, fixed)
+        self._launcher = _launcher(k, v, self._decays, doc_ids, scale, tuning, fixed)
         self._summaries = self._launcher.summaries(self._k, self._v, reverse=False)
         self.state, self.transition = self._summaries.state, self._summaries.log_decay
 
@@ -58,7 +58,7 @@ class CudaForward:
         return (self._summaries.starts,) if self._fixed else (self._decays.transpose(1, 2), self._summaries.starts)
 
 
-class CudaBackward:
+class ScalarDecayKernelBackward:
     """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
@@ -68,7 +68,7 @@ class CudaBackward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
         *,
         fixed: bool,
     ) -> None:
@@ -77,7 +77,7 @@ class CudaBackward:
         self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
         (self._starts,) = saved
         decays = self._log_decays if fixed else self._log_decays.transpose(1, 2)
-        self._launcher = _launcher(k, v, dense(decays), pieces, scale, options_for(k, v), fixed)
+        self._launcher = _launcher(k, v, dense(decays), doc_ids, scale, options_for(k, v), fixed)
         self._summaries = self._launcher.summaries(self._q, self._do, reverse=True)
         self.state_grad = self._summaries.state
 
@@ -104,8 +104,8 @@ def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...
 
 def _passes(fixed: bool) -> Passes:
     passes = Passes(
-        partial(CudaForward, fixed=fixed),
-        partial(CudaBackward, fixed=fixed),
+        partial(ScalarDecayKernelForward, fixed=fixed),
+        partial(ScalarDecayKernelBackward, fixed=fixed),
         partial(_saved_like, fixed=fixed),
         replaced=() if fixed else (3,),
         needs_incoming=False,

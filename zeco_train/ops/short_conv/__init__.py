@@ -7,22 +7,67 @@ x, y [B, T, C]; weight [C, 1, w], bias [C], as `torch.nn.Conv1d(C, C, w, groups=
 The state after a token is the w − 1 inputs up to it, oldest first, [B, 1, w−1, C]: a state with one head, K = w − 1 and
 V = C. A new input shifts it, and the output reads all its rows, so the convolution is an affine map of a state as every
 operator is. The transition over T tokens is the shift by T rows, a matrix: 0 from T = w − 1 on, or if a document
-restarts. Hence a shard needs only the last tokens before it, as a rule of one shard (`Operator.neighbours`); replays,
-segments, documents and reverse scans of gradients need nothing else.
+restarts. Hence a shard needs only the last tokens before it, as a rule of one shard (`Operator.state_is_halo`);
+replays, segments, documents and reverse scans of gradients need nothing else.
+
+FLOPs of the short convolution per token: 0, since matrix products only are counted and it has none.
+
+Its 2w operations per channel are a few thousandths of those of the projection that makes its input.
+
+One token of the convolution, for generation: the state, its last w − 1 inputs, is updated in place. No gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import KernelRule, Kind, Operator
 from zeco_train.ops.oracle import by_windows
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
-from zeco_train.ops.short_conv.passes import PLAIN
-from zeco_train.ops.short_conv.step import convolution_step
+from zeco_train.ops.short_conv.passes import PLAIN, check_inputs, check_state
+
+
+def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """FLOPs per token of the forward pass."""
+    return 0.0
+
+
+def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
+    """FLOPs per token that the backward pass recomputes."""
+    return 0.0
+
+
+def convolution_step(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+    """Compute the next token of each sequence of a batch.
+
+    Args:
+        x: [B, 1, C].
+        weight: [C, 1, w], w ≥ 2.
+        bias: [C].
+        state: [B, 1, w − 1, C] in fp64 if x is fp64, else fp32: the inputs before, oldest first; updated in place.
+        scale: None or 1.
+
+    Returns:
+        y: [B, 1, C] in the dtype of x.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the tensor.
+    """
+    check_inputs(x, weight, bias, scale, None)
+    check_state(state, "state", x, weight)
+    dtype = accumulation_dtype(x.dtype)
+    if x.shape[1] != 1:
+        raise ValueError(f"x: expected one token of each sequence, got {x.shape[1]}")
+    if state.dtype != dtype:
+        raise ValueError(f"state: expected {dtype}, got {state.dtype}")
+    window = torch.cat([state[:, 0], x.to(dtype)], dim=1)
+    y = (weight[:, 0].mT.to(dtype) * window).sum(1, keepdim=True) + bias.to(dtype)
+    state[:, 0].copy_(window[:, 1:])
+    return y.to(x.dtype)
 
 
 class ShortConv(Operator):
@@ -33,7 +78,7 @@ class ShortConv(Operator):
         x, weight, _ = operands
         return x.shape[0], 1, weight.shape[2] - 1, x.shape[2]
 
-    def check(self, operands: Sequence[Tensor], pieces: Tensor | None, do: Tensor | None = None) -> None:
+    def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
         """Its implementations do: the parameters have dtypes of their own, and the width is at least 2."""
 
     def cuts(self, operands: Sequence[Tensor]) -> bool:
@@ -43,7 +88,7 @@ class ShortConv(Operator):
 
 
 def _cuda() -> Passes:
-    from zeco_train.ops.short_conv.cuda import CUDA  # imports Triton
+    from zeco_train.ops.short_conv.kernels import CUDA  # imports Triton
 
     return CUDA
 
@@ -61,5 +106,5 @@ SHORT_CONV = ShortConv(
     has_scale=False,
     cuda=_cuda,
     kernels=KernelRule(),
-    neighbours=True,
+    state_is_halo=True,
 )

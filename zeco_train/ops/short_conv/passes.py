@@ -2,9 +2,11 @@
 
     y_t = bias + Σ_lag weight[lag] ⊙ x_{t−lag},    dx_t = Σ_lag weight[lag] ⊙ do_{t+lag},    lag = 0 … w − 1
 
-where weight[lag] is weight[:, 0, w−1−lag], and tokens of different pieces do not see each other. The received inputs R
-are w − 1 more tokens before the shard, of piece 0. All but the first (in reverse: the last) w − 1 tokens are complete
+where weight[lag] is weight[:, 0, w−1−lag], and tokens of different documents do not see each other. The received inputs
+R are w − 1 more tokens before the shard, of piece 0. All but the first (in reverse: the last) w − 1 tokens are complete
 without them; these few are computed again once R (D_in) is known, so that each result is rounded once.
+
+Checks of the operands, shared by all implementations.
 """
 
 from __future__ import annotations
@@ -16,58 +18,89 @@ from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.short_conv.inputs import check_inputs, check_state
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor, pieces: Tensor | None) -> Tensor:
+def check_inputs(x: Tensor, weight: Tensor, bias: Tensor, scale: float | None, doc_ids: Tensor | None) -> None:
+    """Check the operands against each other.
+
+    Raises:
+        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
+    """
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"x: expected shape [B, T, C], no dimension 0; got {list(x.shape)}")
+    channels = x.shape[2]
+    if weight.dim() != 3 or weight.shape[:2] != (channels, 1) or weight.shape[2] < 2:
+        raise ValueError(f"weight: expected shape [C, 1, w] = [{channels}, 1, at least 2], got {list(weight.shape)}")
+    if bias.shape != (channels,):
+        raise ValueError(f"bias: expected shape [C] = [{channels}], got {list(bias.shape)}")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name}: expected a floating point dtype, got {tensor.dtype}")
+    if scale not in (None, 1.0):
+        raise ValueError(f"scale: a convolution has none, expected 1; got {scale:g}")
+    if doc_ids is None:
+        return
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {x.shape[0]}")
+    if doc_ids.numel() != x.shape[1]:
+        raise ValueError(f"cu_seqlens: describes {doc_ids.numel()} tokens, but there are {x.shape[1]}")
+
+
+def check_state(state: Tensor, name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise a ValueError naming the state if its shape is not [B, 1, w − 1, C]."""
+    shape = torch.Size((x.shape[0], 1, weight.shape[2] - 1, x.shape[2]))
+    if state.shape != shape:
+        raise ValueError(f"{name}: expected shape [B, 1, w-1, C] = {list(shape)}, got {list(state.shape)}")
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Compute y of tokens with zeros before them, [B, T, C] in the accumulation dtype."""
     dtype = accumulation_dtype(x.dtype)
     x, taps = x.to(dtype), _taps(weight, dtype)
     y = torch.addcmul(bias.to(dtype), x, taps[0])
     for lag in range(1, min(len(taps), x.shape[1])):
-        y[:, lag:].addcmul_(_seen(x[:, :-lag], pieces, lag), taps[lag])
+        y[:, lag:].addcmul_(_seen(x[:, :-lag], doc_ids, lag), taps[lag])
     return y
 
 
-def input_grads(do: Tensor, weight: Tensor, pieces: Tensor | None) -> Tensor:
+def input_grads(do: Tensor, weight: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Compute dx of tokens with zero gradients after them, [B, T, C] in the accumulation dtype."""
     dtype = accumulation_dtype(do.dtype)
     do, taps = do.to(dtype), _taps(weight, dtype)
     dx = do * taps[0]
     for lag in range(1, min(len(taps), do.shape[1])):
-        dx[:, :-lag].addcmul_(_seen(do[:, lag:], pieces, lag), taps[lag])
+        dx[:, :-lag].addcmul_(_seen(do[:, lag:], doc_ids, lag), taps[lag])
     return dx
 
 
-def weight_grads(x: Tensor, do: Tensor, width: int, pieces: Tensor | None) -> Tensor:
+def weight_grads(x: Tensor, do: Tensor, width: int, doc_ids: Tensor | None) -> Tensor:
     """Compute dweight [C, 1, w] of tokens with zeros before them, in the accumulation dtype."""
     dtype = accumulation_dtype(x.dtype)
     x, do, tokens = x.to(dtype), do.to(dtype), x.shape[1]
     grads = x.new_zeros(width, x.shape[2])
     for lag in range(min(width, tokens)):
-        grads[width - 1 - lag] = (_seen(do[:, lag:], pieces, lag) * x[:, : tokens - lag]).sum((0, 1))
+        grads[width - 1 - lag] = (_seen(do[:, lag:], doc_ids, lag) * x[:, : tokens - lag]).sum((0, 1))
     return grads.mT[:, None]
 
 
 def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[w, C] by lag: the current token's first."""
     return weight[:, 0].mT.flip(0).to(dtype)
 
 
-def _seen(x: Tensor, pieces: Tensor | None, lag: int) -> Tensor:
-    """Return x [B, T − lag, C] with zeros where a token and the one `lag` after it are of different pieces."""
-    if pieces is None or lag == 0:
+def _seen(x: Tensor, doc_ids: Tensor | None, lag: int) -> Tensor:
+    """Return x [B, T − lag, C] with zeros where a token and the one `lag` after it are of different doc_ids."""
+    if doc_ids is None or lag == 0:
         return x
-    return x.masked_fill((pieces[lag:] != pieces[:-lag])[:, None], 0.0)
+    return x.masked_fill((doc_ids[lag:] != doc_ids[:-lag])[:, None], 0.0)
 
 
-def last_inputs(x: Tensor, rows: int, pieces: Tensor | None) -> Tensor:
-    """S_loc, [B, 1, rows, C]: the last inputs, zeros before the shard and for other pieces than the last one."""
+def last_inputs(x: Tensor, rows: int, doc_ids: Tensor | None) -> Tensor:
+    """S_loc, [B, 1, rows, C]: the last inputs, zeros before the shard and of other documents than the last one."""
     batch, tokens, channels = x.shape
     count, dtype = min(tokens, rows), accumulation_dtype(x.dtype)
     last = x[:, tokens - count :]
-    if pieces is not None:
-        last = last.masked_fill((pieces[tokens - count :] != pieces[-1])[:, None], 0.0)
+    if doc_ids is not None:
+        last = last.masked_fill((doc_ids[tokens - count :] != doc_ids[-1])[:, None], 0.0)
     if count == rows:
         return last.to(dtype, copy=True, memory_format=torch.contiguous_format)[:, None]
     state = x.new_zeros(batch, 1, rows, channels, dtype=dtype)
@@ -75,14 +108,14 @@ def last_inputs(x: Tensor, rows: int, pieces: Tensor | None) -> Tensor:
     return state
 
 
-def shift(x: Tensor, rows: int, pieces: Tensor | None) -> Tensor:
+def shift(x: Tensor, rows: int, doc_ids: Tensor | None) -> Tensor:
     """The transition, [B, 1, rows, rows]: row r of the state after T tokens is row r + T of the one before."""
     batch, tokens, _ = x.shape
     matrix = x.new_zeros(batch, 1, rows, rows, dtype=accumulation_dtype(x.dtype))
     if tokens < rows:
         matrix.diagonal(tokens, -2, -1).fill_(1.0)
-        if pieces is not None:
-            matrix.mul_(pieces[-1] == 0)
+        if doc_ids is not None:
+            matrix.mul_(doc_ids[-1] == 0)
     return matrix
 
 
@@ -91,24 +124,24 @@ class PlainForward:
 
     saved: tuple[Tensor, ...] = ()
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         self._x, self._weight, self._bias = operands
-        check_inputs(self._x, self._weight, self._bias, scale, pieces)
-        self._pieces, self._rows = pieces, self._weight.shape[2] - 1
-        self.state = last_inputs(self._x, self._rows, pieces)
-        self.transition = shift(self._x, self._rows, pieces)
+        check_inputs(self._x, self._weight, self._bias, scale, doc_ids)
+        self._doc_ids, self._rows = doc_ids, self._weight.shape[2] - 1
+        self.state = last_inputs(self._x, self._rows, doc_ids)
+        self.transition = shift(self._x, self._rows, doc_ids)
 
     def overlap(self) -> None:
         """Convolve with zeros before the shard."""
-        self._y = convolve(self._x, self._weight, self._bias, self._pieces).to(self._x.dtype)
+        self._y = convolve(self._x, self._weight, self._bias, self._doc_ids).to(self._x.dtype)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         """Compute y [B, T, C], given R [B, 1, w − 1, C]: its first w − 1 tokens once more, with R before them."""
         check_state(incoming_state, "incoming_state", self._x, self._weight)
         first = self._x[:, : self._rows]
         joined = torch.cat([incoming_state[:, 0], first.to(incoming_state.dtype)], dim=1)
-        pieces = _with_received(self._pieces, self._rows)
-        self._y[:, : self._rows] = convolve(joined, self._weight, self._bias, pieces)[:, self._rows :]
+        doc_ids = _with_received(self._doc_ids, self._rows)
+        self._y[:, : self._rows] = convolve(joined, self._weight, self._bias, doc_ids)[:, self._rows :]
         return self._y
 
 
@@ -122,19 +155,19 @@ class PlainBackward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> None:
         self._x, self._weight, self._bias = operands
-        check_inputs(self._x, self._weight, self._bias, scale, pieces)
+        check_inputs(self._x, self._weight, self._bias, scale, doc_ids)
         assert incoming_state is not None
         check_state(incoming_state, "incoming_state", self._x, self._weight)
-        self._do, self._incoming, self._pieces = do, incoming_state, pieces
+        self._do, self._incoming, self._doc_ids = do, incoming_state, doc_ids
         self._rows = self._weight.shape[2] - 1
         self.state_grad = self._received_grads()
 
     def _received_grads(self) -> Tensor:
         """Compute D_loc [B, 1, w − 1, C] from do of the first w − 1 tokens, which see inputs before them."""
-        grads = input_grads(self._first_grads(), self._weight, _with_received(self._pieces, self._rows))
+        grads = input_grads(self._first_grads(), self._weight, _with_received(self._doc_ids, self._rows))
         return grads[:, None, : self._rows].contiguous()
 
     def _first_grads(self) -> Tensor:
@@ -144,13 +177,13 @@ class PlainBackward:
 
     def overlap(self) -> None:
         """Compute dx with zeros after the shard, dweight, dbias."""
-        self._dx = input_grads(self._do, self._weight, self._pieces).to(self._x.dtype)
+        self._dx = input_grads(self._do, self._weight, self._doc_ids).to(self._x.dtype)
         width, first_grads = self._rows + 1, self._first_grads()
         received = torch.zeros_like(first_grads)
         received[:, : self._rows] = self._incoming[:, 0]
-        pieces = _with_received(self._pieces, self._rows)
-        dweight = weight_grads(self._x, self._do, width, self._pieces)
-        self._dweight = (dweight + weight_grads(received, first_grads, width, pieces)).to(self._weight.dtype)
+        doc_ids = _with_received(self._doc_ids, self._rows)
+        dweight = weight_grads(self._x, self._do, width, self._doc_ids)
+        self._dweight = (dweight + weight_grads(received, first_grads, width, doc_ids)).to(self._weight.dtype)
         dbias = self._do.sum((0, 1), dtype=accumulation_dtype(self._do.dtype))
         self._dbias = dbias.to(self._bias.dtype)
 
@@ -158,17 +191,17 @@ class PlainBackward:
         """Return dx, dweight, dbias, given D_in [B, 1, w − 1, C], the gradient of the last w − 1 inputs."""
         check_state(incoming_grad, "incoming_grad", self._x, self._weight)
         count = min(self._rows, self._x.shape[1])
-        pieces = None if self._pieces is None else self._pieces[-count:]
+        doc_ids = None if self._doc_ids is None else self._doc_ids[-count:]
         sent = incoming_grad[:, 0, -count:]
-        if pieces is not None:
-            sent = sent.masked_fill((pieces != pieces[-1])[:, None], 0.0)
-        self._dx[:, -count:] = input_grads(self._do[:, -count:], self._weight, pieces) + sent
+        if doc_ids is not None:
+            sent = sent.masked_fill((doc_ids != doc_ids[-1])[:, None], 0.0)
+        self._dx[:, -count:] = input_grads(self._do[:, -count:], self._weight, doc_ids) + sent
         return self._dx, self._dweight, self._dbias
 
 
-def _with_received(pieces: Tensor | None, rows: int) -> Tensor | None:
-    """The pieces of the received inputs, 0, and of the first `rows` tokens."""
-    return None if pieces is None else torch.cat([pieces.new_zeros(rows), pieces[:rows]])
+def _with_received(doc_ids: Tensor | None, rows: int) -> Tensor | None:
+    """The doc_ids of the received inputs, 0, and of the first `rows` tokens."""
+    return None if doc_ids is None else torch.cat([doc_ids.new_zeros(rows), doc_ids[:rows]])
 
 
 PLAIN = Passes(PlainForward, PlainBackward)

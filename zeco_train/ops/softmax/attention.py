@@ -9,8 +9,7 @@ from torch import Tensor
 
 from zeco_train.ops.operator import KernelRule
 from zeco_train.ops.softmax import flash, sdpa
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 
 # PyTorch's FlashAttention refuses other heads when it is launched.
 KERNELS = KernelRule((torch.bfloat16,), largest=256, row_bytes=16)

@@ -20,8 +20,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from zeco_train.ops.kernel_operands import dense
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 
 
 class _Call(NamedTuple):

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 
 # Queries of a block: its mask has this many rows.
 _BLOCK = 512
 
 
-class _Block(NamedTuple):
+class _KeyBlock(NamedTuple):
     queries: slice
     keys: slice
     mask: Tensor
@@ -95,7 +94,7 @@ def _products_backward(
     return of_scores @ k, of_scores.mT @ q, weights.mT @ do
 
 
-def _blocks(q: Tensor, k: Tensor, span: Span, key_start: int) -> Iterator[_Block]:
+def _blocks(q: Tensor, k: Tensor, span: Span, key_start: int) -> Iterator[_KeyBlock]:
     """Blocks of queries with the keys that some of them read; blocks that read none are left out."""
     key_stop = key_start + k.shape[1]
     for start in range(span.start, span.stop, _BLOCK):
@@ -106,11 +105,10 @@ def _blocks(q: Tensor, k: Tensor, span: Span, key_start: int) -> Iterator[_Block
         visible = part.visible(first, stop, q.device)
         mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
         queries = slice(part.start - span.start, part.stop - span.start)
-        yield _Block(queries, slice(first - key_start, stop - key_start), mask, visible.any(1))
+        yield _KeyBlock(queries, slice(first - key_start, stop - key_start), mask, visible.any(1))
 
 
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, tokens, D] of a block, with a head of keys and values for each of queries."""
+def _heads_first(q: Tensor, k: Tensor, v: Tensor, block: _KeyBlock) -> tuple[Tensor, Tensor, Tensor]:
     # The kernel of CPUs takes channels to lie side by side and does not check it.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     repeats = q.shape[2] // k.shape[2]

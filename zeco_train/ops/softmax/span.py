@@ -2,11 +2,14 @@
 
 A query reads the keys from the start of its document, or from `window` − 1 tokens before it if that is later, up to its
 own. So one position per query describes every mask here: the first key that it reads.
+
+The result of softmax attention to some keys, which blocks of keys merge by.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,3 +61,15 @@ class Span:
         positions = torch.arange(self.start, self.stop, device=device)
         first = self.first_keys().to(device)
         return (keys >= first[:, None]) & (keys <= positions[:, None])
+
+
+class Attended(NamedTuple):
+    """Attention of a span to some keys.
+
+    Attributes:
+        o: [B, N, H, V], softmax over these keys; 0 for a query that reads none of them.
+        lse: [B, H, N] fp32 (fp64 for fp64), log of the sum of exp(scores) over these keys; −inf for such a query.
+    """
+
+    o: Tensor
+    lse: Tensor

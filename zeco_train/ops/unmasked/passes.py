@@ -17,13 +17,11 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.passes import Passes
 
 
-class _Forward:
-    """See `zeco_train.ops.passes.ForwardPass`."""
-
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
-        if pieces is not None:
+class _UnmaskedForward:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+        if doc_ids is not None:
             raise ValueError(
-                "pieces: an unmasked operator reads whole sequences; data.reset_state_at_document must be off"
+                "doc_ids: an unmasked operator reads whole sequences; data.reset_state_at_document must be off"
             )
         query, key, value = operands
         check_inputs(query, key, value)
@@ -39,9 +37,7 @@ class _Forward:
         return _by_token(_by_head(self._query) @ (self._scale * incoming_state), self._dtype)
 
 
-class _Backward:
-    """See `zeco_train.ops.passes.BackwardPass`."""
-
+class _UnmaskedBackward:
     def __init__(
         self,
         operands: Sequence[Tensor],
@@ -49,10 +45,10 @@ class _Backward:
         saved: Sequence[Tensor],
         incoming_state: Tensor | None,
         scale: float,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
     ) -> None:
         assert incoming_state is not None
-        del saved, pieces  # none are saved, and the forward pass refuses pieces
+        del saved, doc_ids  # none are saved, and the forward pass refuses documents
         self._operands, self._do = operands, _by_head(do)
         self._scaled_state, self._dq = scale * incoming_state, do
         self.state_grad = scale * (_by_head(operands[0]).mT @ self._do)
@@ -67,7 +63,7 @@ class _Backward:
         return self._dq, dk, _by_token(_by_head(key) @ incoming_grad, value.dtype)
 
 
-UNMASKED_PASSES = Passes(_Forward, _Backward)
+UNMASKED_PASSES = Passes(_UnmaskedForward, _UnmaskedBackward)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -85,10 +81,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """[B, T, H, D] → [B, H, T, D] in the dtype of states."""
     return x.to(accumulation_dtype(x.dtype)).transpose(1, 2)
 
 
 def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_by_head`: [B, H, T, D] → [B, T, H, D] in a dtype."""
     return x.to(dtype).transpose(1, 2)

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
 from zeco_train.sp.attention.routes import Arrival, Here, Range, Routes

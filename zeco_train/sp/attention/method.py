@@ -1,4 +1,7 @@
-"""Base class of the methods, and the method descriptor, the interface to the rest of the project."""
+"""Base class of the methods, and the method descriptor, the interface to the rest of the project.
+
+Softmax attention on one rank that has the whole sequence.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.wire import Wire
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.attention import attend, attend_backward
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.routes import Range, Routes
 from zeco_train.sp.exposed import run_wait
 
@@ -106,7 +109,6 @@ class ShardedAttention(ABC):
         return routes.start(tensors, "keys and values").wait()
 
     def _shares(self, bounds: Sequence[int]) -> list[Range]:
-        """Each rank's tokens."""
         if len(bounds) != self.wire.size + 1:
             raise ValueError(f"attention over {self.wire.size} ranks: has the tokens of {len(bounds) - 1}")
         return list(itertools.pairwise(bounds))
@@ -188,3 +190,33 @@ class MethodSpec:
     heads_problem: Callable[[int, int, int], str | None]
     costs: Callable[[AttentionLoad], MethodCosts]
     automatic: bool = True
+
+
+class LocalAttention:
+    """An `AttentionMethod` over one rank; `deterministic` as of `ShardedAttention`."""
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        return attend(q, k, v, span, span.start, scale)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        span: Span,
+        bounds: Sequence[int],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        return attend_backward(do, q, k, v, attended, span, span.start, scale, self.deterministic)
+
+    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        del bounds
+        return list(tensors)

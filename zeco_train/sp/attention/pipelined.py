@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.wire import Wire
-from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import ShardedAttention
 
 # Of a rank, from which on a part's compute is longer than the launches of its messages; an estimate, not measured.

@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.all_gather import ALL_GATHER
-from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import AttentionLoad, MethodSpec, ShardedAttention
+from zeco_train.sp.attention.method import AttentionLoad, LocalAttention, MethodSpec, ShardedAttention
 from zeco_train.sp.attention.ring import RING
 from zeco_train.sp.attention.ulysses import ULYSSES
 

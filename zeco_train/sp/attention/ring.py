@@ -24,9 +24,8 @@ from torch import Tensor
 
 from zeco_train.collectives.wire import Message, Transfer, Wire
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
 from zeco_train.sp.attention.routes import Range
 
@@ -142,7 +141,6 @@ class _Blocks:
         return sent, received
 
     def advance(self) -> None:
-        """Take the block that has arrived."""
         self.owner, self._message = self.owner - 1, self._next
         if self.owner >= 0:
             self.keys = self.travelling(self.owner, self.wire.rank)
@@ -158,13 +156,7 @@ class _Blocks:
 
 
 class _Partials:
-    """Gradients of keys and values on their way to the owner, of the blocks that came `hops` ranks far.
-
-    Args:
-        blocks: on their way.
-        hops: ≤ 0: none, since an owner's own part does not travel.
-        dk, dv: of this rank's tokens, to add to.
-    """
+    """Gradients of keys and values on their way to the owner, of the blocks that came `hops` ranks far."""
 
     def __init__(self, blocks: _Blocks, hops: int, dk: Tensor, dv: Tensor) -> None:
         self._blocks, self._hops, self._dk, self._dv = blocks, hops, dk, dv
@@ -172,13 +164,11 @@ class _Partials:
         self._length = 0
 
     def sent(self, part: Tensor | None) -> list[Message]:
-        """This rank's part, if it read the block."""
         if part is None:
             return []
         return [Message(part, self._blocks.wire.rank - self._hops, "gradients of keys")]
 
     def received(self) -> list[Message]:
-        """The part of the rank so far behind this one, if it read this rank's block."""
         rank = self._blocks.wire.rank
         reader = rank + self._hops
         if self._hops < 1 or reader >= self._blocks.wire.size or not self._blocks.reads(rank, reader):
@@ -189,7 +179,6 @@ class _Partials:
         return [Message(self._message, reader, "gradients of keys")]
 
     def add(self) -> None:
-        """Add the part that has arrived, to the last tokens."""
         if self._message is not None:
             dk, dv = _unpacked(self._message, self._length, self._dk, self._dv)
             self._dk[:, -self._length :] += dk
@@ -228,7 +217,6 @@ def _wait(transfers: Sequence[Transfer]) -> None:
 
 
 def _costs(load: AttentionLoad) -> MethodCosts:
-    """The last rank but one passes on the most blocks, the last one returns the most gradients."""
     ahead = load.ranks * load.tokens if load.window is None else load.window - 1
     blocks = min(ahead, (load.ranks - 1) * load.tokens) * load.keys_per_token * load.itemsize
     back = [min(ahead, (load.ranks - 1 - rank) * load.tokens) * load.keys_per_token * load.wide for rank in (0, 1)]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from zeco_train.collectives.wire import Transfer
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
 
@@ -83,12 +82,10 @@ class Ulysses(PipelinedAttention):
         return attend_backward(do, q, k, v, Attended(o, lse.squeeze(-1).mT), whole, 0, scale, self.deterministic)
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """[B, T, G, D] with G ≥ P heads: each one as often in a row as needed."""
         repeats = _repeats(x.shape[2], self.wire.size)
         return x if repeats == 1 else x.repeat_interleave(repeats, 2)
 
     def _summed(self, grad: Tensor, like: Tensor) -> Tensor:
-        """The gradient of repeated heads → that of the heads."""
         if grad.shape[2] == like.shape[2]:
             return grad
         return grad.to(accumulation_dtype(grad.dtype)).unflatten(2, (like.shape[2], -1)).sum(3)

@@ -14,7 +14,7 @@ from zeco_train.ops.operator import KernelRule
 from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Parameters, decay_groups
 
 if TYPE_CHECKING:
-    from zeco_train.kernels.adamw.launch import Updater
+    from zeco_train.kernels.adamw import Updater
 
 # Of parameters.
 KERNELS = KernelRule((torch.float32,))
@@ -67,7 +67,7 @@ class FusedUpdate:
             return
         if self._updater is None:
             # Only where there is a GPU: the kernel imports Triton.
-            from zeco_train.kernels.adamw.launch import Updater
+            from zeco_train.kernels.adamw import Updater
 
             self._updater = Updater()
         lists = [[local(tensor) for tensor in tensors] for tensors in (parameters, grads, means, squares)]

@@ -20,14 +20,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.ops.delta.kernels.decays import border_decays, load_decays
+from zeco_train.ops.delta.kernels.systems import border_decays, load_decays
 from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
     decay,
     from_middle,
     head_offset,
     laid_out_like,
-    load_pieces,
+    load_doc_ids,
     load_tile,
     round_to_bf16,
     split_decays,
@@ -64,7 +64,7 @@ def _chunk_grads(
     sums,
     beta,
     do,
-    pieces,
+    doc_ids,
     inverses,
     states,
     grads,
@@ -120,7 +120,7 @@ def _chunk_grads(
     query_grads = tl.zeros([C, BK], tl.float32)
     row_grads = tl.zeros([C, BK], tl.float32)
     column_grads = tl.zeros([C, BK], tl.float32)
-    passing = tl.zeros([BK], tl.float32)
+    boundary_term = tl.zeros([BK], tl.float32)
     strength_grads = tl.zeros([C], tl.float32)
     for first_value in range(0, V, BV):
         new = load_tile(added, start, T, H, V, first_value, C, BV)
@@ -136,7 +136,7 @@ def _chunk_grads(
         state = tl.load(pointers, mask=inside, other=0.0)
         pointers, _ = state_pointers(grads, index, K, V, first_key, first_value, BK, BV)
         grad = tl.load(pointers, mask=inside, other=0.0)
-        passing += tl.sum(state.to(tl.float32) * grad.to(tl.float32), axis=1)
+        boundary_term += tl.sum(state.to(tl.float32) * grad.to(tl.float32), axis=1)
         score_grads += tl.dot(output_grads, tl.trans(new), input_precision=PRECISION)
         system_grads -= tl.dot(solved, tl.trans(new), input_precision=PRECISION)
         query_grads += tl.dot(output_grads, tl.trans(state), input_precision=PRECISION)
@@ -144,7 +144,7 @@ def _chunk_grads(
         column_grads += tl.dot(new, tl.trans(grad), input_precision=PRECISION)
 
     own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, BY_CHANNEL)
-    from_start, to_end, survives = border_decays(own, total, pieces, start, T, C, DOCUMENTS)
+    from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
     queries = load_tile(q, start, T, G, K, first_key, C, BK)
     keys = load_tile(k, start, T, G, K, first_key, C, BK)
     query_grads *= from_start * scale
@@ -153,12 +153,14 @@ def _chunk_grads(
     row_grads *= -strengths
     column_grads *= to_end
     leaving = keys.to(tl.float32) * column_grads
-    passing = passing[None, :] * survives + tl.sum(leaving, axis=0)[None, :]  # Σ_V S ⊙ dS at the chunk's end
+    boundary_term = (
+        boundary_term[None, :] * survives + tl.sum(leaving, axis=0)[None, :]
+    )  # Σ_V S ⊙ dS at the chunk's end
 
     visible = rows[:, None] >= rows[None, :]
     if DOCUMENTS:
-        pieces_of, _, end = load_pieces(pieces, start, T, C)
-        same = pieces_of[:, None] == pieces_of[None, :]
+        doc_ids_of, _, end = load_doc_ids(doc_ids, start, T, C)
+        same = doc_ids_of[:, None] == doc_ids_of[None, :]
         visible = visible & same
     score_grads = tl.where(visible, score_grads * scale, 0.0)
     system_grads = tl.where(visible & (rows[:, None] > rows[None, :]), system_grads, 0.0)
@@ -251,18 +253,18 @@ def _chunk_grads(
         if DOCUMENTS:
             # not past a restart: terms of the next document add up to 0 only within its rounding
             later_tokens = later_tokens & same
-            passing = tl.where((pieces_of == end)[:, None], passing, 0.0)
-            previous = tl.load(pieces + start + rows - 1, mask=is_token & (start + rows > 0), other=0)
-            stays = pieces_of == previous
+            boundary_term = tl.where((doc_ids_of == end)[:, None], boundary_term, 0.0)
+            previous = tl.load(doc_ids + start + rows - 1, mask=is_token & (start + rows > 0), other=0)
+            stays = doc_ids_of == previous
         else:
             stays = is_token
         if BY_CHANNEL:
-            decay_grads = passing + sum_tokens(later_tokens, terms, 2 if k.dtype.element_ty == tl.bfloat16 else 0)
+            decay_grads = boundary_term + sum_tokens(later_tokens, terms, 2 if k.dtype.element_ty == tl.bfloat16 else 0)
             dg += head_offset(batch_head, T, H, K)
             store_tile(dg, tl.where(stays[:, None], decay_grads, 0.0), start, T, H, K, first_key, C, BK)
         else:
             decay_grads = tl.sum(tl.where(later_tokens, tl.sum(terms, axis=1)[None, :], 0.0), axis=1)
-            decay_grads += tl.sum(passing, axis=1)
+            decay_grads += tl.sum(boundary_term, axis=1)
             dg += tile.to(tl.int64) * B * T * H + head_offset(batch_head, T, H, 1)
             tl.store(dg + by_head, tl.where(stays, decay_grads, 0.0), mask=is_token)
 
@@ -275,7 +277,7 @@ def grads_kernel(
     sums,  # see `load_decays`
     beta,  # [B, T, H] fp32
     do,  # [B, T, H, V]
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     inverses,  # [N, B, H, C, C]: T
     states,  # [N, B, H, K, V]: S before the chunks
     grads,  # [N, B, H, K, V]: dS after the chunks
@@ -320,7 +322,7 @@ def grads_kernel(
         chunk = first_chunk
         if not BY_CHANNEL or are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
             _chunk_grads(
-                chunk, tile, batch_head, q, k, v, sums, beta, do, pieces, inverses, states,
+                chunk, tile, batch_head, q, k, v, sums, beta, do, doc_ids, inverses, states,
                 grads, added, of_added, dq, dk, dv, dg, dbeta, scale, T, B, H, G, K, V, BH,
                 C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD,
             )  # fmt: skip
@@ -329,7 +331,7 @@ def grads_kernel(
             chunk = first_chunk + step
             if not are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
                 _chunk_grads(
-                    chunk, tile, batch_head, q, k, v, sums, beta, do, pieces, inverses, states,
+                    chunk, tile, batch_head, q, k, v, sums, beta, do, doc_ids, inverses, states,
                     grads, added, of_added, dq, dk, dv, dg, dbeta, scale, T, B, H, G, K, V, BH,
                     C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD,
                 )  # fmt: skip

@@ -10,12 +10,12 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco_train.ops.delta.kernels.decays import channel_sums_kernel
 from zeco_train.ops.delta.kernels.grads import grads_kernel
-from zeco_train.ops.delta.kernels.systems import operands_kernel, systems_kernel
-from zeco_train.ops.delta.kernels.tuning import NARROWEST, Options, Tuning
+from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
+from zeco_train.ops.delta.kernels.tuning import NARROWEST, DeltaTuning, TileOptions
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS
+from zeco_train.ops.kernel_operands import sum_heads
 from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 
 
@@ -47,14 +47,14 @@ class WalkOperands:
     survival: Tensor
 
 
-class Launcher:
+class DeltaKernels:
     """Kernel launches for tokens of one shape and dtype; all tensor arguments must be contiguous.
 
     Args:
         k: [B, T, G, K]. v: [B, T, H, V].
         sums: [B, T, H, K] fp32, or [B, H, T], of `decay_sums_of`.
         beta: [B, T, H] fp32.
-        pieces: [T] int32, restarts through each token; None without documents.
+        doc_ids: [T] int32, restarts through each token; None without documents.
         scale: factor of the outputs.
         tuning: tiles and launch options.
         gated: the gradient of the decays is wanted.
@@ -66,13 +66,13 @@ class Launcher:
         v: Tensor,
         sums: Tensor,
         beta: Tensor,
-        pieces: Tensor | None,
+        doc_ids: Tensor | None,
         scale: float,
-        tuning: Tuning,
+        tuning: DeltaTuning,
         *,
         gated: bool,
     ) -> None:
-        self.k, self.v, self.sums, self.beta, self.pieces = k, v, sums, beta, pieces
+        self.k, self.v, self.sums, self.beta, self.doc_ids = k, v, sums, beta, doc_ids
         self.B, self.T, self.G, self.K = k.shape
         self.H, self.V = v.shape[2:]
         self.BH = self.B * self.H
@@ -81,7 +81,7 @@ class Launcher:
         self.device, self.dtype, self.scale, self.tuning, self.gated = k.device, k.dtype, scale, tuning, gated
         self.by_channel = sums.dim() == 4
         self.flags: dict[str, Any] = {"C": CHUNK, "PRECISION": "tf32x3"}
-        self.pair_flags = {**self.flags, "BY_CHANNEL": self.by_channel, "DOCUMENTS": pieces is not None}
+        self.pair_flags = {**self.flags, "BY_CHANNEL": self.by_channel, "DOCUMENTS": doc_ids is not None}
         self.num_chunks = triton.cdiv(self.T, CHUNK)
         # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
         _, columns = self._walk_tile(tuning.outputs)
@@ -92,10 +92,10 @@ class Launcher:
         self.segment_chunks = triton.cdiv(self.num_chunks, segments)
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
 
-    def _tile(self, options: Options) -> tuple[int, int]:
+    def _tile(self, options: TileOptions) -> tuple[int, int]:
         return options.tile(self.K, self.V, NARROWEST[self.dtype])
 
-    def _walk_tile(self, options: Options) -> tuple[int, int]:
+    def _walk_tile(self, options: TileOptions) -> tuple[int, int]:
         BK, BV = self._tile(options)
         assert self.K <= BK
         return BK, BV
@@ -131,7 +131,7 @@ class Launcher:
         options = self.tuning.systems
         BK, _ = self._tile(options)
         systems_kernel[(self.num_chunks, self.BH)](
-            q, self.k, self.sums, self.beta, self.pieces, found.scores, found.inverses, self.scale,
+            q, self.k, self.sums, self.beta, self.doc_ids, found.scores, found.inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
             KEYS=triton.next_power_of_2(self.K), SOLVING="tf32" if self.dtype == torch.bfloat16 else "tf32x3",
             **self.pair_flags, **options.launch,
@@ -150,7 +150,7 @@ class Launcher:
         options = self.tuning.operands
         BK, BV = self._tile(options)
         operands_kernel[(self.num_chunks, self.BH)](
-            q, self.k, self.v, self.sums, self.beta, self.pieces, inverses,
+            q, self.k, self.v, self.sums, self.beta, self.doc_ids, inverses,
             found.w, found.u, found.queries, found.end_keys, found.survival, self.scale,
             self.T, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, **self.pair_flags, **options.launch,
         )  # fmt: skip
@@ -180,7 +180,7 @@ class Launcher:
 
     def _forward(
         self,
-        options: Options,
+        options: TileOptions,
         tiles: int,
         operands: WalkOperands,
         *,
@@ -255,21 +255,17 @@ class Launcher:
             dg = torch.empty_like(self.sums) if self.by_channel else torch.empty_like(dbeta)
         for mild, chunks in ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
             grads_kernel[(triton.cdiv(self.num_chunks, chunks) * tiles, self.BH)](
-                q, self.k, self.v, self.sums, self.beta, do, self.pieces, inverses, states, grads, added, of_added,
+                q, self.k, self.v, self.sums, self.beta, do, self.doc_ids, inverses, states, grads, added, of_added,
                 dq, dk, dv, dg, dbeta, self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH,
                 BK=BK, BV=BV, GATED=self.gated, ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks,
                 KEYS=triton.next_power_of_2(self.K), **self.pair_flags, **options.launch,
             )  # fmt: skip
         if dg is not None and not self.by_channel:
             dg = dg.sum(0)
-        return self._sum_heads(dq), self._sum_heads(dk), dv, dg, dbeta.sum(0)
-
-    def _sum_heads(self, grads: Tensor) -> Tensor:
-        """[B, T, H, K] → [B, T, G, K], over the heads of each group; sums are fp32 inside."""
-        return grads if self.G == self.H else grads.view(self.B, self.T, self.G, -1, self.K).sum(3)
+        return sum_heads(dq, self.G), sum_heads(dk, self.G), dv, dg, dbeta.sum(0)
 
 
-def decay_sums_of(g: Tensor, tuning: Tuning) -> Tensor:
+def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
     """Sums of g inside chunks, fp32: [B, T, H, K] → the same shape, [B, T, H] → [B, H, T]; g contiguous."""
     if g.dim() == 3:
         return decay_sums(g, CHUNK)

@@ -11,6 +11,8 @@ where a chunk is not mild, and always for the inverse. Those of the blocks of a 
 
 It is exact substitution by blocks, in products of the whole chunk; powers of L, which may be large where T is not, do
 not occur.
+
+Decays of a chunk's tokens, of each channel or one a head, as tiles that broadcast alike.
 """
 
 from __future__ import annotations
@@ -18,20 +20,80 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.ops.delta.kernels.decays import border_decays, load_decays
 from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
     decay,
     from_middle,
     head_offset,
     laid_out_like,
-    load_pieces,
+    load_doc_ids,
+    load_last_row,
     load_tile,
     split_decays,
     split_pairs,
     store_tile,
+    sum_tokens,
 )
-from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
+from zeco_train.ops.scalar_decay.kernels.decays import LEAST, key_head_offset
+
+
+@triton.jit
+def channel_sums_kernel(
+    g,  # [B, T, H, K] fp32, log-decays
+    sums,  # [B, T, H, K] fp32, written: their sums inside chunks, each through the token itself
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One program sums one chunk of one head. PARTS: see `sum_tokens`."""
+    start = tl.program_id(0) * C
+    batch_head = tl.program_id(1)
+    g += head_offset(batch_head, T, H, K)
+    sums += head_offset(batch_head, T, H, K)
+    rows = tl.arange(0, C)
+    for first_key in range(0, K, BK):
+        own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), LEAST)
+        store_tile(sums, sum_tokens(rows[:, None] >= rows[None, :], own, PARTS), start, T, H, K, first_key, C, BK)
+
+
+@triton.jit
+def load_decays(
+    sums, batch_head, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr, BY_CHANNEL: tl.constexpr
+):
+    """Log-decays from the chunk's start through each token, [C, BK] or C × 1, and through its last, [1, BK] or 1 × 1.
+
+    sums: [B, T, H, K], of `channel_sums_kernel`; or [B, H, T], of `decay_sums_kernel`.
+    """
+    if BY_CHANNEL:
+        own = sums + head_offset(batch_head, T, H, K)
+        through = load_tile(own, start, T, H, K, first_key, C, BK)
+        total = load_last_row(own, start, T, H, K, first_key, C, BK)[None, :]
+    else:
+        own = sums + batch_head.to(tl.int64) * T + start
+        last = tl.minimum(C, T - start) - 1
+        through = tl.load(own + tl.minimum(tl.arange(0, C), last))[:, None]
+        total = tl.load(own + last + tl.zeros([1, 1], tl.int32))
+    return through, total
+
+
+@triton.jit
+def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Of `load_decays`: decays from the chunk's start through each token, after each to its end, and over all of it.
+
+    They are 0 across a restart.
+    """
+    from_start = decay(sums)
+    to_end = decay(total - sums)
+    survives = decay(total)
+    if DOCUMENTS:
+        own, before, end = load_doc_ids(doc_ids, start, T, C)
+        from_start = tl.where((own == before)[:, None], from_start, 0.0)
+        to_end = tl.where((own == end)[:, None], to_end, 0.0)
+        survives = tl.where(before == end, survives, 0.0)
+    return from_start, to_end, survives
 
 
 @triton.jit
@@ -53,7 +115,7 @@ def systems_kernel(
     k,  # [B, T, G, K]
     sums,  # see `load_decays`
     beta,  # [B, T, H] fp32
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
     inverses,  # [N, B, H, C, C], written: T
     scale,
@@ -122,8 +184,8 @@ def systems_kernel(
             products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
     visible = rows[:, None] >= rows[None, :]
     if DOCUMENTS:
-        pieces_of, _, _ = load_pieces(pieces, start, T, C)
-        visible = visible & (pieces_of[:, None] == pieces_of[None, :])
+        doc_ids_of, _, _ = load_doc_ids(doc_ids, start, T, C)
+        visible = visible & (doc_ids_of[:, None] == doc_ids_of[None, :])
     if not BY_CHANNEL:
         own, _ = load_decays(sums, batch_head, start, T, H, K, 0, C, BK, BY_CHANNEL)
         between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
@@ -145,7 +207,7 @@ def operands_kernel(
     v,  # [B, T, H, V]
     sums,  # see `load_decays`
     beta,  # [B, T, H] fp32
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     inverses,  # [N, B, H, C, C]
     w,  # [B, T, H, K], written: T (β k̄)
     u,  # [B, T, H, V], written: T (β v)
@@ -184,7 +246,7 @@ def operands_kernel(
     strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)[:, None]
     for first_key in range(0, K, BK):
         own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, BY_CHANNEL)
-        from_start, to_end, survives = border_decays(own, total, pieces, start, T, C, DOCUMENTS)
+        from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
         keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
         weighted = (keys * from_start * strengths).to(inverse.dtype)
         store_tile(w, tl.dot(inverse, weighted, input_precision=PRECISION), start, T, H, K, first_key, C, BK)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeco_train.ops.gla.kernels.tuning import Options
+from zeco_train.ops.gla.kernels.tuning import TileOptions
 from zeco_train.ops.kept import KeptOptions, Key
 
 # Largest K and V. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
@@ -17,17 +17,17 @@ LARGEST_HEAD_DIM = 256
 # No tile is narrower than this: see the note on miscompiled tiles of 32 keys in ops/gla/kernels/launch.py.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 
-_SUMS = Options(64, 64, 4, 1)
-_OPERANDS = Options(64, 64, 8, 1)
-_SYSTEMS = Options(64, 64, 4, 1)
-_SUMMARIES = Options(LARGEST_HEAD_DIM, 64, 4, 2)
-_WALK = Options(LARGEST_HEAD_DIM, 64, 4, 3)
-_GRADS = Options(64, 64, 8, 3)
-_NARROW = Options(32, 32, 4, 1)
+_SUMS = TileOptions(64, 64, 4, 1)
+_OPERANDS = TileOptions(64, 64, 8, 1)
+_SYSTEMS = TileOptions(64, 64, 4, 1)
+_SUMMARIES = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
+_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
+_GRADS = TileOptions(64, 64, 8, 3)
+_NARROW = TileOptions(32, 32, 4, 1)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class DeltaTuning:
     """Options of each kernel, by its name, and of the layout in time.
 
     Attributes:
@@ -37,42 +37,40 @@ class Tuning:
         joining: chunks that all walks together take as long for as for joining one more segment, estimated.
     """
 
-    channel_sums: Options = _SUMS
-    systems: Options = _SYSTEMS
-    operands: Options = _OPERANDS
-    summaries: Options = _SUMMARIES
-    outputs: Options = _WALK
-    states: Options = _WALK
-    reverse: Options = _WALK
-    grads: Options = _GRADS
+    channel_sums: TileOptions = _SUMS
+    systems: TileOptions = _SYSTEMS
+    operands: TileOptions = _OPERANDS
+    summaries: TileOptions = _SUMMARIES
+    outputs: TileOptions = _WALK
+    states: TileOptions = _WALK
+    reverse: TileOptions = _WALK
+    grads: TileOptions = _GRADS
     programs: int = 132
     joining: float = 6.0
 
 
-def _narrow(walk: Options) -> Tuning:
-    """Options of fp32 tokens, whose tiles are twice as large."""
-    return Tuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, walk, _NARROW)
+def _narrow(walk: TileOptions) -> DeltaTuning:
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, walk, _NARROW)
 
 
-def _walks(walk: Options) -> Tuning:
-    """The same options for all walks."""
-    return Tuning(summaries=walk, outputs=walk, states=walk, reverse=walk)
+def _walks(walk: TileOptions) -> DeltaTuning:
+    return DeltaTuning(summaries=walk, outputs=walk, states=walk, reverse=walk)
 
 
 # Measured on an H200 with 16k tokens of 16 heads, K = V = 128, bf16; the rest is by the compiler's counts of registers
 # and shared memory.
-KEPT: dict[Key, Tuning] = {
-    ((9, 0), torch.bfloat16, 128): Tuning(),
-    ((9, 0), torch.bfloat16, 256): _walks(Options(LARGEST_HEAD_DIM, 64, 8, 1)),
-    (None, torch.bfloat16, 128): _walks(Options(LARGEST_HEAD_DIM, 64, 4, 1)),
-    ((9, 0), torch.float32, 128): _narrow(Options(LARGEST_HEAD_DIM, 32, 4, 1)),
-    ((9, 0), torch.float32, 256): _narrow(Options(LARGEST_HEAD_DIM, 32, 8, 1)),
+KEPT: dict[Key, DeltaTuning] = {
+    ((9, 0), torch.bfloat16, 128): DeltaTuning(),
+    ((9, 0), torch.bfloat16, 256): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 8, 1)),
+    (None, torch.bfloat16, 128): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
+    ((9, 0), torch.float32, 128): _narrow(TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
+    ((9, 0), torch.float32, 256): _narrow(TileOptions(LARGEST_HEAD_DIM, 32, 8, 1)),
 }
 
 _OPTIONS = KeptOptions("kernels of delta rules", KEPT)
 
 
-def options_for(k: torch.Tensor) -> Tuning:
+def options_for(k: torch.Tensor) -> DeltaTuning:
     """The options for keys [B, T, G, K] like these, of bf16 or fp32; all kernels go through V by tiles."""
     return _OPTIONS.options_for(k, k)
 

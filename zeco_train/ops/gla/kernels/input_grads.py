@@ -21,8 +21,8 @@ from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
     load_corrected,
+    load_doc_ids,
     load_last_row,
-    load_pieces,
     load_tile,
     state_pointers,
     store_tile,
@@ -63,7 +63,7 @@ def input_grads_kernel(
     v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     do,  # [B, T, H, V]
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], read on and below the diagonal
     states,  # [N, B, H, K, V]: true states before the chunks
     state_grads,  # [N, B, H, K, V]: gradients after the chunks from their segment's end
@@ -109,7 +109,7 @@ def input_grads_kernel(
     before = 0
     end = 0
     if DOCUMENTS:
-        own, before, end = load_pieces(pieces, start, T, C)
+        own, before, end = load_doc_ids(doc_ids, start, T, C)
     pairs = scores + index * C * C + rows[:, None] * C + rows[None, :]
     # Above the diagonal the scores are mirrored (`scores_kernel`).
     weights = tl.trans(tl.load(pairs, mask=rows[:, None] >= rows[None, :], other=0.0))
@@ -117,13 +117,13 @@ def input_grads_kernel(
     for first_key in range(0, K, BK):
         keys, factors, weighted = _leaving_keys(k, b, own, end, start, T, H, K, first_key, C, BK, DOCUMENTS)
         key_grads = tl.zeros([C, BK], tl.float32)
-        passing = tl.zeros([BK], tl.float32)
+        boundary_term = tl.zeros([BK], tl.float32)
         for first_value in range(0, V, BV):
             grad = load_corrected(
                 state_grads, log_decays, end_grads, index, segment_index, K, V, first_key, first_value, BK, BV
             )
             pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
-            passing += tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad, axis=1)
+            boundary_term += tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad, axis=1)
             operand = grad.to(keys.dtype)
             values = load_tile(v, start, T, H, V, first_value, C, BV)
             key_grads += tl.dot(values, tl.trans(operand), input_precision=PRECISION)
@@ -133,19 +133,19 @@ def input_grads_kernel(
                 value_grads += tl.dot(weights, output_grads, input_precision=PRECISION)
                 store_tile(dv, value_grads, start, T, H, V, first_value, C, BV)
 
-        passing *= decay(load_last_row(b, start, T, H, K, first_key, C, BK))
+        boundary_term *= decay(load_last_row(b, start, T, H, K, first_key, C, BK))
         if DOCUMENTS:
-            passing = tl.where(before == end, passing, 0.0)
+            boundary_term = tl.where(before == end, boundary_term, 0.0)
         key_grads *= factors
         leaving = keys.to(tl.float32) * key_grads
         key_grads += load_tile(dk, start, T, H, K, first_key, C, BK).to(tl.float32)
         store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
         staying = load_tile(terms, start, T, H, K, first_key, C, BK)
-        decay_grads = passing[None, :] + _decay_grads(
+        decay_grads = boundary_term[None, :] + _decay_grads(
             staying, leaving, own, C, DOCUMENTS, 2 if k.dtype.element_ty == tl.bfloat16 else 0
         )
         if DOCUMENTS:
-            previous = tl.load(pieces + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
+            previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
             decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
         store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
 

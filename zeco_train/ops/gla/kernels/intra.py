@@ -37,7 +37,7 @@ from zeco_train.ops.gla.kernels.tiles import (
     from_middle,
     head_offset,
     laid_out_like,
-    load_pieces,
+    load_doc_ids,
     load_tile,
     round_to_bf16,
     split_decays,
@@ -107,7 +107,7 @@ def scores_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: scale · Σ_K q_i ⊙ k_j ⊙ exp(b_i − b_j) where j <= i; elsewhere undefined
     scale,
     T,
@@ -156,7 +156,7 @@ def scores_kernel(
                 products = tl.dot(tokens, tl.trans(tokens), input_precision=PRECISION)
                 total = tl.where(split_pairs(shift, C), total + products, total)
     if DOCUMENTS:
-        own, _, _ = load_pieces(pieces, start, T, C)
+        own, _, _ = load_doc_ids(doc_ids, start, T, C)
         total = tl.where(own[:, None] == own[None, :], total, 0.0)
     tl.store(scores + rows[:, None] * C + rows[None, :], (total * scale).to(scores.dtype.element_ty))
 
@@ -203,7 +203,7 @@ def _chunk_grads(
     v,
     b,
     do,
-    pieces,
+    doc_ids,
     states,
     dq,
     dk,
@@ -241,7 +241,7 @@ def _chunk_grads(
         # G, of all sizes; a product of its own costs less than the transpose
         pair_grads = tl.where(rows[:, None] >= rows[None, :], grads * scale, turned * -scale)
     if DOCUMENTS:
-        own, before, _ = load_pieces(pieces, start, T, C)
+        own, before, _ = load_doc_ids(doc_ids, start, T, C)
         pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
     self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], pair_grads, 0.0), axis=1)
     if MILD:
@@ -313,7 +313,7 @@ def intra_grads_kernel(
     v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     do,  # [B, T, H, V]
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N, B, H, K, V]: true states before the chunks
     dq,  # [B, T, H, K], written, complete
     dk,  # [B, T, H, K], written: the part inside the chunk
@@ -365,7 +365,7 @@ def intra_grads_kernel(
         keys = load_tile(k, chunk * C, T, H, K, 0, C, BK)
         if are_mild(b, chunk, T, H, K, C, 1, KEYS):
             _chunk_grads(
-                q, k, v, b, do, pieces, states, dq, dk, terms, chunk.to(tl.int64) * BH + batch_head, chunk * C,
+                q, k, v, b, do, doc_ids, states, dq, dk, terms, chunk.to(tl.int64) * BH + batch_head, chunk * C,
                 sums, queries, keys, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION, JOINED, ONE_TILE, MILD,
             )  # fmt: skip
     else:
@@ -375,6 +375,6 @@ def intra_grads_kernel(
                 chunk = first_chunk + step
                 if not are_mild(b, chunk, T, H, K, C, 1, KEYS):
                     _chunk_grads(
-                        q, k, v, b, do, pieces, states, dq, dk, terms, chunk.to(tl.int64) * BH + batch_head, chunk * C,
+                        q, k, v, b, do, doc_ids, states, dq, dk, terms, chunk.to(tl.int64) * BH + batch_head, chunk * C,
                         0, 0, 0, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION, JOINED, ONE_TILE, MILD,
                     )  # fmt: skip

@@ -13,7 +13,7 @@ from zeco_train.ops.gla.kernels.input_grads import input_grads_kernel
 from zeco_train.ops.gla.kernels.intra import intra_grads_kernel, scores_kernel
 from zeco_train.ops.gla.kernels.outputs import outputs_kernel
 from zeco_train.ops.gla.kernels.states import chunk_states_kernel, correct_starts_kernel, join_segments_kernel
-from zeco_train.ops.gla.kernels.tuning import Tuning
+from zeco_train.ops.gla.kernels.tuning import GlaTuning
 
 CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
@@ -38,8 +38,8 @@ class LocalStates:
     Attributes:
         states: [N, B, H, K, V] in the dtype of the inputs.
         log_decays: [N, B, H, K] fp32, log-decay from the segment's start to each boundary.
-        starts: [J, B, H, K, V] fp32, states at segment starts: from a zero start of the rank, until `Launcher.correct`
-            replaces them by the true ones.
+        starts: [J, B, H, K, V] fp32, states at segment starts: from a zero start of the rank, until
+            `GlaKernels.correct` replaces them by the true ones.
         start_decays: [J, B, H, K] fp32, log-decay from the rank's start to each segment's.
         state: [B, H, K, V] fp32, S_loc, or D_loc. log_decay: [B, H, K] fp32, G_tot.
     """
@@ -52,17 +52,17 @@ class LocalStates:
     log_decay: Tensor
 
 
-class Launcher:
+class GlaKernels:
     """Kernel launches for tokens of one shape and dtype; all tensor arguments must be contiguous.
 
     Args:
         k: [B, T, H, K]. v: [B, T, H, V].
-        pieces: [T] int32, restarts through each token; None without documents.
+        doc_ids: [T] int32, restarts through each token; None without documents.
         scale: factor of the outputs.
         tuning: tiles and launch options.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, pieces: Tensor | None, scale: float, tuning: Tuning) -> None:
+    def __init__(self, k: Tensor, v: Tensor, doc_ids: Tensor | None, scale: float, tuning: GlaTuning) -> None:
         self.B, self.T, self.H, self.K = k.shape
         self.V = v.shape[-1]
         self.BH = self.B * self.H
@@ -70,9 +70,9 @@ class Launcher:
             raise ValueError(f"q: batch × heads = {self.BH}, a grid of CUDA has room for {MOST_HEADS}")
         self.num_chunks = triton.cdiv(self.T, CHUNK)
         self.device, self.dtype, self.scale = k.device, k.dtype, scale
-        self.tuning, self.pieces = tuning, pieces
+        self.tuning, self.doc_ids = tuning, doc_ids
         # bf16 products are exact in any mode; tf32 alone would lose 3e-4 of fp32 inputs
-        self.flags: dict[str, Any] = {"C": CHUNK, "DOCUMENTS": pieces is not None, "PRECISION": "tf32x3"}
+        self.flags: dict[str, Any] = {"C": CHUNK, "DOCUMENTS": doc_ids is not None, "PRECISION": "tf32x3"}
         # A walk is sequential: as many segments as it takes to fill the chip.
         tiles = self._state_tiles(*self.tuning.local_states.tile(self.K, self.V))
         segments = max(1, min(self.num_chunks, triton.cdiv(self.tuning.programs, tiles * self.BH)))
@@ -108,7 +108,7 @@ class Launcher:
         options = self.tuning.local_states
         BK, BV = options.tile(self.K, self.V)
         chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
-            x, y, g, b, self.pieces, local.states, local.log_decays, local.starts, segment_decays, self.scale,
+            x, y, g, b, self.doc_ids, local.states, local.log_decays, local.starts, segment_decays, self.scale,
             self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
             BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, **self.flags, **options.launch,
         )  # fmt: skip
@@ -156,7 +156,7 @@ class Launcher:
         scores, options = self._new(*self.scores_shape, dtype=self.dtype), self.tuning.scores
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
         scores_kernel[(self.num_chunks, self.BH)](
-            q, k, b, self.pieces, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, JOINED=self._joined(BK),
+            q, k, b, self.doc_ids, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, JOINED=self._joined(BK),
             KEYS=self._keys, **self.flags, **options.launch,
         )  # fmt: skip
         return scores
@@ -166,7 +166,7 @@ class Launcher:
         o, options = torch.empty_like(v), self.tuning.outputs
         BK, BV = options.tile(self.K, self.V)
         outputs_kernel[(self.num_chunks * triton.cdiv(self.V, BV), self.BH)](
-            q, v, b, self.pieces, scores, local.states, local.log_decays, local.starts, o, self.scale,
+            q, v, b, self.doc_ids, scores, local.states, local.log_decays, local.starts, o, self.scale,
             self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
         )  # fmt: skip
         return o
@@ -179,7 +179,7 @@ class Launcher:
         for mild, options, chunks in ((True, self.tuning.mild_grads, 1), (False, self.tuning.intra_grads, GROUP)):
             BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
             intra_grads_kernel[(triton.cdiv(self.num_chunks, chunks), self.BH)](
-                q, k, v, b, do, self.pieces, states, dq, dk, terms,
+                q, k, v, b, do, self.doc_ids, states, dq, dk, terms,
                 self.scale, self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV,
                 JOINED=self._joined(BK), ONE_TILE=self.K <= BK, MILD=mild, CHUNKS=chunks, KEYS=self._keys,
                 **self.flags, **options.launch,
@@ -202,7 +202,7 @@ class Launcher:
         dv, dg, options = torch.empty_like(v), torch.empty_like(b), self.tuning.input_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
         input_grads_kernel[(self.num_chunks, self.BH)](
-            k, v, b, do, self.pieces, scores, states, local.states, local.log_decays, local.starts, terms, dk, dv, dg,
+            k, v, b, do, self.doc_ids, scores, states, local.states, local.log_decays, local.starts, terms, dk, dv, dg,
             self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV,
             FUSED=self.tuning.fused and self.K <= BK, **self.flags, **options.launch,
         )  # fmt: skip

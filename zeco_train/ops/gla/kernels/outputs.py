@@ -1,18 +1,23 @@
 """Outputs: contributions of the state before a chunk and of the chunk's own tokens.
 
 o_i = scale · (q_i ⊙ exp(b_i))ᵀ S + Σ_{j <= i} A_ij v_j          S: the true state before the chunk
+
+One token of the recurrence, with the state updated in place.
+
+Decoding reads and writes each state once and computes almost nothing: its time is that of 2 · K · V · 4 bytes per head.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
     load_corrected,
-    load_pieces,
+    load_doc_ids,
     load_tile,
     state_pointers,
     store_tile,
@@ -24,7 +29,7 @@ def outputs_kernel(
     q,  # [B, T, H, K]
     v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C]
     states,  # [N, B, H, K, V]: states before the chunks from their segment's zero start; become the true ones
     log_decays,  # [N, B, H, K] fp32: by which `starts` decays on its way to them
@@ -57,7 +62,7 @@ def outputs_kernel(
     index = chunk.to(tl.int64) * BH + batch_head
     segment_index = (chunk // segment_chunks) * BH + batch_head
     if DOCUMENTS:
-        own, before, _ = load_pieces(pieces, start, T, C)
+        own, before, _ = load_doc_ids(doc_ids, start, T, C)
 
     result = tl.zeros([C, BV], tl.float32)
     for first_key in range(0, K, BK):
@@ -78,3 +83,48 @@ def outputs_kernel(
     weights = tl.load(pointers, mask=rows[:, None] >= rows[None, :], other=0.0).to(values.dtype)
     result += tl.dot(weights, values, input_precision=PRECISION)
     store_tile(o, result, start, T, H, V, first_value, C, BV)
+
+
+# Elements of a program's tile of the state: 32 fp32 registers a thread.
+_TILE = 4096
+_WARPS = 4
+
+
+@triton.jit
+def step_kernel(
+    q,  # [B, H, K]
+    k,  # [B, H, K]
+    v,  # [B, H, V]
+    g,  # [B, H, K] fp32
+    state,  # [B, H, K, V] fp32, updated
+    o,  # [B, H, V], written
+    scale,
+    K,
+    V,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program updates BV columns of one head's state and computes their outputs."""
+    batch_head = tl.program_id(0).to(tl.int64)
+    first_value = tl.program_id(1) * BV
+    keys = tl.arange(0, BK)
+    values = first_value + tl.arange(0, BV)
+    of_keys = batch_head * K + keys
+    of_values = batch_head * V + values
+    pointers, inside = state_pointers(state, batch_head, K, V, 0, first_value, BK, BV)
+
+    survives = decay(tl.load(g + of_keys, mask=keys < K, other=0.0))
+    key = tl.load(k + of_keys, mask=keys < K, other=0.0).to(tl.float32)
+    query = tl.load(q + of_keys, mask=keys < K, other=0.0).to(tl.float32) * scale
+    value = tl.load(v + of_values, mask=values < V, other=0.0).to(tl.float32)
+    new = tl.load(pointers, mask=inside, other=0.0) * survives[:, None] + key[:, None] * value[None, :]
+    tl.store(pointers, new, mask=inside)
+    tl.store(o + of_values, tl.sum(query[:, None] * new, axis=0).to(o.dtype.element_ty), mask=values < V)
+
+
+def launch_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, o: Tensor, scale: float) -> None:
+    """Launch on contiguous tensors: q, k, g [B, 1, H, K]; v, o [B, 1, H, V]; state [B, H, K, V], updated."""
+    B, H, K, V = state.shape
+    BK = triton.next_power_of_2(K)
+    BV = min(triton.next_power_of_2(V), max(1, _TILE // BK))
+    step_kernel[(B * H, triton.cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=_WARPS)

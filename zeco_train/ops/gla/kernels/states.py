@@ -18,8 +18,8 @@ import triton.language as tl
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
+    load_doc_ids,
     load_last_row,
-    load_pieces,
     load_tile,
     state_pointers,
     store_tile,
@@ -33,7 +33,7 @@ def chunk_states_kernel(
     y,  # [B, T, H, V]: v, or do in reverse
     g,  # [B, T, H, K] fp32: log-decays, or with CUMULATED their sums b inside chunks
     b,  # [B, T, H, K] fp32: b, written unless CUMULATED
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N, B, H, K, V]
     log_decays,  # [N, B, H, K] fp32, written
     totals,  # [J, B, H, K, V] fp32: S after each segment from a zero start, written
@@ -104,7 +104,7 @@ def chunk_states_kernel(
         factors = decay(exponents)
         survives = decay(total)
         if DOCUMENTS:
-            own, before, end = load_pieces(pieces, start, T, C)
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
             factors = tl.where((own == (before if REVERSE else end))[:, None], factors, 0.0)
             survives = tl.where(before == end, survives, 0.0)
             total = tl.where(before == end, total, float("-inf"))

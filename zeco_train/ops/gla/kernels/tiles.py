@@ -6,7 +6,7 @@ first element of its (batch, head) and steps over tokens with a stride of H·D. 
 Decays inside a chunk are given as `b`, the cumulative sum of g from the chunk's first token through each token: all
 exponents are differences b_i − b_j with i >= j, so no factor exceeds 1 and nothing is divided by a decay.
 
-Documents are given as `pieces`, [T] int32, the number of restarts through each token; a token sees another one, or a
+Documents are given as `doc_ids`, [T] int32, the number of restarts through each token; a token sees another one, or a
 state at a border, if both are of the same piece. Everything before the rank's first token is piece 0.
 """
 
@@ -159,12 +159,12 @@ def laid_out_like(x, product):
 
 
 @triton.jit
-def load_pieces(pieces, start, T, C: tl.constexpr):
-    """[C] pieces of the chunk's tokens (−1 past the end), that before the chunk, and that of its last token."""
+def load_doc_ids(doc_ids, start, T, C: tl.constexpr):
+    """[C] doc_ids of the chunk's tokens (−1 past the end), that before the chunk, and that of its last token."""
     rows = tl.arange(0, C)
-    own = tl.load(pieces + start + rows, mask=rows < T - start, other=-1)
-    before = tl.load(pieces + start - 1, mask=start > 0, other=0)
-    end = tl.load(pieces + tl.minimum(start + C, T) - 1)
+    own = tl.load(doc_ids + start + rows, mask=rows < T - start, other=-1)
+    before = tl.load(doc_ids + start - 1, mask=start > 0, other=0)
+    end = tl.load(doc_ids + tl.minimum(start + C, T) - 1)
     return own, before, end
 
 

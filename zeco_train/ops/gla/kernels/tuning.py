@@ -6,20 +6,16 @@ of its dtype: possibly slower, but equally correct, since options change only th
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
 
-from zeco_train.ops.operator import Target
-
-logger = logging.getLogger(__name__)
+from zeco_train.ops.kept import KeptOptions, Key
 
 
 @dataclass(frozen=True)
-class Options:
+class TileOptions:
     """Tile sizes and launch options of one kernel.
 
     Attributes:
@@ -48,7 +44,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class GlaTuning:
     """Options of each kernel, by its name.
 
     Attributes:
@@ -56,81 +52,58 @@ class Tuning:
         programs: number of programs that saturates the chip in the walks over chunks.
     """
 
-    local_states: Options = Options(32, 128, 4, 3)
-    scores: Options = Options(64, 64, 4, 1, 168)
-    intra_grads: Options = Options(64, 64, 8, 1)
-    mild_grads: Options = Options(64, 64, 8, 1)
-    outputs: Options = Options(32, 128, 4, 2, 168)
-    input_grads: Options = Options(64, 64, 4, 1)
-    join: Options = Options(64, 64, 4, 1)
+    local_states: TileOptions = TileOptions(32, 128, 4, 3)
+    scores: TileOptions = TileOptions(64, 64, 4, 1, 168)
+    intra_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    mild_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    outputs: TileOptions = TileOptions(32, 128, 4, 2, 168)
+    input_grads: TileOptions = TileOptions(64, 64, 4, 1)
+    join: TileOptions = TileOptions(64, 64, 4, 1)
     fused: bool = True
     programs: int = 264
 
 
-_UP_TO_64 = Tuning(
-    local_states=Options(64, 128, 4, 2),
-    intra_grads=Options(64, 64, 4, 1),
-    mild_grads=Options(64, 128, 4, 1),
-    input_grads=Options(64, 128, 4, 1),
+_UP_TO_64 = GlaTuning(
+    local_states=TileOptions(64, 128, 4, 2),
+    intra_grads=TileOptions(64, 64, 4, 1),
+    mild_grads=TileOptions(64, 128, 4, 1),
+    input_grads=TileOptions(64, 128, 4, 1),
 )
 
-# By (architecture or None, dtype, largest key dim of the entry), in the order of key dims. Measured per kernel on an
-# H200 at 16k tokens: K64 V128 H16 and K128 V128 H16; without mild chunks also K256 V512 H4, and scores K32 V64 H32. The
-# rest is by analogy, with as many values per thread, and by the compiler's register counts.
-Key = tuple[tuple[int, int] | None, torch.dtype, int]
-KEPT: dict[Key, Tuning] = {
-    ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=Options(32, 64, 4, 1, 128)),
+# In the order of key dims. Measured per kernel on an H200 at 16k tokens: K64 V128 H16 and K128 V128 H16; without mild
+# chunks also K256 V512 H4, and scores K32 V64 H32. The rest is by analogy, with as many values per thread, and by the
+# compiler's register counts.
+KEPT: dict[Key, GlaTuning] = {
+    ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=TileOptions(32, 64, 4, 1, 128)),
     ((9, 0), torch.bfloat16, 64): _UP_TO_64,
-    ((9, 0), torch.bfloat16, 128): Tuning(
-        scores=Options(64, 64, 4, 1),
-        intra_grads=Options(128, 64, 8, 1),
-        mild_grads=Options(128, 64, 8, 2),
-        input_grads=Options(128, 64, 8, 1),
+    ((9, 0), torch.bfloat16, 128): GlaTuning(
+        scores=TileOptions(64, 64, 4, 1),
+        intra_grads=TileOptions(128, 64, 8, 1),
+        mild_grads=TileOptions(128, 64, 8, 2),
+        input_grads=TileOptions(128, 64, 8, 1),
     ),
-    ((9, 0), torch.bfloat16, 256): Tuning(),
+    ((9, 0), torch.bfloat16, 256): GlaTuning(),
     # GPUs without an entry. If products take their operands from registers (sm_8x, sm_12x), the fused loop needs three
     # times the available registers, according to the compiler; this entry spills almost nothing. Never measured.
-    (None, torch.bfloat16, 256): Tuning(input_grads=Options(64, 64, 8, 1), fused=False),
+    (None, torch.bfloat16, 256): GlaTuning(input_grads=TileOptions(64, 64, 8, 1), fused=False),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
-    ((9, 0), torch.float32, 256): Tuning(
-        local_states=Options(32, 32, 4, 2),
-        scores=Options(32, 32, 4, 1),
-        intra_grads=Options(32, 32, 4, 1),
-        mild_grads=Options(32, 32, 4, 1),
-        outputs=Options(32, 64, 4, 1),
-        input_grads=Options(32, 32, 4, 1),
+    ((9, 0), torch.float32, 256): GlaTuning(
+        local_states=TileOptions(32, 32, 4, 2),
+        scores=TileOptions(32, 32, 4, 1),
+        intra_grads=TileOptions(32, 32, 4, 1),
+        mild_grads=TileOptions(32, 32, 4, 1),
+        outputs=TileOptions(32, 64, 4, 1),
+        input_grads=TileOptions(32, 32, 4, 1),
     ),
 }
 
 
-def options_for(k: torch.Tensor, v: torch.Tensor) -> Tuning:
-    """The options for keys [B, T, H, K] and values [B, T, H, V] like these, of bf16 or fp32."""
-    # Sizes may be symbols of a compiler, which are no keys of a cache.
-    return _find_on(Target.of(k.device).architecture, k.dtype, int(k.shape[-1]), int(v.shape[-1]))
+_OPTIONS = KeptOptions("kernels of gla", KEPT)
 
 
-@cache
-def _find_on(architecture: tuple[int, int], dtype: torch.dtype, K: int, V: int) -> Tuning:
-    found = _nearest(architecture, dtype, K)
-    exact = found[0] == architecture and found[2] >= K
-    logger.info(
-        "operator kernels: %s K%d V%d on sm_%d%d take the kept options of %s, K up to %d%s",
-        str(dtype).removeprefix("torch."),
-        K,
-        V,
-        *architecture,
-        "other GPUs" if found[0] is None else "sm_{}{}".format(*found[0]),
-        found[2],
-        "" if exact else ", the nearest: not measured here",
-    )
-    return KEPT[found]
+def options_for(k: torch.Tensor) -> GlaTuning:
+    """The options for keys [B, T, H, K] like these, of bf16 or fp32; all kernels go through V by tiles."""
+    return _OPTIONS.options_for(k, k)
 
 
-def find(architecture: tuple[int, int], dtype: torch.dtype, K: int) -> Tuning:
-    """The options for key dim K on GPUs of that compute capability."""
-    return KEPT[_nearest(architecture, dtype, K)]
-
-
-def _nearest(architecture: tuple[int, int], dtype: torch.dtype, K: int) -> Key:
-    entries = [key for key in KEPT if key[1] == dtype]
-    return min(entries, key=lambda key: (key[0] != architecture, key[0] is not None, key[2] < K, abs(key[2] - K)))
+find = _OPTIONS.find

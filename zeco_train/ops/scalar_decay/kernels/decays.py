@@ -1,12 +1,30 @@
 """Decays of a chunk's tokens, summed from its first one: read from memory, or a constant times the token's position.
 
 Sums are fp32, negative logarithms. All factors are exponentials of differences of two of them, at most 1.
+
+dg from the sums over K that the walks of dq and dk write, see `zeco_train.ops.scalar_decay.kernels.walk`.
+
+By where its pairs lie, dg is for tokens t of a chunk that b_end decays in all
+
+    dg_t = Σ_{i >= t} (q_i · dq_i − k_i · dk_i  within the chunk)       both from the chunk, or dq from S
+         + Σ_{j < t} k_j · dk_j  from dS                                j in the chunk, i after it
+         + exp(b_end) <S, dS>                                           j before the chunk, i after it
+
+with S before the chunk and dS after it. The last is <S, dS> after the chunk less all k_j · dk_j from dS, a difference
+that rounding errors survive; so nothing passes over a chunk whose decay is below the rounding of its operands. At the
+chunk's start the first and the last term are <S, dS> there, for the chunk before.
+
+Pairs that do not cross t cancel in the first sum but for fp32's rounding, which is of the size of a token's pair with
+itself. A cut, a token that no state survives, ends the sum of the tokens before it, and its own dg is 0: a restart, or
+a decay that fp32 rounds away. So strong decays, whose dg is small, have no long sums.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from zeco_train.ops.gla.kernels.tiles import decay, load_doc_ids
 
 # exp is 0 in fp32 from here on, and a reset written as −1e9 would leave the sums after it no digits.
 LEAST: tl.constexpr = tl.constexpr(-104.0)
@@ -77,3 +95,77 @@ def key_head_offset(batch_head, T, H, GROUPS, D):
     batch = batch_head // H
     group = (batch_head % H) // (H // GROUPS)
     return batch.to(tl.int64) * T * GROUPS * D + group * D
+
+
+# Log-decay of a cut: exp of it is half of fp32's rounding.
+LEAST_SURVIVING: tl.constexpr = tl.constexpr(-17.3287)
+
+
+@triton.jit
+def _load_part(sums, index, start, T, C: tl.constexpr):
+    """[C] from row number `index` of [.., T]; zeros past the end."""
+    rows = tl.arange(0, C)
+    return tl.load(sums + index.to(tl.int64) * T + start + rows, mask=rows < T - start, other=0.0)
+
+
+@triton.jit
+def decay_grads_kernel(
+    query_sums,  # [QUERY_TILES, B, H, T] fp32: q · dq
+    key_sums,  # [KEY_TILES, B, H, T] fp32: k · dk
+    key_state_sums,  # [KEY_TILES, B, H, T] fp32: k · dk from dS
+    boundary_terms,  # [KEY_TILES, N / SPAN, B, H] fp32: <S, dS> at spans' ends
+    decays,  # [B, H, T] fp32, sums of g inside chunks
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    dg,  # [B, T, H] fp32, written
+    T,
+    H,
+    BH,
+    num_spans,
+    C: tl.constexpr,
+    SPAN: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+    KEY_TILES: tl.constexpr,
+    NEGLIGIBLE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """One program goes through one span of one head, from its last chunk to its first.
+
+    NEGLIGIBLE: where a chunk's decay is no larger, nothing passes over it.
+    """
+    span = tl.program_id(0)
+    batch_head = tl.program_id(1)
+    decays += batch_head.to(tl.int64) * T
+    dg += (batch_head // H).to(tl.int64) * T * H + batch_head % H
+    rows = tl.arange(0, C)
+    later = rows[:, None] <= rows[None, :]
+    at_border = 0.0
+    for tile in tl.static_range(KEY_TILES):
+        at_border += tl.load(boundary_terms + (tile * num_spans + span) * BH + batch_head)
+    # the last span's last chunks may lie past the end
+    for step in range(tl.cdiv(tl.minimum(SPAN * C, T - span * SPAN * C), C)):
+        chunk = tl.minimum((span + 1) * SPAN, tl.cdiv(T, C)) - 1 - step
+        start = chunk * C
+        inside = rows < T - start
+        of_state = tl.zeros([C], tl.float32)
+        terms = tl.zeros([C], tl.float32)
+        for tile in tl.static_range(QUERY_TILES):
+            terms += _load_part(query_sums, tile * BH + batch_head, start, T, C)
+        for tile in tl.static_range(KEY_TILES):
+            terms -= _load_part(key_sums, tile * BH + batch_head, start, T, C)
+            of_state += _load_part(key_state_sums, tile * BH + batch_head, start, T, C)
+        sums = tl.load(decays + start + rows, mask=inside, other=0.0)
+        sums_before = tl.load(decays + start + rows - 1, mask=inside & (rows > 0), other=0.0)
+        cuts = inside & (sums - sums_before < LEAST_SURVIVING)
+        survives = decay(tl.load(decays + tl.minimum(start + C, T) - 1))
+        if DOCUMENTS:
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
+            previous = tl.load(doc_ids + start + rows - 1, mask=inside & (start + rows > 0), other=0)
+            cuts = cuts | (inside & (own != previous))
+            survives = tl.where(before == end, survives, 0.0)
+        cuts_so_far = tl.cumsum(cuts.to(tl.int32), axis=0)
+        joined = later & (cuts_so_far[:, None] == cuts_so_far[None, :])
+        terms = tl.where(joined, (terms + of_state)[None, :], tl.where(later, 0.0, of_state[None, :]))
+        grads = tl.sum(terms, axis=1) + tl.where(survives > NEGLIGIBLE, at_border - tl.sum(of_state, axis=0), 0.0)
+        grads = tl.where(cuts, 0.0, grads)
+        at_border = tl.sum(tl.where(rows == 0, grads, 0.0), axis=0)
+        tl.store(dg + (start + rows).to(tl.int64) * H, grads, mask=inside)

@@ -1,6 +1,7 @@
 """Tiles and launch options of these kernels, stored as those of gated linear attention: no autotuning at run time.
 
-Options change only the order of sums, except `chunk` and `span`, which also change between which products bf16 rounds.
+Options change only the order of sums, except `chunk` and `span`, which also change between which products
+bf16 rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 
 
 @dataclass(frozen=True)
-class Options:
+class ScalarDecayOptions:
     """Options of one kernel.
 
     Attributes:
@@ -43,7 +44,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class ScalarDecayTuning:
     """Options of each kernel, by its name, and of the layout in time.
 
     Attributes:
@@ -54,28 +55,31 @@ class Tuning:
         programs: number of programs of a walk that saturates the chip, all at once.
     """
 
-    summaries: Options = Options(64, 4, 3)
-    outputs: Options = Options(64, 4, 2)
-    query_grads: Options = Options(64, 4, 2)
-    value_grads: Options = Options(64, 4, 2)
-    key_grads: Options = Options(64, 4, 2)
-    join: Options = Options(64, 4, 1)
+    summaries: ScalarDecayOptions = ScalarDecayOptions(64, 4, 3)
+    outputs: ScalarDecayOptions = ScalarDecayOptions(64, 4, 2)
+    query_grads: ScalarDecayOptions = ScalarDecayOptions(64, 4, 2)
+    value_grads: ScalarDecayOptions = ScalarDecayOptions(64, 4, 2)
+    key_grads: ScalarDecayOptions = ScalarDecayOptions(64, 4, 2)
+    join: ScalarDecayOptions = ScalarDecayOptions(64, 4, 1)
     chunk: int = 64
     span: int = 4
     programs: int = 264
 
 
-def _alike(summaries: Options, walk: Options, chunk: int = 64, programs: int = 264) -> Tuning:
-    """The same options for all walks."""
-    return Tuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
+def _alike(
+    summaries: ScalarDecayOptions, walk: ScalarDecayOptions, chunk: int = 64, programs: int = 264
+) -> ScalarDecayTuning:
+    return ScalarDecayTuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
 
 
-KEPT: dict[Key, Tuning] = {
-    ((9, 0), torch.bfloat16, 128): Tuning(),
-    ((9, 0), torch.bfloat16, 256): _alike(Options(64, 8, 2), Options(64, 8, 2), programs=132),
-    (None, torch.bfloat16, 128): _alike(Options(64, 4, 2), Options(64, 4, 1)),
-    ((9, 0), torch.float32, 128): _alike(Options(32, 4, 2), Options(32, 4, 1)),
-    ((9, 0), torch.float32, 256): _alike(Options(32, 8, 1), Options(32, 8, 1), chunk=32, programs=132),
+KEPT: dict[Key, ScalarDecayTuning] = {
+    ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
+    ((9, 0), torch.bfloat16, 256): _alike(ScalarDecayOptions(64, 8, 2), ScalarDecayOptions(64, 8, 2), programs=132),
+    (None, torch.bfloat16, 128): _alike(ScalarDecayOptions(64, 4, 2), ScalarDecayOptions(64, 4, 1)),
+    ((9, 0), torch.float32, 128): _alike(ScalarDecayOptions(32, 4, 2), ScalarDecayOptions(32, 4, 1)),
+    ((9, 0), torch.float32, 256): _alike(
+        ScalarDecayOptions(32, 8, 1), ScalarDecayOptions(32, 8, 1), chunk=32, programs=132
+    ),
 }
 
 _OPTIONS = KeptOptions("kernels of scalar decays", KEPT)

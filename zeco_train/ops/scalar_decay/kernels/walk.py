@@ -23,6 +23,13 @@ They round the weights of a chunk's pairs alike, so pairs that do not cross t ca
 different chunks are rounded once in S and once in dS. So that these errors do not add up, <S, dS> is computed anew
 every SPAN chunks: the walk of dq writes S, in the dtype of the tokens, and that of dk multiplies it by dS.
 `decay_grads` adds up the rest. All are sums over K: programs of different columns of dq and dk write their parts.
+
+A segment's effect on the state: the state after it from a zero start, and its summed log-decay.
+
+    S = Σ_j exp(b_end − b_j) k_j v_jᵀ          in reverse, for gradients:   dS = scale · Σ_i exp(b_i) q_i do_iᵀ
+
+Only segments' totals are written. The states of the chunks between are recomputed where they are used (`walk`): with
+one decay per head a step of the recurrence costs less than to write a state and read it.
 """
 
 from __future__ import annotations
@@ -30,8 +37,70 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.ops.gla.kernels.tiles import decay, load_pieces, load_tile, state_pointers, store_tile
+from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
+
+
+@triton.jit
+def summaries_kernel(
+    keys,  # [B, T, G, K]: k, or q in reverse
+    values,  # [B, T, H, V]: v, or do in reverse
+    decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    totals,  # [J, B, H, K, V] fp32, written
+    total_decays,  # [J, B, H, K] fp32, written
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    num_chunks,
+    segment_chunks,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program walks one segment with a [BK, BV] tile of the state in registers; K <= BK."""
+    first_value = tl.program_id(0) * BV
+    batch_head = tl.program_id(1)
+    segment = tl.program_id(2)
+    keys += key_head_offset(batch_head, T, H, G, K)
+    values += head_offset(batch_head, T, H, V)
+    rate = load_rate(decays, batch_head, H, FIXED)
+    first_chunk = segment * segment_chunks
+    end_chunk = tl.minimum(first_chunk + segment_chunks, num_chunks)
+
+    state = tl.zeros([BK, BV], tl.float32)
+    log_decay = scale * 0.0
+    for step in range(end_chunk - first_chunk):
+        chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
+        start = chunk * C
+        sums, total = load_sums(decays, rate, batch_head, start, T, C, FIXED)
+        key = load_tile(keys, start, T, G, K, 0, C, BK)
+        value = load_tile(values, start, T, H, V, first_value, C, BV)
+        factors = decay(sums) * scale if REVERSE else decay(total - sums)
+        survives = decay(total)
+        if DOCUMENTS:
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
+            factors = tl.where(own == (before if REVERSE else end), factors, 0.0)
+            survives = tl.where(before == end, survives, 0.0)
+            total = tl.where(before == end, total, float("-inf"))
+        weighted = (value.to(tl.float32) * factors[:, None]).to(value.dtype)
+        state = tl.dot(tl.trans(key), weighted, state * survives, input_precision=PRECISION)
+        log_decay += total
+
+    index = segment * BH + batch_head
+    pointers, inside = state_pointers(totals, index, K, V, 0, first_value, BK, BV)
+    tl.store(pointers, state, mask=inside)
+    rows = tl.arange(0, BK)
+    leads = (rows < K) & (first_value == 0)
+    tl.store(total_decays + index.to(tl.int64) * K + rows, tl.zeros([BK], tl.float32) + log_decay, mask=leads)
 
 
 @triton.jit
@@ -42,11 +111,13 @@ def _store_border(is_border, borders, index, state, D, W, first_column, BD: tl.c
 
 
 @triton.jit
-def _store_crossing(is_border, crossing, borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
+def _store_boundary_terms(
+    is_border, boundary_terms, borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr
+):
     """<S, dS> of these columns, with the S stored at the border."""
     if is_border:
         pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
-        tl.store(crossing + index, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
+        tl.store(boundary_terms + index, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
 
 
 @triton.jit
@@ -56,13 +127,13 @@ def walk_kernel(
     values,  # [B, T, VALUE_HEADS, W]: z
     extra,  # [B, T, VALUE_HEADS, W]: q in the walk of dq, k in that of dk, read with TERMS
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
-    pieces,  # [T] int32, read with DOCUMENTS
+    doc_ids,  # [T] int32, read with DOCUMENTS
     starts,  # [J, B, H, K, V] fp32: true states before the segments, in the order of the walk
     outputs,  # [B, T, H, W], written
     borders,  # [N / SPAN, B, H, D, W]: S after every SPAN chunks; with TERMS written, in reverse read
     row_sums,  # [W / BW, B, H, T] fp32, written with TERMS: of extra ⊙ outputs, over these columns
     row_state_sums,  # [W / BW, B, H, T] fp32, written with TERMS in reverse: of those outputs' part from the state
-    crossing,  # [W / BW, N / SPAN, B, H] fp32, written with TERMS in reverse: <S, dS> after every SPAN chunks
+    boundary_terms,  # [W / BW, N / SPAN, B, H] fp32, written with TERMS in reverse: <S, dS> after every SPAN chunks
     scale,
     T,
     H: tl.constexpr,
@@ -101,7 +172,7 @@ def walk_kernel(
         row_sums += (tile * BH + batch_head).to(tl.int64) * T
         if REVERSE:
             row_state_sums += (tile * BH + batch_head).to(tl.int64) * T
-            crossing += tile * BH * tl.cdiv(num_chunks, SPAN)
+            boundary_terms += tile * BH * tl.cdiv(num_chunks, SPAN)
     rate = load_rate(decays, batch_head, H, FIXED)
     rows = tl.arange(0, C)
     before_or_self = rows[:, None] <= rows[None, :] if REVERSE else rows[:, None] >= rows[None, :]
@@ -132,7 +203,7 @@ def walk_kernel(
         to_state = decay(sums) * scale if REVERSE else decay(total - sums)
         survives = decay(total)
         if DOCUMENTS:
-            own, before, end = load_pieces(pieces, start, T, C)
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
             visible = visible & (own[:, None] == own[None, :])
             from_state = tl.where(own == (end if REVERSE else before), from_state, 0.0)
             to_state = tl.where(own == (before if REVERSE else end), to_state, 0.0)
@@ -140,7 +211,7 @@ def walk_kernel(
         is_border = ((chunk + 1) % SPAN == 0) | (chunk + 1 == num_chunks)
         border_index = (chunk // SPAN) * BH + batch_head
         if TERMS and REVERSE:
-            _store_crossing(is_border, crossing, borders, border_index, state, D, W, first_column, BD, BW)
+            _store_boundary_terms(is_border, boundary_terms, borders, border_index, state, D, W, first_column, BD, BW)
 
         weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         weights *= decay(tl.where(visible, exponents, float("-inf"))) * scale

@@ -1,13 +1,21 @@
-"""Rounding of rows and columns to fp8, with the arithmetic of `zeco_train.ops.linear.rows`, bit for bit.
+"""Rounding of rows and columns to fp8, with the arithmetic of `zeco_train.ops.linear`, bit for bit.
 
 Sizes are compared as integers: the bits of fp32 without the sign rise with the number, infinity and NaN are above all
 others, and a maximum of integers does not depend on the order.
+
+Launches of the kernels that round to fp8.
+
+The kernels that round rows and columns of matrices to fp8 (`zeco_train.ops.linear`). Triton only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 FRACTION_BITS = tl.constexpr(23)
 FRACTION = tl.constexpr((1 << 23) - 1)
@@ -122,3 +130,54 @@ def columns_kernel(
     tl.store(target, rounded, mask=(columns < D)[:, None] & (rows < N))
     if tl.program_id(1) == 0:
         tl.store(scales + columns, found, mask=columns < D)
+
+
+# Elements of a row that a program's threads load at once: 32 bytes a thread in bf16.
+_BLOCK, _WARPS = 2048, 4
+# Tiles of columns: lines of 128 bytes are read in bf16, and of 64 written.
+_TILE_ROWS, _TILE_COLUMNS = 64, 64
+# Rows of a program that looks for the largest numbers; many programs keep enough bytes on their way.
+_SIZES_ROWS = 256
+
+
+def launch_rows(parts: Sequence[Tensor], values: Tensor, scales: Tensor) -> None:
+    """Round the rows of matrices [M, K_i], side by side, in bf16 or fp32.
+
+    Args:
+        parts: of any strides.
+        values: [M, ΣK_i] fp8, contiguous, written.
+        scales: [M, 1] fp32, written.
+    """
+    parts = [_side_by_side(part) for part in parts]
+    rows, total = values.shape
+    block = min(_BLOCK, triton.next_power_of_2(total))
+    rows_kernel[(rows,)](
+        tuple(parts), tuple(part.stride(0) for part in parts), values, scales,
+        WIDTHS=tuple(part.shape[1] for part in parts), TOTAL=total, BLOCK=block, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def launch_columns(parts: Sequence[Tensor], values: Tensor, scales: Tensor) -> None:
+    """Round the columns of matrices [N_i, D], one above the other, in bf16 or fp32.
+
+    Args:
+        parts: of any strides.
+        values: [D, ΣN_i] fp8, contiguous, written.
+        scales: [D, 1] fp32, written.
+    """
+    columns, total = values.shape
+    parts = [_side_by_side(part) for part in parts]
+    largest = torch.zeros(columns, dtype=torch.int32, device=values.device)
+    tiles, sizes = triton.cdiv(columns, _TILE_COLUMNS), {"BN": _TILE_ROWS, "BD": _TILE_COLUMNS, "num_warps": _WARPS}
+    for x in parts:
+        grid = tiles, triton.cdiv(len(x), _SIZES_ROWS)
+        column_sizes_kernel[grid](x, x.stride(0), largest, _SIZES_ROWS, *x.shape, **sizes)
+    start = 0
+    for x in parts:
+        grid = tiles, triton.cdiv(len(x), _TILE_ROWS)
+        columns_kernel[grid](x, x.stride(0), largest, values[:, start:], scales, total, *x.shape, **sizes)
+        start += len(x)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,11 +1,11 @@
 """Background execution of scans between `launch` and `wait`: a thread on CPUs, a stream on CUDA.
 
 With gloo, a block must be folded and forwarded when it arrives. If `wait` did that, a rank busy with its own compute
-would delay all ranks after it. So the steps of a scan are one *job*. On CPUs a courier runs its jobs one after another
+would delay all ranks after it. So the steps of a scan are one *job*. On CPUs a worker runs its jobs one after another
 on a single background thread (torch operations and gloo's waits release the GIL); on CUDA the caller enqueues the job
-onto the courier's own stream, and no thread is needed.
+onto the worker's own stream, and no thread is needed.
 
-A courier belongs to one process group and one direction. Its jobs run in launch order, which is the same on every rank,
+A worker belongs to one process group and one direction. Its jobs run in launch order, which is the same on every rank,
 so no two ranks of a group can run scans in different orders.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from zeco_train.ops.seam import ScanRequest, fold
 from zeco_train.system import background
 
 
-class Promise:
+class Future:
     """A future tensor of a job, or the error that prevented it."""
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Promise:
         self._error: BaseException | None = None
         self._ready: torch.cuda.Event | None = None
 
-    def deliver(self, value: Tensor, is_ready: bool = False) -> None:
+    def set_result(self, value: Tensor, is_ready: bool = False) -> None:
         """Set the value; unless `is_ready`, it may still be computed by work queued on the current stream."""
         if has_streams(value.device) and not is_ready:
             self._ready = torch.cuda.Event()
@@ -50,13 +51,13 @@ class Promise:
         self._value = value
         self._settled.set()
 
-    def fail(self, error: BaseException) -> None:
+    def set_exception(self, error: BaseException) -> None:
         """Set the error, unless the value is already set."""
         if not self._settled.is_set():
             self._error = error
             self._settled.set()
 
-    def get(self) -> Tensor:
+    def result(self) -> Tensor:
         """Wait for the tensor; on CUDA returns at once and makes the current stream wait.
 
         Bounded, since every wait of a job is bounded.
@@ -68,7 +69,7 @@ class Promise:
         if self._ready is not None:
             stream = torch.cuda.current_stream(self._value.device)
             stream.wait_event(self._ready)
-            # Allocated on the courier's stream: the allocator must not reuse it while the caller's stream reads it.
+            # Allocated on the worker's stream: the allocator must not reuse it while the caller's stream reads it.
             self._value.record_stream(stream)
         return self._value
 
@@ -81,20 +82,20 @@ class PendingScan:
     """
 
     def __init__(self, want_carry: bool) -> None:
-        self.incoming = Promise()
-        self.carry = Promise() if want_carry else None
+        self.incoming = Future()
+        self.carry = Future() if want_carry else None
         self.ended: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
         """The incoming state, [B, H, K, V]; it may be `carry_in` itself, so do not write to it.
 
         Raises:
-            CommunicationError: a peer did not answer in time or is gone, in this scan or an earlier one of the courier.
+            CommunicationError: a peer did not answer in time or is gone, in this scan or an earlier one of the worker.
         """
-        return self.incoming.get()
+        return self.incoming.result()
 
     def finish(self) -> None:
-        """Join a captured scan to the current stream; else nothing is left to do, since the courier forwards."""
+        """Join a captured scan to the current stream; else nothing is left to do, since the worker forwards."""
         if self.ended is not None:
             torch.cuda.current_stream().wait_event(self.ended)
 
@@ -107,11 +108,11 @@ class PendingScan:
         """
         if self.carry is None:
             raise RuntimeError("carry_out needs a scan launched with want_carry=True")
-        return self.carry.get()
+        return self.carry.result()
 
     @property
-    def promises(self) -> list[Promise]:
-        """The promises that the job must deliver."""
+    def futures(self) -> list[Future]:
+        """The futures that the job must set."""
         return [self.incoming] if self.carry is None else [self.incoming, self.carry]
 
 
@@ -119,9 +120,9 @@ def scan_alone(request: ScanRequest) -> PendingScan:
     """The scan over one rank, for which both directions are the same."""
     scan = PendingScan(request.want_carry)
     incoming = request.first_incoming()
-    scan.incoming.deliver(incoming)
+    scan.incoming.set_result(incoming)
     if scan.carry is not None:
-        scan.carry.deliver(fold(request.state, request.transition, incoming))
+        scan.carry.set_result(fold(request.state, request.transition, incoming))
     return scan
 
 
@@ -133,7 +134,7 @@ class ScanJob(ABC):
 
     Attributes:
         operation: name of the collective, for errors.
-        wire, scan: the connection to peers, and the scan whose promises the job delivers; set before `post`.
+        wire, scan: the connection to peers, and the scan whose futures the job sets; set before `post`.
     """
 
     operation: str
@@ -149,48 +150,55 @@ class ScanJob(ABC):
     def own_state(self) -> Tensor:
         """This rank's state.
 
-        On the first rank in scan order, also delivers the incoming state, which is known, and folds `carry_in` into the
+        On the first rank in scan order, also sets the incoming state, which is known, and folds `carry_in` into the
         returned state.
         """
         request = self.request
         if not self.wire.is_first:
             return request.state
-        self.scan.incoming.deliver(request.first_incoming())
+        self.scan.incoming.set_result(request.first_incoming())
         return request.state if request.carry_in is None else fold(request.state, request.transition, request.carry_in)
 
     def broadcast_carry(self) -> None:
-        """Deliver the carry, if it is wanted, from the last rank, whose incoming state has been delivered."""
+        """Deliver the carry, if it is wanted, from the last rank, whose incoming state has been set."""
         scan, wire, request = self.scan, self.wire, self.request
         if scan.carry is None:
             return
         if wire.is_last:
-            carry = fold(request.state, request.transition, scan.incoming.get()).contiguous()
+            carry = fold(request.state, request.transition, scan.incoming.result()).contiguous()
         else:
             carry = torch.empty_like(request.state, memory_format=torch.contiguous_format)
         wire.broadcast(carry, wire.size - 1, "carry_out").wait()
-        scan.carry.deliver(carry)
+        scan.carry.set_result(carry)
 
     @abstractmethod
     def run(self) -> None:
-        """The remaining work, on the courier's thread or stream."""
+        """The remaining work, on the worker's thread or stream."""
 
 
-# The function to run, and the promises that it delivers.
-_Job = tuple[Callable[[], None], list[Promise]]
+class Watched(Protocol):
+    """Scans that a device runs by itself."""
+
+    def check(self) -> None:
+        """Raise `CommunicationError` if one has failed, without waiting for those in flight."""
+
+
+# The function to run, and the futures that it sets.
+_Job = tuple[Callable[[], None], list[Future]]
 
 
 @dataclass
-class _Lane:
-    """State shared by a courier and its thread, separate so that the thread does not keep the courier alive."""
+class _Queue:
+    """State shared by a worker and its thread, separate so that the thread does not keep the worker alive."""
 
     jobs: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     failure: BaseException | None = None
 
 
-class Courier:
+class ScanWorker:
     """Runs the scans of one process group in launch order.
 
-    After a failure the group's state is unknown (messages may be half delivered): all scans under way and later ones
+    After a failure the group's state is unknown (messages may be half set): all scans under way and later ones
     raise the first error.
 
     Args:
@@ -199,21 +207,21 @@ class Courier:
         topology: nodes of the group's ranks; also an attribute. None: all are on this machine.
 
     Attributes:
-        checks: called before each launch and by `drain`; each raises `CommunicationError` for a failed scan that no
-            call of this process has noticed.
+        watched: scans on a device, checked before each launch and by `drain`: no call of this process notices their
+            failures.
     """
 
     def __init__(self, group: ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> None:
         self.group, self.timeout = group, timeout
         self._topology = topology
-        self.checks: list[Callable[[], None]] = []
+        self.watched: list[Watched] = []
         self._wires: dict[tuple[str, bool], Wire] = {}
-        self._lane = _Lane()
+        self._queue = _Queue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._tags = 0
-        # None ends the thread; it refers to the lane only, so that an unused courier can be collected.
-        weakref.finalize(self, self._lane.jobs.put, None)
+        # None ends the thread; it refers to the queue_ only, so that an unused worker can be collected.
+        weakref.finalize(self, self._queue.jobs.put, None)
 
     @property
     def size(self) -> int:
@@ -239,7 +247,7 @@ class Courier:
 
         Raises:
             ValueError: this process is not in the group.
-            CommunicationError: an earlier scan of this courier failed, or a peer is gone.
+            CommunicationError: an earlier scan of this worker failed, or a peer is gone.
         """
         request = job.request
         job.wire = self.wire(job.operation, request.reverse)
@@ -248,7 +256,7 @@ class Courier:
         job.scan = scan = PendingScan(request.want_carry)
         with self._launching(request):
             job.post()
-            self.submit(job.run, scan.promises, request.state.device)
+            self.submit(job.run, scan.futures, request.state.device)
             if is_capturing(request.state.device):
                 # A capture must end with all its streams joined, even if this rank's sends are never waited for.
                 scan.ended = torch.cuda.Event()
@@ -257,7 +265,7 @@ class Courier:
 
     @contextlib.contextmanager
     def _launching(self, request: ScanRequest) -> Iterator[None]:
-        """Context manager around a launch and its inputs: on CUDA it runs on the courier's stream."""
+        """Context manager around a launch and its inputs: on CUDA it runs on the worker's stream."""
         self.check()
         tensors = [x for x in (request.state, request.transition, request.carry_in) if x is not None]
         has_stream = has_streams(request.state.device)
@@ -265,7 +273,7 @@ class Courier:
             try:
                 yield
             except CommunicationError as error:
-                self._lane.failure = error
+                self._queue.failure = error
                 raise
 
     def check(self) -> None:
@@ -274,14 +282,14 @@ class Courier:
         Raises:
             CommunicationError: a scan failed.
         """
-        if self._lane.failure is None:
+        if self._queue.failure is None:
             try:
-                for check in self.checks:
-                    check()
+                for scans in self.watched:
+                    scans.check()
             except CommunicationError as error:
-                self._lane.failure = error
-        if self._lane.failure is not None:
-            raise self._lane.failure
+                self._queue.failure = error
+        if self._queue.failure is not None:
+            raise self._queue.failure
 
     @contextlib.contextmanager
     def _side_stream(self, inputs: list[Tensor]) -> Iterator[None]:
@@ -297,23 +305,23 @@ class Courier:
             yield
 
     def take_tags(self, count: int) -> range:
-        """Message tags that no other scan of this courier uses; the same on every rank, since launch order is."""
+        """Message tags that no other scan of this worker uses; the same on every rank, since launch order is."""
         start = self._tags
         # A tag is a C int; the early tags are long free when the counter wraps around.
         self._tags = (start + count) % (1 << 30)
         return range(start, start + count)
 
-    def submit(self, run: Callable[[], None], promises: list[Promise], device: torch.device) -> None:
-        """Schedule `run`, which delivers the promises, after all earlier jobs."""
-        job = run, promises
+    def submit(self, run: Callable[[], None], futures: list[Future], device: torch.device) -> None:
+        """Schedule `run`, which sets the futures, after all earlier jobs."""
+        job = run, futures
         if has_streams(device):
-            _run(job, self._lane)
+            _run(job, self._queue)
             return
         if self._thread is None or not self._thread.is_alive():
             self._thread = background.start(
-                _serve, self._lane, name="zeco-courier", stop=partial(self._lane.jobs.put, None)
+                _serve, self._queue, name="zeco-scans", stop=partial(self._queue.jobs.put, None)
             )
-        self._lane.jobs.put(job)
+        self._queue.jobs.put(job)
 
     def drain(self) -> None:
         """Wait until everything launched is received *and* sent; call before destroying a group.
@@ -323,29 +331,29 @@ class Courier:
         """
         if self._thread is not None:
             # Jobs run in launch order: when this one runs, all others are over.
-            drained = Promise()
-            self.submit(lambda: drained.deliver(torch.empty(0)), [drained], torch.device("cpu"))
-            drained.get()
+            drained = Future()
+            self.submit(lambda: drained.set_result(torch.empty(0)), [drained], torch.device("cpu"))
+            drained.result()
         if self._stream is not None:
             self._stream.synchronize()
         self.check()
 
 
-def _serve(lane: _Lane) -> None:
-    while (job := lane.jobs.get()) is not None:
-        _run(job, lane)
+def _serve(queue_: _Queue) -> None:
+    while (job := queue_.jobs.get()) is not None:
+        _run(job, queue_)
         # Drop the reference, which would keep the last scan's tensors alive until the next job.
         del job
 
 
-def _run(job: _Job, lane: _Lane) -> None:
-    run, promises = job
-    if lane.failure is None:
+def _run(job: _Job, queue_: _Queue) -> None:
+    run, futures = job
+    if queue_.failure is None:
         try:
             with torch.no_grad():  # grad mode is per thread
                 run()
         except BaseException as error:  # keep the thread alive to fail later jobs; the caller raises
-            lane.failure = error
-    if lane.failure is not None:
-        for promise in promises:
-            promise.fail(lane.failure)
+            queue_.failure = error
+    if queue_.failure is not None:
+        for future in futures:
+            future.set_exception(queue_.failure)

@@ -6,12 +6,20 @@ together: that keeps enough bytes on their way, and no thread needs another. Pro
 
 Tensors over tokens are [B, T, C], over runs [B, runs, C], of the ends of a rank's tokens [B, C]; all are contiguous.
 Sums are fp32. A restart is a log-decay of −inf.
+
+Launches of the kernels of the elementwise recurrence: tiles and grids.
+
+The kernels of the elementwise recurrence (`zeco_train.ops.hgrn`). Triton only.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -30,15 +38,15 @@ def _load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_log_decays(g, pieces, start, T, C, columns, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _load_log_decays(g, doc_ids, start, T, C, columns, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Rows of log-decays, −inf at restarts; zeros after the last token."""
     rows = _load_rows(g, start, T, C, columns, ROWS)
     if DOCUMENTS:
         marked = ()
-        before = tl.load(pieces + start - 1, mask=start > 0, other=0)
+        before = tl.load(doc_ids + start - 1, mask=start > 0, other=0)
         for row in tl.static_range(ROWS):
-            piece = tl.load(pieces + start + row, mask=start + row < T, other=0)
-            # There is none after the last token, where pieces count as 0.
+            piece = tl.load(doc_ids + start + row, mask=start + row < T, other=0)
+            # There is none after the last token, where doc_ids count as 0.
             marked = _append(marked, tl.where(piece > before, float("-inf"), rows[row]))
             before = piece
         rows = marked
@@ -49,7 +57,7 @@ def _load_log_decays(g, pieces, start, T, C, columns, ROWS: tl.constexpr, DOCUME
 def summaries_kernel(
     x,  # [B, T, C], x; do if REVERSE
     g,  # [B, T, C] fp32
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     states,  # [B, runs, C] fp32, written
     log_decays,  # [B, runs, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
@@ -72,7 +80,7 @@ def summaries_kernel(
     for step in range(steps):
         start = first + (steps - 1 - step) * ROWS if REVERSE else first + step * ROWS
         values = _load_rows(x + offset, start, T, C, columns, ROWS)
-        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
         for row in tl.static_range(ROWS):
             if REVERSE:
                 value, log = values[ROWS - 1 - row], logs[ROWS - 1 - row]
@@ -136,7 +144,7 @@ def _true_end(states, log_decays, other, batch, channels, columns, C):
 def outputs_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     starts,  # [B, runs, C] fp32, of `starts_kernel`
     prefix,  # [B, runs, C] fp32, of `starts_kernel`
     incoming,  # [B, C], R
@@ -159,7 +167,7 @@ def outputs_kernel(
     for start in range(first, tl.minimum(first + run, T), ROWS):
         tl.store(states + (batch * tl.cdiv(T, ROWS) + start // ROWS) * C + channels, state, mask=columns)
         values = _load_rows(x + offset, start, T, C, columns, ROWS)
-        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
         for row in tl.static_range(ROWS):
             state = tl.exp(logs[row]) * state + values[row]
             mask = columns & (start + row < T)
@@ -171,7 +179,7 @@ def grads_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
     do,  # [B, T, C]
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     states,  # [B, ⌈T / ROWS⌉, C] fp32, of `outputs_kernel`
     ends,  # [B, runs, C] fp32, of `starts_kernel` in reverse
     suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
@@ -196,7 +204,7 @@ def grads_kernel(
     for step in range(steps):
         start = first + (steps - 1 - step) * ROWS
         values = _load_rows(x + offset, start, T, C, columns, ROWS)
-        logs = _load_log_decays(g + offset, pieces, start, T, C, columns, ROWS, DOCUMENTS)
+        logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
         output_grads = _load_rows(do + offset, start, T, C, columns, ROWS)
         of_step = (batch * tl.cdiv(T, ROWS) + start // ROWS) * C + channels
         state = tl.load(states + of_step, mask=columns, other=0.0)
@@ -212,3 +220,128 @@ def grads_kernel(
             tl.store(dx + offset + token * C, grad.to(dx.dtype.element_ty), mask=mask)
             tl.store(dg + offset + token * C, grad * decayed[ROWS - 1 - row], mask=mask)
             grad *= decays[ROWS - 1 - row]
+
+
+class HgrnWalk(NamedTuple):
+    """How the kernels over all tokens are divided.
+
+    Attributes:
+        rows: tokens whose loads are issued together, and between which states are saved.
+        channels: of a program, which is one warp: with two of a thread, a load is 4 bytes in bf16, 8 in fp32.
+        programs: about as many are launched: one wave on a large GPU. The same on every device, so that the sums are.
+        shortest: tokens of a program, at least.
+    """
+
+    rows: int
+    channels: int
+    programs: int
+    shortest: int
+
+    def run(self, batch: int, tokens: int, channels: int) -> int:
+        """Tokens of a program, a multiple of `rows`."""
+        runs = max(1, self.programs // (batch * triton.cdiv(channels, self.channels)))
+        tokens = max(triton.cdiv(tokens, runs), min(tokens, self.shortest))
+        return triton.cdiv(tokens, self.rows) * self.rows
+
+
+WALK = HgrnWalk(rows=16, channels=64, programs=4096, shortest=64)
+# Runs whose loads are issued together, and channels of a program, one of a thread, where runs are joined.
+_JOINED, _CHANNELS = 32, 32
+
+
+class HgrnSummaries(NamedTuple):
+    """Runs of a rank's tokens joined from a zero start, or in reverse from a zero end.
+
+    Attributes:
+        starts: [B, runs, C] fp32, what each starts from, or ends with.
+        log_decays: [B, runs, C] fp32, of all runs before it, or after it.
+        state: [B, H, K, 1] fp32, S_loc or D_loc.
+        log_decay: [B, H, K] fp32, of all tokens.
+    """
+
+    starts: Tensor
+    log_decays: Tensor
+    state: Tensor
+    log_decay: Tensor
+
+
+def states_shape(x: Tensor) -> tuple[int, int, int]:
+    """[B, ⌈T / rows⌉, C], of the states that are saved, for x [B, T, H, K]."""
+    batch, tokens, heads, key_dim = x.shape
+    return batch, -(-tokens // WALK.rows), heads * key_dim
+
+
+def launch_summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -> HgrnSummaries:
+    """Summarise the runs of tokens, and join them.
+
+    Args:
+        x: [B, T, H, K], contiguous, as all here; in reverse do.
+        g: [B, T, H, K] fp32.
+        doc_ids: [T], see `zeco_train.ops.documents`.
+        reverse: from the last token to the first.
+    """
+    B, T, H, K = x.shape
+    C, run = H * K, WALK.run(B, T, H * K)
+    runs = triton.cdiv(T, run)
+    starts, log_decays = torch.empty(2, B, runs, C, dtype=torch.float32, device=x.device)
+    state, log_decay = torch.empty(2, B, H, K, dtype=torch.float32, device=x.device)
+    summaries_kernel[(triton.cdiv(C, WALK.channels), runs, B)](
+        x, g, doc_ids, starts, log_decays, run, T, C,
+        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, REVERSE=reverse, num_warps=1,
+    )  # fmt: skip
+    starts_kernel[(triton.cdiv(C, _CHANNELS), B)](
+        starts, log_decays, state, log_decay, runs, C, ROWS=_JOINED, BC=_CHANNELS, REVERSE=reverse, num_warps=1,
+    )  # fmt: skip
+    return HgrnSummaries(starts, log_decays, state.unsqueeze(-1), log_decay)
+
+
+def launch_outputs(
+    x: Tensor, g: Tensor, doc_ids: Tensor | None, summaries: HgrnSummaries, incoming: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute h [B, T, H, K] in the dtype of x, and the states to save (`states_shape`), fp32.
+
+    Args:
+        x: [B, T, H, K].
+        g: [B, T, H, K] fp32.
+        doc_ids: [T], see `zeco_train.ops.documents`.
+        summaries: of the same x, g and doc_ids.
+        incoming: R, [B, H, K, 1].
+    """
+    B, T, H, K = x.shape
+    o, states = torch.empty_like(x), torch.empty(states_shape(x), dtype=torch.float32, device=x.device)
+    outputs_kernel[(triton.cdiv(H * K, WALK.channels), summaries.starts.shape[1], B)](
+        x, g, doc_ids, summaries.starts, summaries.log_decays, incoming.contiguous(), o, states,
+        WALK.run(B, T, H * K), T, H * K,
+        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
+    )  # fmt: skip
+    return o, states
+
+
+def launch_grads(
+    x: Tensor,
+    g: Tensor,
+    do: Tensor,
+    doc_ids: Tensor | None,
+    states: Tensor,
+    summaries: HgrnSummaries,
+    incoming: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute dx in the dtype of x and dg fp32, [B, T, H, K].
+
+    Args:
+        x: [B, T, H, K].
+        g: [B, T, H, K] fp32.
+        do: [B, T, H, K].
+        doc_ids: [T], see `zeco_train.ops.documents`.
+        states: of `launch_outputs`.
+        summaries: in reverse, of do.
+        incoming: D_in, [B, H, K, 1].
+    """
+    B, T, H, K = x.shape
+    dx, dg = torch.empty_like(x), torch.empty_like(g)
+    grads_kernel[(triton.cdiv(H * K, WALK.channels), summaries.starts.shape[1], B)](
+        x, g, do, doc_ids, states, summaries.starts, summaries.log_decays, incoming.contiguous(), dx, dg,
+        WALK.run(B, T, H * K), T, H * K,
+        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
+    )  # fmt: skip
+    return dx, dg

@@ -16,35 +16,30 @@ from __future__ import annotations
 import torch
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier, PendingScan, ScanJob
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker
 from zeco_train.ops.seam import ScanRequest, fold
 
 
-def launch_neighbour(request: ScanRequest, courier: Courier) -> PendingScan:
+def launch_halo(request: ScanRequest, worker: ScanWorker) -> PendingScan:
     """Start the scan. The receive is posted before this returns; this rank's state is sent without its `wait`.
 
     Args:
         request: this rank's part.
-        courier: of the group and the request's direction.
+        worker: of the group and the request's direction.
 
     Raises:
         ValueError: this process is not in the group.
-        CommunicationError: an earlier scan of the courier failed, or a peer is gone.
+        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
     """
-    return courier.launch(_Neighbour(request, courier.take_tags(1)[0]))
+    return worker.launch(_Halo(request, worker.take_tags(1)[0]))
 
 
-class _Neighbour(ScanJob):
-    """One message to the next rank.
+class _Halo(ScanJob):
+    """One message to the next rank."""
 
-    Args:
-        request: this rank's part.
-        tag: of the message.
-    """
-
-    operation = "neighbour_scan"
+    operation = "halo_scan"
 
     def __init__(self, request: ScanRequest, tag: int) -> None:
         super().__init__(request)
@@ -52,17 +47,15 @@ class _Neighbour(ScanJob):
         self._receive: Transfer | None = None
 
     def post(self) -> None:
-        """Post the receive; the first rank knows its incoming state."""
         request, wire = self.request, self.wire
         if wire.is_first:
             self._incoming = request.first_incoming()
-            self.scan.incoming.deliver(self._incoming)
+            self.scan.incoming.set_result(self._incoming)
         else:
             self._incoming = torch.empty_like(request.state, memory_format=torch.contiguous_format)
             self._receive = wire.receive(self._incoming, wire.position - 1, self._tag, "the state")
 
     def run(self) -> None:
-        """Send, then wait for the other rank's message; or wait first, if rows of it are sent on."""
         request, wire, scan, state = self.request, self.wire, self.scan, self.request.state
         if not request.cuts:
             self._take()
@@ -75,14 +68,14 @@ class _Neighbour(ScanJob):
         if scan.carry is not None:
             carry = state if wire.is_last else torch.empty_like(state)
             wire.broadcast(carry, wire.size - 1, "carry_out").wait()
-            scan.carry.deliver(carry)
+            scan.carry.set_result(carry)
 
     def _take(self) -> None:
         """Wait for the other rank's message, once."""
         if self._receive is not None:
             self._receive.wait()
             self._receive = None
-            self.scan.incoming.deliver(self._incoming)
+            self.scan.incoming.set_result(self._incoming)
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
@@ -90,10 +83,10 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
     return hop.message + hop.byte * load.state_bytes
 
 
-NEIGHBOUR = ScanSpec(
-    name="neighbour",
+HALO = ScanSpec(
+    name="halo",
     description="every rank sends its state to the next one, which needs no other",
-    launch=launch_neighbour,
+    launch=launch_halo,
     # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,

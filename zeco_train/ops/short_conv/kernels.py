@@ -9,12 +9,27 @@ over a run's tokens need no other thread. The kernels of the few tokens at the s
 
 Tensors over tokens [B, T, C] have strides, with channels side by side; states [B, 1, W − 1, C] are contiguous. Sums
 are fp32.
+
+Launches of the short convolution's kernels: tiles, grids and strides.
+
+The kernels of the short convolution (`zeco_train.ops.short_conv`). Triton only.
+
+The passes of the short convolution on Triton kernels, for inputs up to fp32; sums are fp32.
+
+The kernels also run on a CPU under Triton's interpreter.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward, check_state
 
 
 @triton.jit
@@ -28,7 +43,7 @@ def outputs_kernel(
     weight,  # [C, 1, W]
     bias,  # [C]
     incoming,  # [B, 1, W - 1, C] fp32, if RECEIVED
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     y,  # [B, T, C], contiguous, written
     x_batch,
     x_token,
@@ -49,7 +64,7 @@ def outputs_kernel(
     columns = channels < C
     x_of, y_of = x + batch * x_batch + channels, y + batch * T * C + channels
     shift = tl.load(bias + channels, mask=columns, other=0.0).to(tl.float32)
-    # The W - 1 inputs before a step and their pieces, oldest first; each step adds its own.
+    # The W - 1 inputs before a step and their doc_ids, oldest first; each step adds its own.
     taps, inputs, marks = (), (), ()
     for tap in tl.static_range(W):
         taps = _append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
@@ -61,14 +76,14 @@ def outputs_kernel(
             before = tl.load(x_of + source * x_token, mask=columns & (source >= 0), other=0.0)
         inputs = _append(inputs, before.to(tl.float32))
         if DOCUMENTS:
-            marks = _append(marks, tl.load(pieces + source, mask=source >= 0, other=0))
+            marks = _append(marks, tl.load(doc_ids + source, mask=source >= 0, other=0))
     for start in range(first, tl.minimum(first + run, last), ROWS):
         for row in tl.static_range(ROWS):
             token = start + row
             value = tl.load(x_of + token * x_token, mask=columns & (token < last), other=0.0)
             inputs = _append(inputs, value.to(tl.float32))
             if DOCUMENTS:
-                marks = _append(marks, tl.load(pieces + token, mask=token < last, other=0))
+                marks = _append(marks, tl.load(doc_ids + token, mask=token < last, other=0))
         for row in tl.static_range(ROWS):
             total = shift
             for tap in tl.static_range(W):
@@ -83,7 +98,7 @@ def outputs_kernel(
 
 @triton.jit
 def _next_rows(rows, marks, W: tl.constexpr, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The last W - 1 rows of a step, with which the next one begins, and their pieces."""
+    """The last W - 1 rows of a step, with which the next one begins, and their doc_ids."""
     kept, kept_marks = (), ()
     for row in tl.static_range(W - 1):
         kept = _append(kept, rows[ROWS + row])
@@ -96,7 +111,7 @@ def _next_rows(rows, marks, W: tl.constexpr, ROWS: tl.constexpr, DOCUMENTS: tl.c
 def grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     x,  # [B, T, C]
     dx,  # [B, T, C], contiguous, written
     sums,  # [B, runs, W + 1, C] fp32, written: parts of dweight[:, 0, j] in row j, of dbias in row W
@@ -118,7 +133,7 @@ def grads_kernel(
     batch = tl.program_id(2).to(tl.int64)
     columns = channels < C
     do_of, x_of, dx_of = do + batch * do_batch + channels, x + batch * x_batch + channels, dx + batch * T * C + channels
-    # do of a step's first W - 1 tokens and their pieces; each step adds as many as it has tokens.
+    # do of a step's first W - 1 tokens and their doc_ids; each step adds as many as it has tokens.
     taps, totals, grads, marks = (), (), (), ()
     for tap in tl.static_range(W):
         taps = _append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
@@ -128,7 +143,7 @@ def grads_kernel(
         token = first + row
         grads = _append(grads, tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0).to(tl.float32))
         if DOCUMENTS:
-            marks = _append(marks, tl.load(pieces + token, mask=token < T, other=0))
+            marks = _append(marks, tl.load(doc_ids + token, mask=token < T, other=0))
     for start in range(first, tl.minimum(first + run, T), ROWS):
         values = ()
         for row in tl.static_range(ROWS):
@@ -139,7 +154,7 @@ def grads_kernel(
             grad = tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0)
             grads = _append(grads, grad.to(tl.float32))
             if DOCUMENTS:
-                marks = _append(marks, tl.load(pieces + token, mask=token < T, other=0))
+                marks = _append(marks, tl.load(doc_ids + token, mask=token < T, other=0))
         for row in tl.static_range(ROWS):
             total = tl.zeros((BC,), tl.float32)
             # Rows of tokens after the shard are zeros, and so are their parts of the sums.
@@ -161,18 +176,18 @@ def grads_kernel(
 
 @triton.jit
 def _grads_of(
-    do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W: tl.constexpr, DOCUMENTS: tl.constexpr
+    do, weight, doc_ids, batch, tokens, channels, do_batch, do_token, T, C, W: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
     """Gradients dx of a tile of tokens, in fp32, with zeros after the shard; tokens before the shard are of piece 0."""
     columns = channels < C
     total = tl.zeros((tokens.shape[0], channels.shape[0]), tl.float32)
     if DOCUMENTS:
-        piece = tl.load(pieces + tokens, mask=(tokens >= 0) & (tokens < T), other=0)
+        piece = tl.load(doc_ids + tokens, mask=(tokens >= 0) & (tokens < T), other=0)
     for lag in tl.static_range(W):
         target = tokens + lag
         seen = (target >= 0) & (target < T)
         if DOCUMENTS:
-            seen = seen & (tl.load(pieces + target, mask=seen, other=-1) == piece)
+            seen = seen & (tl.load(doc_ids + target, mask=seen, other=-1) == piece)
         offsets = batch * do_batch + target[:, None] * do_token + channels[None, :]
         grad = tl.load(do + offsets, mask=seen[:, None] & columns[None, :], other=0.0).to(tl.float32)
         tap = tl.load(weight + channels * W + (W - 1 - lag), mask=columns, other=0.0).to(tl.float32)
@@ -184,7 +199,7 @@ def _grads_of(
 def received_grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     grads,  # [B, 1, W - 1, C] fp32, D_loc, written
     do_batch,
     do_token,
@@ -200,7 +215,7 @@ def received_grads_kernel(
     batch = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, ROWS)
     tokens = rows.to(tl.int64) - (W - 1)
-    total = _grads_of(do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
+    total = _grads_of(do, weight, doc_ids, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
     offsets = (batch * (W - 1) + rows)[:, None] * C + channels[None, :]
     tl.store(grads + offsets, total, mask=(rows < W - 1)[:, None] & (channels < C)[None, :])
 
@@ -209,7 +224,7 @@ def received_grads_kernel(
 def last_grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
-    pieces,  # [T] int32, if DOCUMENTS
+    doc_ids,  # [T] int32, if DOCUMENTS
     incoming,  # [B, 1, W - 1, C] fp32, R
     incoming_grad,  # [B, 1, W - 1, C] fp32, D_in
     sums,  # [parts, W + 1, C] fp32, of grads_kernel
@@ -244,7 +259,7 @@ def last_grads_kernel(
             target = row % (W - 1) - tap
             seen = (row < B * (W - 1)) & (target >= 0) & (target < T)
             if DOCUMENTS:
-                seen = seen & (tl.load(pieces + target, mask=seen, other=-1) == 0)
+                seen = seen & (tl.load(doc_ids + target, mask=seen, other=-1) == 0)
             mask = seen[:, None] & columns
             offsets = (row // (W - 1) * do_batch + target * do_token)[:, None] + channels[None, :]
             value = tl.load(incoming + row[:, None] * C + channels[None, :], mask=mask, other=0.0)
@@ -261,9 +276,171 @@ def last_grads_kernel(
         inside = (rows < W - 1) & (tokens >= 0)
         kept = inside
         if DOCUMENTS:
-            kept = kept & (tl.load(pieces + tokens, mask=inside, other=-1) == tl.load(pieces + T - 1))
+            kept = kept & (tl.load(doc_ids + tokens, mask=inside, other=-1) == tl.load(doc_ids + T - 1))
         offsets = (batch * (W - 1) + rows)[:, None] * C + channels[None, :]
         grads = tl.load(incoming_grad + offsets, mask=kept[:, None] & columns, other=0.0).to(tl.float32)
-        grads += _grads_of(do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
+        grads += _grads_of(do, weight, doc_ids, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
         offsets = (batch * T + tokens)[:, None] * C + channels[None, :]
         tl.store(dx + offsets, grads.to(dx.dtype.element_ty), mask=inside[:, None] & columns)
+
+
+class ShortConvWalk(NamedTuple):
+    """How a kernel over all tokens is divided.
+
+    Attributes:
+        warps: of a program. A thread has 4 channels: a load is 8 bytes in bf16, 16 in fp32.
+        rows: tokens whose loads are issued together.
+        programs: about as many are launched: one wave on a large GPU. The same on every device, so that the sums are.
+        shortest: tokens of a program, at least. Each reads w − 1 more.
+    """
+
+    warps: int
+    rows: int
+    programs: int
+    shortest: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of a program."""
+        return 128 * self.warps
+
+    def run(self, batch: int, tokens: int, channels: int) -> int:
+        """Tokens of a program, a multiple of `rows`."""
+        runs = max(1, self.programs // (batch * triton.cdiv(channels, self.channels)))
+        tokens = max(triton.cdiv(tokens, runs), min(tokens, self.shortest))
+        return triton.cdiv(tokens, self.rows) * self.rows
+
+
+OUTPUTS = ShortConvWalk(warps=1, rows=8, programs=4096, shortest=64)
+GRADS = ShortConvWalk(warps=1, rows=8, programs=2048, shortest=64)
+
+# The tiles of tokens at the ends of a shard, and of partial sums.
+_CHANNELS = 32
+_PARTS = 32
+
+
+def launch_outputs(
+    x: Tensor, weight: Tensor, bias: Tensor, incoming: Tensor | None, doc_ids: Tensor | None, y: Tensor
+) -> None:
+    """Compute y [B, T, C] with zeros before the shard; or its first w − 1 tokens after the received inputs."""
+    x, walk = _side_by_side(x), OUTPUTS
+    (B, T, C), W = x.shape, weight.shape[2]
+    last = T if incoming is None else min(T, W - 1)
+    # The received inputs precede the first run, so there is one.
+    run = walk.run(B, T, C) if incoming is None else triton.cdiv(last, walk.rows) * walk.rows
+    outputs_kernel[(triton.cdiv(C, walk.channels), triton.cdiv(last, run), B)](
+        x, weight.contiguous(), bias.contiguous(), None if incoming is None else incoming.contiguous(), doc_ids, y,
+        x.stride(0), x.stride(1), run, last, T, C, W=W, ROWS=walk.rows, BC=walk.channels,
+        DOCUMENTS=doc_ids is not None, RECEIVED=incoming is not None, num_warps=walk.warps,
+    )  # fmt: skip
+
+
+def launch_received_grads(do: Tensor, weight: Tensor, doc_ids: Tensor | None, grads: Tensor) -> None:
+    """Write D_loc, the gradients of the received inputs, [B, 1, w − 1, C], contiguous."""
+    do = _side_by_side(do)
+    (B, T, C), W = do.shape, weight.shape[2]
+    received_grads_kernel[(triton.cdiv(C, _CHANNELS), B)](
+        do, weight.contiguous(), doc_ids, grads, do.stride(0), do.stride(1), T, C, W=W,
+        ROWS=triton.next_power_of_2(W - 1), BC=_CHANNELS, DOCUMENTS=doc_ids is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def launch_grads(x: Tensor, do: Tensor, weight: Tensor, doc_ids: Tensor | None, dx: Tensor) -> Tensor:
+    """Compute dx with zeros after the shard, and partial sums of dweight and dbias without the received inputs.
+
+    Args:
+        x: [B, T, C].
+        do: [B, T, C].
+        weight: [C, 1, w].
+        doc_ids: [T], see `zeco_train.ops.documents`.
+        dx: [B, T, C], contiguous, written.
+
+    Returns:
+        [parts, w + 1, C] fp32: parts of dweight[:, 0, j] in row j, of dbias in row w.
+    """
+    x, do, walk = _side_by_side(x), _side_by_side(do), GRADS
+    (B, T, C), W = x.shape, weight.shape[2]
+    run = walk.run(B, T, C)
+    runs = triton.cdiv(T, run)
+    sums = torch.empty(B * runs, W + 1, C, dtype=torch.float32, device=x.device)
+    grads_kernel[(triton.cdiv(C, walk.channels), runs, B)](
+        do, weight.contiguous(), doc_ids, x, dx, sums, do.stride(0), do.stride(1), x.stride(0), x.stride(1), run, T, C,
+        W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=doc_ids is not None, num_warps=walk.warps,
+    )  # fmt: skip
+    return sums
+
+
+def launch_last_grads(
+    do: Tensor,
+    weight: Tensor,
+    doc_ids: Tensor | None,
+    states: tuple[Tensor, Tensor],
+    sums: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Complete all gradients: dx of the last w − 1 tokens, and the sums, always in the same order.
+
+    Args:
+        do: [B, T, C].
+        weight: [C, 1, w].
+        doc_ids: [T], see `zeco_train.ops.documents`.
+        states: R and D_in, [B, 1, w − 1, C].
+        sums: [parts, w + 1, C], see `launch_grads`.
+        grads: dx [B, T, C], of which the last w − 1 tokens are written; dweight [C, 1, w] and dbias [C], written.
+            Contiguous.
+    """
+    do, (incoming, incoming_grad) = _side_by_side(do), states
+    (B, T, C), W = do.shape, weight.shape[2]
+    last_grads_kernel[(triton.cdiv(C, _CHANNELS), W + 1 + B)](
+        do, weight.contiguous(), doc_ids, incoming.contiguous(), incoming_grad.contiguous(), sums, *grads,
+        do.stride(0), do.stride(1), sums.shape[0], B, T, C, W=W, ROWS=triton.next_power_of_2(W - 1), PARTS=_PARTS,
+        BC=_CHANNELS, DOCUMENTS=doc_ids is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """Return x with its channels side by side, as a part of a projection's output has them already."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+class ShortConvKernelForward(PlainForward):
+    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
+
+    def overlap(self) -> None:
+        """Convolve with zeros before the shard."""
+        self._y = torch.empty_like(self._x, memory_format=torch.contiguous_format)
+        launch_outputs(self._x, self._weight, self._bias, None, self._doc_ids, self._y)
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        """Compute y [B, T, C], given R [B, 1, w − 1, C]: its first w − 1 tokens once more, with R before them."""
+        check_state(incoming_state, "incoming_state", self._x, self._weight)
+        launch_outputs(self._x, self._weight, self._bias, incoming_state, self._doc_ids, self._y)
+        return self._y
+
+
+class ShortConvKernelBackward(PlainBackward):
+    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
+
+    def _received_grads(self) -> Tensor:
+        grads = torch.empty_like(self._incoming, memory_format=torch.contiguous_format)
+        launch_received_grads(self._do, self._weight, self._doc_ids, grads)
+        return grads
+
+    def overlap(self) -> None:
+        """Compute dx with zeros after the shard, and dweight and dbias in parts."""
+        self._dx = torch.empty_like(self._x, memory_format=torch.contiguous_format)
+        self._sums = launch_grads(self._x, self._do, self._weight, self._doc_ids, self._dx)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Return dx, dweight, dbias, given D_in [B, 1, w − 1, C], the gradient of the last w − 1 inputs."""
+        check_state(incoming_grad, "incoming_grad", self._x, self._weight)
+        dweight, dbias = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self._weight, self._bias)
+        )
+        # One launch for the last tokens and the sums: a launch costs the host more than the device.
+        states, grads = (self._incoming, incoming_grad), (self._dx, dweight, dbias)
+        launch_last_grads(self._do, self._weight, self._doc_ids, states, self._sums, grads)
+        return grads
+
+
+CUDA = Passes(ShortConvKernelForward, ShortConvKernelBackward)

@@ -1,1 +1,0 @@
-"""The kernel of AdamW (`zeco_train.training.optim.adamw`). Triton only."""

@@ -1,1 +1,0 @@
-"""Copies of gradients and weights around FSDP2's communication (`zeco_train.distributed`). Triton only."""

@@ -1,1 +1,0 @@
-"""The kernels of the elementwise recurrence (`zeco_train.ops.hgrn`). Triton only."""

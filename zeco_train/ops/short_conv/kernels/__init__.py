@@ -1,1 +1,0 @@
-"""The kernels of the short convolution (`zeco_train.ops.short_conv`). Triton only."""

@@ -1,0 +1,173 @@
+"""Which scan ZeCO runs: the link that the ranks share, what happens without it, and the fastest algorithm over it.
+
+Decided in this order, from what all ranks know alike, so no rank decides otherwise:
+
+1. the candidates: `AllScanConfig.scans_over` the nodes, once;
+2. the link (`Chooser.link`), once: messages on CPUs, over several nodes, with `transport=p2p`, and where the GPUs have
+   no symmetric memory; else symmetric memory;
+3. for each shape and direction of states the fastest candidate over that link (`choose`, by the cost model); a scan
+   that the kernels cannot run goes by messages.
+
+`transport=symmetric` refuses where `auto` falls back, with the same reason; a fallback is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeco_train.collectives import ScanWorker
+from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load
+from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.symmetric import request_problem, transport_problem
+from zeco_train.errors import ConfigError
+from zeco_train.ops.seam import ScanRequest
+from zeco_train.sp.all_scan_config import AllScanConfig, AllScanTransport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The result of `choose`.
+
+    Attributes:
+        scan: the algorithm.
+        link: the transport.
+        blocks: number of blocks if states are sent in blocks over messages; else None.
+        seconds: predicted time.
+    """
+
+    scan: ScanSpec
+    link: Link
+    blocks: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.scan.name}{'' if self.blocks is None else f' of {self.blocks} blocks'} by {self.link.value}"
+
+
+def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> Choice:
+    """The fastest scan by the cost model; the first of equals.
+
+    Args:
+        scans: candidates; those without an implementation for the link are skipped.
+        costs: of the link.
+        load: the scan's size, over P ≥ 2 ranks.
+        blocks: number of blocks if states are sent in blocks; None is the best number over messages, and 16,384
+            elements each in one kernel.
+
+    Raises:
+        ValueError: none of them has an implementation for the link.
+    """
+    choices = []
+    for scan in scans:
+        if scan.runs_on(costs.link):
+            count = blocks if scan.best_blocks else None
+            if count is None and scan.best_blocks and costs.link is not Link.symmetric:
+                count = scan.best_blocks(costs, load)
+            choices.append(Choice(scan, costs.link, count, scan.seconds(costs, load, count)))
+    return min(choices, key=lambda choice: choice.seconds)
+
+
+def eligible(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[ScanSpec]:
+    """The scans that `choose` may return for some state size."""
+    if costs.link is not Link.symmetric:
+        return list(scans)
+    # All times are linear in the size: a scan that is faster at both extreme sizes is faster in between.
+    ends = [choose(scans, costs, Load(ranks, (1, 1, 1, 1), itemsize)).scan for itemsize in (0, 1 << 62)]
+    return [scan for scan in scans if scan in ends]
+
+
+class Chooser:
+    """Chooses link and algorithm for the scans of one group of ranks, and logs what it chose.
+
+    Args:
+        worker: of the group, in either direction.
+        settings: allowed algorithms and transport.
+
+    Attributes:
+        scans: the allowed algorithms over these nodes.
+
+    Raises:
+        ConfigError: the configured algorithm cannot run over the nodes.
+    """
+
+    def __init__(self, worker: ScanWorker, settings: AllScanConfig) -> None:
+        self._worker, self._topology = worker, worker.topology
+        if self._topology.nodes > 1 and _is_main():
+            given = "" if settings.ranks_per_node is None else " (sp.all_scan.ranks_per_node)"
+            logger.info("ranks of a sequence: %s%s", self._topology, given)
+        self.scans = settings.scans_over(self._topology)
+        self._transport, self._blocks = settings.transport, settings.num_blocks
+        self._link: Link | None = None
+        self._fell_back: set[str] = set()
+
+    def choose(self, request: ScanRequest, load: Load, scans: Sequence[ScanSpec]) -> Choice:
+        """The fastest of `scans` over the link for requests of this size; collective on CUDA, the first time.
+
+        Raises:
+            ConfigError: `transport=symmetric`, and the ranks or the scan do not support it. On all ranks.
+        """
+        link = self.link(request.state.device)
+        problem = request_problem(request) if link is Link.symmetric else None
+        if problem is not None:
+            self._fall_back(problem)
+            # The ranks could use symmetric memory, so they are on one machine.
+            link = Link.nccl
+        choice = choose(scans, MEASURED[link], load, self._blocks)
+        if _is_main():
+            logger.info("all-scan of %.3g MB over %d ranks: %s", load.state_bytes / 1e6, load.ranks, choice)
+        return choice
+
+    def eligible(self, device: torch.device) -> Sequence[ScanSpec]:
+        """The algorithms that may be chosen for states on a device. Collective on CUDA, the first time."""
+        if len(self.scans) == 1:
+            return self.scans
+        return eligible(self.scans, MEASURED[self.link(device)], self._worker.size)
+
+    def link(self, device: torch.device) -> Link:
+        """The link that the ranks support, the same in both directions. Collective on CUDA, the first time.
+
+        Raises:
+            ConfigError: `transport=symmetric`, and they do not support it. On all ranks.
+        """
+        if self._link is None:
+            self._link = self._find_link(device)
+        return self._link
+
+    def _find_link(self, device: torch.device) -> Link:
+        if device.type != "cuda":
+            if self._transport is AllScanTransport.symmetric:
+                self._fall_back(f"the states are on {device.type}")
+            return Link.gloo
+        if self._transport is not AllScanTransport.p2p:
+            problem = self._symmetric_problem(device)
+            if problem is None:
+                return Link.symmetric
+            self._fall_back(problem)
+        return Link.nccl if self._topology.nodes == 1 else Link.nccl_across_nodes
+
+    def _symmetric_problem(self, device: torch.device) -> str | None:
+        if not any(scan.kernel for scan in self.scans):
+            return f"{self.scans[0].name} has no kernel yet"
+        if self._topology.nodes > 1:
+            return f"the ranks are on {self._topology}"
+        return transport_problem(self._worker, device)
+
+    def _fall_back(self, problem: str) -> None:
+        """Log why symmetric memory is not used, or raise if it was requested."""
+        if self._transport is AllScanTransport.symmetric:
+            allowed = f"needs GPUs of one NVLink domain ({problem}); or take auto or p2p"
+            raise ConfigError("sp.all_scan.transport", self._transport.value, allowed)
+        if problem not in self._fell_back and _is_main():
+            logger.warning("sp.all_scan.transport=auto takes p2p, which is slower: no symmetric memory (%s)", problem)
+        self._fell_back.add(problem)
+
+
+def _is_main() -> bool:
+    return dist.get_rank() == 0
