@@ -10,11 +10,10 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CommunicationError
-from zeco_train.lifecycle import watchdog
-from zeco_train.lifecycle.bounded_store import BoundedStore
-from zeco_train.lifecycle.watchdog import Watchdog
+from zeco_train.lifecycle import watch
+from zeco_train.lifecycle.join import Launch
+from zeco_train.lifecycle.watch import BoundedStore, Watchdog
 from zeco_train.system import background
 
 
@@ -83,7 +82,7 @@ def test_silent_store_fails_in_bounded_time_and_then_at_once(silent: SilentStore
 
 
 def test_rank_that_is_cut_off_names_the_store_and_ends(silent: SilentStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "node0")
     rank = Watchdog(Launch(1, 2, 1), cast(dist.Store, silent))
     silent.is_cut.set()

@@ -18,8 +18,8 @@ from tests.support.commands import REPOSITORY
 from tests.support.ends import ENDS
 from tests.support.waiting import ENOUGH
 from zeco_train.collectives.courier import Courier
-from zeco_train.distributed.mesh import Launch
-from zeco_train.lifecycle.job import Advice, Job
+from zeco_train.lifecycle.end import Advice, Job
+from zeco_train.lifecycle.join import Launch
 from zeco_train.system import background
 
 _CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}

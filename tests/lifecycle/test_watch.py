@@ -11,19 +11,19 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CommunicationError
-from zeco_train.lifecycle import watchdog
-from zeco_train.lifecycle.watchdog import Watchdog
+from zeco_train.lifecycle import watch
+from zeco_train.lifecycle.join import Launch
+from zeco_train.lifecycle.watch import Watchdog
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)
 def moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "_PERIOD_SECONDS", 0.02)
     # Fifty periods, enough for all threads on a busy machine.
-    monkeypatch.setattr(watchdog, "_LISTEN_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "_LISTEN_SECONDS", 1.0)
 
 
 def test_silent_peer_is_reported_with_step_and_operation() -> None:
@@ -51,7 +51,7 @@ def test_terminated_rank_distinguishes_lost_peer_from_stop(lost: bool) -> None:
     error = first.diagnose(CommunicationError(0, "start", "terminated by the launcher"))
     for rank in filter(None, (first, other)):
         rank.stop()
-    assert error.exit_code == (CommunicationError.exit_code if lost else watchdog.TERMINATED)
+    assert error.exit_code == (CommunicationError.exit_code if lost else watch.TERMINATED)
     assert ("rank 1 no longer answers" in str(error)) == lost
 
 

@@ -7,8 +7,11 @@ failing rank waits for no other. Any other exception is a bug and propagates.
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -19,16 +22,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from tqdm import tqdm
 
-from zeco_train.distributed.mesh import Launch, OwnRankError, launcher_store
-from zeco_train.distributed.postmortem import Postmortem
 from zeco_train.errors import CommunicationError, OutOfMemoryError, ZecoError, open_files_error
-from zeco_train.lifecycle.watchdog import TERMINATED, Watchdog, is_communication_failure
+from zeco_train.lifecycle.join import Launch, OwnRankError, launcher_store
+from zeco_train.lifecycle.watch import TERMINATED, Watchdog, is_communication_failure
 from zeco_train.system import background
 from zeco_train.system.signals import STOP_SIGNALS, catch_in_this_process, die_with_launcher
 from zeco_train.system.terminal import nobody_reads
@@ -40,6 +43,8 @@ logger = logging.getLogger(__name__)
 _SECONDS_TO_IMPORT = 20.0
 _SECONDS_AMONG_RANKS = 2.0
 _LOOK_SECONDS = 0.5
+# A dump queries the device for the state of operations, which may block on a hung device.
+_SECONDS_TO_DUMP = 5.0
 # Beyond the time-out of joining, whose own error is more specific.
 _SECONDS_LATE = 6.0
 
@@ -57,6 +62,71 @@ class Advice:
     lost_peer: str
     memory: str
     timeout_key: str
+
+
+class Postmortem:
+    """Writes the files of one rank, once.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._log: IO[bytes] | None = None
+        self._prefix = Path()
+        self._done = threading.Lock()
+
+    def open(self, log: Path, start: str) -> None:
+        """Prepare to write beside `log`, this rank's log file.
+
+        Args:
+            log: appended to; the flight records go to its folder.
+            start: part of the file names, the same on every rank.
+        """
+        self._log, self._prefix = log.open("ab", buffering=0), log.parent / start
+        faulthandler.enable(self._log)
+        # Read by NCCL's watchdog on a timeout; the new and the old name of the variable.
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ.setdefault(name, f"{self._prefix}_nccl_rank_")
+
+    def close(self) -> None:
+        """Disable the postmortem at a regular shutdown."""
+        if self._log is not None:
+            faulthandler.disable()
+            self._log.close()
+            self._log = None
+
+    def write(self) -> None:
+        """Write the stacks and records; only the first call has an effect, and takes a few seconds at most."""
+        # Never released: later callers return at once.
+        if self._log is None or not self._done.acquire(blocking=False):
+            return
+        faulthandler.dump_traceback(self._log)
+        # Not every torch build has both recorders. The analyzer fails on records of gloo groups (torch 2.13).
+        recorders = {f"gloo_rank_{self._rank}.json": _gloo_record, f"nccl_rank_{self._rank}": _nccl_record}
+        for name, record in recorders.items():
+            background.start(self._save, name, record, name="flight recorder").join(_SECONDS_TO_DUMP)
+
+    def _save(self, name: str, record: Callable[[], bytes | None]) -> None:
+        path = Path(f"{self._prefix}_{name}")
+        try:
+            content = record()
+            if content is not None:
+                path.write_bytes(content)
+        except (OSError, RuntimeError) as error:
+            logger.info("no flight record in %s: %s", path, error)
+
+
+def _gloo_record() -> bytes | None:
+    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace", None)
+    # Only the pickled form contains the stacks.
+    return json.dumps(pickle.loads(dump()), indent=1).encode() if dump is not None else None
+
+
+def _nccl_record() -> bytes | None:
+    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    return dump() if dump is not None else None
 
 
 class Job:
