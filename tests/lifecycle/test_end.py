@@ -272,7 +272,7 @@ def test_joining_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo applies the time-out to each of its tries, so it may take several times as long."""
     ended: list[CommunicationError] = []
     monkeypatch.setattr(Job, "_abandon", lambda self, error: ended.append(error))
-    monkeypatch.setattr(end, "_SECONDS_LATE", 0.1)
+    monkeypatch.setattr(end, "SILENCE_SECONDS", 0.1)
     with Job(Launch(0, 1, 0), ADVICE).joining(timedelta(seconds=0.1)):
         while not ended:
             time.sleep(0.01)
