@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeco_train.distributed.packing import add_next, cast_all, copy_next
-from zeco_train.distributed.whole import local
+from zeco_train.distributed.gradient_packing import add_next, cast_all, copy_next
+from zeco_train.distributed.owned_matrices import local
 
 
 class OneRankReduction:
     """Reduce-scatter over one rank (`FSDPModule.set_custom_reduce_scatter`): a unit's gradients are one buffer.
 
     For each reduction FSDP2 allocates the input, copies a backward pass's gradients into it
-    (`zeco_train.distributed.packing`), and allocates the output, of which the sharded gradients are views; over one
-    rank it does not call the reduction itself. Input and output are the same tensor here. In the next backward pass
-    FSDP2 gets that tensor again, and its copy adds to it. So the gradients of a step's micro-batches are summed in
+    (`zeco_train.distributed.gradient_packing`), and allocates the output, of which the sharded gradients are views;
+    over one rank it does not call the reduction itself. Input and output are the same tensor here. In the next backward
+    pass FSDP2 gets that tensor again, and its copy adds to it. So the gradients of a step's micro-batches are summed in
     place; their sums have the bits of FSDP2's.
 
     Where the gradients are no such views, or the backward pass has not reached all parameters, FSDP2 copies to a buffer
