@@ -11,6 +11,7 @@ import torch
 from models.spec import spec_of
 from zeco_train.config.execution import Compile
 from zeco_train.config.schema import Config
+from zeco_train.distributed import gradient_packing
 from zeco_train.distributed.device import total_memory
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul

@@ -1,8 +1,8 @@
 """Muon (Jordan et al., 2024): momentum, orthogonalised by Newton–Schulz steps; AdamW for all but projections.
 
 Like `torch.optim.Muon`, extended for sharded training: each matrix is gathered on one rank
-(`distributed.owned_matrices`), so the work is distributed and the update does not depend on the sharding; matrices stacked in one parameter
-are orthogonalised one by one; and a non-finite step is skipped on the device.
+(`distributed.owned_matrices`), so the work is distributed and the update does not depend on the sharding; matrices
+stacked in one parameter are orthogonalised one by one; and a non-finite step is skipped on the device.
 """
 
 from __future__ import annotations
