@@ -141,7 +141,7 @@ head_address() {
   if [ -n "$given_address" ]; then
     echo "$given_address"
   elif [ -n "${CLUSTER_INTERFACE:-}" ]; then
-    srun --nodes=1 --ntasks=1 --nodelist="$host" "$PYTHON" "$root/launch/slurm_network.py"
+    srun --nodes=1 --ntasks=1 --nodelist="$host" "$PYTHON" "$root/launch/slurm_checks.py" --address
   else
     scontrol show node "$host" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'
   fi

@@ -1,33 +1,38 @@
-"""Health check of a Slurm job's nodes, one task per node.
-
-Usage: `srun … python launch/slurm_checks.py --ranks R …`
+"""Health check of a Slurm job's nodes, one task per node: `srun … python launch/slurm_checks.py --ranks R …`.
 
 Each node collects its facts and sends them to the first, over the network that the ranks will use; the first evaluates
 them and prints one line per finding. Versions and GPUs are compared with those of most nodes, so no reference values
-are needed. Exit code 1 on the first node if too few healthy nodes remain to train.
+are needed. Exit code 1 on the first node if too few healthy nodes remain to train. `--address` only prints this node's
+address on CLUSTER_INTERFACE.
+
+The batch script makes a new RENDEZVOUS_KEY for each start and passes it in the environment of its steps, which only the
+user and root can read. The key itself is never sent; reports carry a token made with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hmac
 import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.slurm_network import own_address, token
+from zeco_train.errors import ConfigError
+from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.environment import installation
 from zeco_train.system.small_files import parse_json
 
@@ -36,12 +41,14 @@ Facts = dict[str, Any]
 # Time for a node to start Python, collect its facts and reach the first node.
 SECONDS_TO_REPORT = 120.0
 SKEW_LIMIT_SECONDS = 2.0
+# Free GB below which a node is not used, and below which it is reported.
 DISK_LIMITS_GB = {"run_dir": (1.0, 50.0), "cache": (0.5, 5.0), "/dev/shm": (0.05, 1.0)}
 # Threshold relative to the median GPU's throughput: one slower GPU holds up all others.
 SLOW_SHARE = 0.9
+_ECC_ERRORS = "ecc.errors.uncorrected.volatile.total"
 _QUERY = (
     "name", "driver_version", "uuid", "memory.total", "memory.used", "clocks.max.sm", "power.limit", "mig.mode.current",
-    "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown",
+    _ECC_ERRORS, "clocks_throttle_reasons.hw_slowdown",
     "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
     "clocks_throttle_reasons.sw_thermal_slowdown",
 )  # fmt: skip
@@ -53,15 +60,14 @@ _COMPARED = (
     ("power limit", "power.limit", False),
     ("max SM clock", "clocks.max.sm", False),
 )
-_MEMORY_IN_USE_MIB = 2000.0
+_MEMORY_IN_USE_MIB = 2000
 # Limit for a node's facts, far more than 16 GPUs need.
 _LONGEST_LINE = 1 << 22
-_MATRIX = 8192
+_SIOCGIFADDR = 0x8915
 
 
-@dataclass(frozen=True)
-class Finding:
-    """`node`: empty for all nodes. `fatal`: the node must not be used."""
+class Finding(NamedTuple):
+    """`fatal`: the node must not be used."""
 
     node: str
     fatal: bool
@@ -70,7 +76,28 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding as a line for the user."""
-        return f"check: {self.node or 'job'}: {'error' if self.fatal else 'warning'}: {self.text}"
+        return f"check: {self.node}: {'error' if self.fatal else 'warning'}: {self.text}"
+
+
+def own_address() -> str | None:
+    """This node's IPv4 address on CLUSTER_INTERFACE; None if that is not set.
+
+    Raises:
+        ConfigError: no such interface, or it has no IPv4 address.
+    """
+    name = os.environ.get("CLUSTER_INTERFACE", "")
+    if not name:
+        return None
+    try:
+        # A struct ifreq of 64-bit Linux: 16 bytes of the name with its closing NUL, then the sockaddr.
+        if len(os.fsencode(name)) > 15:
+            raise OSError("longer than 15 bytes")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("40s", os.fsencode(name)))
+    except OSError as error:
+        problem = f"no interface with an IPv4 address on this node ({error.strerror or error})"
+        raise ConfigError("CLUSTER_INTERFACE", name, problem) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def collect(run_dir: Path, cache: Path, ranks: int) -> Facts:
@@ -106,78 +133,56 @@ def judge(facts: dict[str, Facts], expected: list[str], uses_gpus: bool) -> list
     findings = [Finding(node, True, "unreachable: did not report in time") for node in expected if node not in facts]
     findings += [Finding(node, True, fact["problem"]) for node, fact in facts.items() if "problem" in fact]
     sound = {node: fact for node, fact in facts.items() if "problem" not in fact}
-    for node, fact in sound.items():
-        findings += _judge_disks(node, fact["free_gb"])
-        if abs(fact.get("skew", 0.0)) > SKEW_LIMIT_SECONDS:
-            text = f"its clock is {fact['skew']:+.1f} s off the first node's"
-            findings.append(Finding(node, False, text))
-        if fact["cpus"] < fact["ranks"]:
-            text = f"{fact['cpus']} CPUs for {fact['ranks']} ranks (sbatch --exclusive, or more --cpus-per-task)"
-            findings.append(Finding(node, False, text))
-        if uses_gpus:
-            findings += _judge_gpus(node, fact)
+    middle = median([value for fact in sound.values() for value in fact["throughput"]] or [0.0])
+    compared = []
     for section, fatal in (("versions", True), ("variables", False)):
         for name in sorted({name for fact in sound.values() for name in fact[section]}):
-            findings += _differences(name, {node: fact[section].get(name) for node, fact in sound.items()}, fatal)
-    if uses_gpus:
-        for name, key, fatal in _COMPARED:
-            kinds = {node: sorted({gpu[key] for gpu in fact["gpus"]}) for node, fact in sound.items() if fact["gpus"]}
-            findings += _differences(name, {node: "/".join(values) for node, values in kinds.items()}, fatal)
-        findings += _slow_gpus(sound)
+            compared.append((name, fatal, {node: fact[section].get(name) for node, fact in sound.items()}))
+    for node, fact in sound.items():
+        findings += [Finding(node, *found) for found in _judge_node(fact)]
+        findings += [Finding(node, *found) for found in (_judge_gpus(fact, middle) if uses_gpus else ())]
+    for name, key, fatal in _COMPARED if uses_gpus else ():
+        kinds = {node: sorted({gpu[key] for gpu in fact["gpus"]}) for node, fact in sound.items() if fact["gpus"]}
+        compared.append((name, fatal, {node: "/".join(values) for node, values in kinds.items()}))
+    for name, fatal, by_node in compared:
+        for usual, count in Counter(by_node.values()).most_common(1):
+            text = f"{count} nodes have {usual}"
+            findings += [Finding(n, fatal, f"{name} {value}, {text}") for n, value in by_node.items() if value != usual]
     return findings
 
 
-def _judge_disks(node: str, free_gb: dict[str, float | None]) -> Iterable[Finding]:
+def _judge_node(fact: Facts) -> Iterator[tuple[bool, str]]:
     for name, (too_little, little) in DISK_LIMITS_GB.items():
-        free = free_gb.get(name)
+        free = fact["free_gb"].get(name)
         if free is None:
-            yield Finding(node, name in ("run_dir", "cache"), f"{name}: does not exist there, or cannot be written")
+            yield name in ("run_dir", "cache"), f"{name}: does not exist there, or cannot be written"
         elif free < little:
-            yield Finding(node, free < too_little, f"{name}: {free:.1f} GB free")
+            yield free < too_little, f"{name}: {free:.1f} GB free"
+    if abs(fact.get("skew", 0.0)) > SKEW_LIMIT_SECONDS:
+        yield False, f"its clock is {fact['skew']:+.1f} s off the first node's"
+    if fact["cpus"] < fact["ranks"]:
+        yield False, f"{fact['cpus']} CPUs for {fact['ranks']} ranks (sbatch --exclusive, or more --cpus-per-task)"
 
 
-def _judge_gpus(node: str, fact: Facts) -> Iterable[Finding]:
+def _judge_gpus(fact: Facts, median_throughput: float) -> Iterator[tuple[bool, str]]:
     if len(fact["gpus"]) < fact["ranks"]:
-        yield Finding(node, True, f"{len(fact['gpus'])} GPUs, {fact['ranks']} needed")
+        yield True, f"{len(fact['gpus'])} GPUs, {fact['ranks']} needed"
     for number, gpu in enumerate(fact["gpus"]):
-        if _number(gpu, "ecc.errors.uncorrected.volatile.total"):
-            count = gpu["ecc.errors.uncorrected.volatile.total"]
-            yield Finding(node, True, f"GPU {number}: {count} uncorrected memory errors since its last reset")
-        if _number(gpu, "memory.used") > _MEMORY_IN_USE_MIB:
-            yield Finding(node, False, f"GPU {number}: {gpu['memory.used']} MiB in use by another process")
+        # "[N/A]": not supported by the device.
+        errors, used = (int(gpu[name]) if gpu[name].isdigit() else 0 for name in (_ECC_ERRORS, "memory.used"))
+        if errors:
+            yield True, f"GPU {number}: {errors} uncorrected memory errors since its last reset"
+        if used > _MEMORY_IN_USE_MIB:
+            yield False, f"GPU {number}: {used} MiB in use by another process"
         active = [name.rpartition(".")[2] for name in _QUERY if "throttle" in name and gpu.get(name) == "Active"]
         if active:
-            yield Finding(node, False, f"GPU {number}: slowed down ({', '.join(active)})")
+            yield False, f"GPU {number}: slowed down ({', '.join(active)})"
         if gpu.get("mig.mode.current") == "Enabled":
-            yield Finding(node, True, f"GPU {number}: MIG is on")
-
-
-def _differences(name: str, values: dict[str, Any], fatal: bool) -> Iterable[Finding]:
-    """A finding for each node whose value differs from the most common one."""
-    counts = Counter(values.values()).most_common(1)
-    for node, value in values.items():
-        if value != counts[0][0]:
-            yield Finding(node, fatal, f"{name} {value}, {counts[0][1]} nodes have {counts[0][0]}")
-
-
-def _slow_gpus(facts: dict[str, Facts]) -> Iterable[Finding]:
-    every = [value for fact in facts.values() for value in fact["throughput"]]
-    if not every:
-        return
-    middle = median(every)
-    for node, fact in facts.items():
-        for number, value in enumerate(fact["throughput"]):
-            if value < SLOW_SHARE * middle:
-                text = f"GPU {number}: {value:.0f} TFLOP/s in bf16, the median GPU of the job {middle:.0f}"
-                yield Finding(node, False, text)
-
-
-def _number(gpu: dict[str, str], name: str) -> float:
-    try:
-        return float(gpu[name])
-    except (KeyError, ValueError):
-        # "[N/A]": not supported by the device.
-        return 0.0
+            yield True, f"GPU {number}: MIG is on"
+    for number, rate in enumerate(fact["throughput"]):
+        if rate < SLOW_SHARE * median_throughput:
+            text = f"{rate:.0f} TFLOP/s in bf16, the median GPU of the job {median_throughput:.0f}"
+            yield False, f"GPU {number}: {text}"
 
 
 def _gpus() -> list[dict[str, str]]:
@@ -193,22 +198,20 @@ def _throughput(count: int) -> list[float]:
     """TFLOP/s of each GPU over about a second of large bf16 matmuls, on all GPUs at once, as in training."""
     import torch
 
-    starts, ends, products = [], [], 200
-    for number in range(count):
+    size, warm_up, products, rates = 8192, 20, 200, []
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for number, (start, end) in enumerate(events):
         with torch.cuda.device(number):
-            a = torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16)
-            for _ in range(20):
+            a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+            for product in range(warm_up + products):
+                if product == warm_up:
+                    start.record()
                 torch.mm(a, a)
-            starts.append(torch.cuda.Event(enable_timing=True))
-            ends.append(torch.cuda.Event(enable_timing=True))
-            starts[-1].record()
-            for _ in range(products):
-                torch.mm(a, a)
-            ends[-1].record()
-    for end in ends:
+            end.record()
+    for start, end in events:
         end.synchronize()
-    operations = 2 * _MATRIX**3 * products
-    return [operations / (s.elapsed_time(e) * 1e-3) / 1e12 for s, e in zip(starts, ends, strict=True)]
+        rates.append(2 * size**3 * products / (start.elapsed_time(end) * 1e-3) / 1e12)
+    return rates
 
 
 def _free(path: Path) -> float | None:
@@ -219,7 +222,7 @@ def _free(path: Path) -> float | None:
 
 
 def gather(port: int, token: str, expected: int, deadline: float, address: str = "") -> dict[str, Facts]:
-    """On the first node: receive the other nodes' facts, and measure their clock offsets.
+    """On the first node: the other nodes' facts by node, with the clock offset `skew` in seconds.
 
     Args:
         port: to listen on.
@@ -227,39 +230,26 @@ def gather(port: int, token: str, expected: int, deadline: float, address: str =
         expected: number of the other nodes.
         deadline: on the monotonic clock; nodes that have not reported by then are left out.
         address: to listen on; empty for all interfaces.
-
-    Returns:
-        The facts by node, with the clock offset `skew` in seconds.
     """
     facts: dict[str, Facts] = {}
     with socket.create_server((address, port), backlog=expected) as server:
         while len(facts) < expected and (left := deadline - time.monotonic()) > 0:
             server.settimeout(left)
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                break
-            with connection:
+            # Anybody can connect to the port: one bad message must not end the checks.
+            with suppress(OSError, ValueError), server.accept()[0] as connection:
                 connection.settimeout(10.0)
-                try:
-                    message = _receive(connection, token)
-                except (OSError, ValueError):
-                    # Anybody can connect to the port: one bad message must not end the checks.
-                    continue
-                if message is not None:
-                    facts[message["node"]] = message
+                message = _receive(connection, token)
+                facts[message["node"]] = message
     return facts
 
 
-def _receive(connection: socket.socket, token: str) -> Facts | None:
-    """Receive a node's facts, and read its clock five times over the same connection; the fastest answer counts."""
+def _receive(connection: socket.socket, token: str) -> Facts:
     with connection.makefile("rw", encoding="utf-8") as lines:
-        message = parse_json(lines.readline(_LONGEST_LINE))
-        match message:
+        match message := parse_json(lines.readline(_LONGEST_LINE)):
             case {"node": str(), "token": str(given)} if hmac.compare_digest(given.encode(), token.encode()):
                 del message["token"]
             case _:
-                return None
+                raise ValueError("not a report of this job")
         answers = []
         for _ in range(5):
             asked = time.time()
@@ -270,16 +260,12 @@ def _receive(connection: socket.socket, token: str) -> Facts | None:
             answers.append((now - asked, theirs - (asked + now) / 2))
         lines.write("done\n")
         lines.flush()
-        message["skew"] = min(answers)[1]
-        return message
+    # The fastest answer counts.
+    return message | {"skew": min(answers)[1]}
 
 
 def send(address: tuple[str, int], facts: Facts, deadline: float, clock: Callable[[], float] = time.time) -> None:
-    """On the other nodes: send the facts to the first.
-
-    Raises:
-        OSError: it cannot be reached before `deadline`.
-    """
+    """On the other nodes: send the facts to the first. Raises OSError if it cannot be reached before `deadline`."""
     while True:
         try:
             connection = socket.create_connection(address, timeout=10.0)
@@ -314,29 +300,7 @@ def _summary(facts: dict[str, Facts], expected: int, bad: int, findings: int) ->
     return f"check: {', '.join(parts)}, clocks within {skew * 1e3:.0f} ms; {findings} findings, {bad} nodes at fault"
 
 
-def _collect(options: argparse.Namespace) -> Facts:
-    try:
-        facts = collect(options.run_dir, Path(os.environ["CACHE_DIR"]), options.ranks)
-    except Exception as error:  # any error becomes a finding of this node
-        facts = {"problem": f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"}
-    return facts | {"node": os.environ["SLURMD_NODENAME"], "token": token("checks")}
-
-
-def _judge_job(options: argparse.Namespace, own: Facts, port: int, deadline: float) -> int:
-    expected = os.environ["NODE_NAMES"].split()
-    token = own.pop("token")
-    facts = {own["node"]: own} | gather(port, token, len(expected) - 1, deadline, own_address() or "")
-    findings = judge(facts, expected, options.gpus)
-    for finding in findings:
-        print(finding.line, flush=True)
-    bad = sorted({finding.node for finding in findings if finding.fatal})
-    print(_summary(facts, len(expected), len(bad), len(findings)), flush=True)
-    options.report.parent.mkdir(parents=True, exist_ok=True)
-    report = {"bad": bad, "findings": [finding.line for finding in findings], "facts": facts}
-    options.report.write_text(json.dumps(report, indent=2))
-    return 0 if len(expected) - len(bad) >= options.need else 1
-
-
+@errors_in_a_line
 def main() -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(description="is every node of a Slurm job fit to train?")
@@ -345,19 +309,35 @@ def main() -> int:
     parser.add_argument("--need", type=int, required=True, help="nodes to train on")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True, help="what was found, as JSON")
+    if sys.argv[1:] == ["--address"]:
+        print(own_address() or "")
+        return 0
     options = parser.parse_args()
     deadline = time.monotonic() + float(os.environ.get("CHECK_SECONDS", SECONDS_TO_REPORT))
-    own = _collect(options)
-    # Not the ranks' port, which must be free when they start.
-    port = int(os.environ["HEAD_PORT"]) + 1
-    if os.environ["SLURM_PROCID"] == "0":
-        return _judge_job(options, own, port, deadline)
     try:
-        send((os.environ["HEAD_ADDRESS"], port), own, deadline)
-    except OSError as error:
-        address = f"{os.environ['HEAD_ADDRESS']}:{port}"
-        print(Finding(own["node"], True, f"cannot reach the first node at {address}: {error}").line, flush=True)
-    return 0
+        own = collect(options.run_dir, Path(os.environ["CACHE_DIR"]), options.ranks)
+    except Exception as error:  # any error becomes a finding of this node
+        own = {"problem": f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"}
+    own["node"] = node = os.environ["SLURMD_NODENAME"]
+    token = hmac.digest(os.environ["RENDEZVOUS_KEY"].encode(), b"checks", "sha256").hex()
+    # Not the ranks' port, which must be free when they start.
+    first = os.environ["HEAD_ADDRESS"], int(os.environ["HEAD_PORT"]) + 1
+    if os.environ["SLURM_PROCID"] != "0":
+        try:
+            send(first, own | {"token": token}, deadline)
+        except OSError as error:
+            text = f"cannot reach the first node at {first[0]}:{first[1]}: {error}"
+            print(Finding(node, True, text).line, flush=True)
+        return 0
+    expected = os.environ["NODE_NAMES"].split()
+    facts = {node: own} | gather(first[1], token, len(expected) - 1, deadline, own_address() or "")
+    findings = judge(facts, expected, options.gpus)
+    bad = sorted({finding.node for finding in findings if finding.fatal})
+    lines = [finding.line for finding in findings]
+    print(*lines, _summary(facts, len(expected), len(bad), len(findings)), sep="\n", flush=True)
+    options.report.parent.mkdir(parents=True, exist_ok=True)
+    options.report.write_text(json.dumps({"bad": bad, "findings": lines, "facts": facts}, indent=2))
+    return 0 if len(expected) - len(bad) >= options.need else 1
 
 
 if __name__ == "__main__":

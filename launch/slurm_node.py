@@ -1,31 +1,38 @@
-"""torchrun on one node of a Slurm job.
+"""torchrun on one node of a Slurm job: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`.
 
-Usage: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`
-
-This is torchrun with c10d rendezvous, and the following changes for batch scripts: the rendezvous is signed (see
-slurm_rendezvous.py), SIGUSR1 does not end it, compiled kernels go to the node's own disk, a rank's output goes to a
-file named by its global rank (rank 0: to the job's output), and the exit code is the reason why the ranks ended. srun
-reports the largest code of all nodes, so the codes are ordered by priority:
+This is torchrun with c10d rendezvous, and the following changes for batch scripts: the rendezvous is signed, SIGUSR1
+does not end it, compiled kernels go to the node's own disk, a rank's output goes to a file named by its global rank
+(rank 0: to the job's output), and the exit code is the reason why the ranks ended. srun reports the largest code of all
+nodes, so the codes are ordered by priority:
 
     0     the ranks have finished
     70    a rank failed or was killed: the run can resume from its last checkpoint
     75    the ranks received a stop signal, and have saved
     100+n a rank's exit code n: a permanent error (a wrong setting, data, a loss that is not finite)
+
+The agents of all nodes keep the rendezvous state in a TCPStore on the first node, as a pickle. A TCPStore has no
+authentication: anyone who can connect can list and set its keys, so a random job id is no protection, and
+`pickle.loads` of untrusted bytes can run any code. Here the state carries an HMAC with RENDEZVOUS_KEY, and a state
+without a valid HMAC is rejected before unpickling. This does not protect the ranks: their own store, gloo and NCCL have
+no authentication either, and ranks exchange pickled objects through them. Train in trusted networks only;
+CLUSTER_INTERFACE keeps other networks out.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hmac
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from signal import SIGUSR1
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,14 +40,18 @@ from zeco_train.system.packages import quick_imports
 
 with quick_imports():
     import torch.distributed as dist
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-    from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousStateError
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, get_args_parser
 
-    from launch.slurm_network import no_interface, own_address
-    from launch.slurm_rendezvous import BACKEND, create_handler
+    from launch.slurm_checks import own_address
     from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OutOfMemoryError
     from zeco_train.system.code_cache import use_private_caches
 
@@ -49,10 +60,78 @@ _FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, Checkpoint
 # Exit codes that are not a root cause: the rank lost a peer, was ended by its launcher, or has saved.
 _CONSEQUENCES = {6, SAVED, -signal.SIGTERM, 128 + signal.SIGTERM}
 # Exit codes whose cause one rank reports in a line; when a single rank fails, its peers exit with the same code.
-_TOLD = {*_FINAL_CODES, OutOfMemoryError.exit_code}
+_REPORTED = {*_FINAL_CODES, OutOfMemoryError.exit_code}
 _TAIL_LINES = 20
 # Longer than the time that ranks give rank 0 to report an error before all ranks have joined.
 _SECONDS_FOR_OTHERS = 30.0
+_STORE_TIMEOUT, _JOIN_TIMEOUT = timedelta(seconds=300), timedelta(seconds=600)
+# Name of the rendezvous for torchrun, and size of an HMAC-SHA256.
+_BACKEND, _MAC_BYTES = "zeco-c10d", 32
+
+
+class SignedBackend(dynamic.RendezvousBackend):
+    """The c10d backend `backend` with a state signed by `key`, the secret of the job's agents.
+
+    Its methods raise RendezvousStateError for a state without a valid HMAC.
+    """
+
+    name = _BACKEND
+
+    def __init__(self, backend: dynamic.RendezvousBackend, key: bytes) -> None:
+        self._backend, self._key = backend, key
+
+    def get_state(self) -> tuple[bytes, dynamic.Token] | None:
+        """See `RendezvousBackend`."""
+        found = self._backend.get_state()
+        return None if found is None else (self._open(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: dynamic.Token | None = None) -> tuple[bytes, dynamic.Token, bool] | None:
+        """See `RendezvousBackend`."""
+        found = self._backend.set_state(hmac.digest(self._key, state, "sha256") + state, token)
+        return None if found is None else (self._open(found[0]), *found[1:])
+
+    def _open(self, signed: bytes) -> bytes:
+        mac, state = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, hmac.digest(self._key, state, "sha256")):
+            raise RendezvousStateError("the rendezvous' state is not signed by this job: somebody else writes there")
+        return state
+
+
+class _Handler(dynamic.DynamicRendezvousHandler):
+    """Makes the ranks' store, on rank 0's node, listen on a single address."""
+
+    listen_address: str | None = None
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return _serve(self.listen_address, master_addr, master_port)
+
+
+def _serve(listen_address: str | None, name: str, port: int) -> TCPStore:
+    """A store on this node, which it connects to by `name`; without `listen_address` it listens on all interfaces."""
+    if listen_address is None:
+        return TCPStore(name, port, is_master=True, multi_tenant=True, timeout=_STORE_TIMEOUT)
+    # TCPStore has no listen address, but takes a socket that listens already. Port 0: a free one.
+    listening = socket.create_server((listen_address, port))
+    port, handle = listening.getsockname()[1], listening.detach()
+    return TCPStore(listen_address, port, None, True, _STORE_TIMEOUT, multi_tenant=True, master_listen_fd=handle)
+
+
+def _meet(key: bytes, is_host: bool, host: str, port: int, parameters: RendezvousParameters) -> _Handler:
+    """Torchrun's rendezvous. The key is not one of the parameters, since torchrun logs those."""
+    address = parameters.local_addr
+    try:
+        if is_host:
+            store = _serve(address, host, port)
+        else:
+            store = TCPStore(host, port, is_master=False, multi_tenant=True, timeout=_STORE_TIMEOUT)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RendezvousConnectionError(str(error)) from error
+    backend = SignedBackend(C10dRendezvousBackend(store, parameters.run_id), key)
+    sizes = parameters.min_nodes, parameters.max_nodes
+    timeout = dynamic.RendezvousTimeout(join=_JOIN_TIMEOUT)
+    handler = _Handler.from_backend(parameters.run_id, store, backend, *sizes, address, timeout)
+    handler.listen_address = address
+    return handler
 
 
 class RankFiles(DefaultLogsSpecs):
@@ -76,52 +155,38 @@ class RankFiles(DefaultLogsSpecs):
     def _path(self, rank: int, kind: str) -> str:
         return str(self.folder / f"rank_{rank:04d}.{kind}")
 
-    def errors(self) -> list[str]:
-        """The error lines written by ranks other than 0."""
-        lines = (line for rank in filter(None, self.ranks) for line in self._read(rank))
-        return [line for line in lines if line.startswith("error: ")]
-
-    def tail(self, rank: int) -> list[str]:
-        """The last lines of a rank's stderr."""
-        return self._read(rank)[-_TAIL_LINES:]
-
-    def _read(self, rank: int) -> list[str]:
+    def errors(self, rank: int) -> list[str]:
+        """The lines of a rank's stderr."""
         path = Path(self._path(rank, "err"))
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def launch(nodes: int, ranks: int, output: Path, command: list[str], address: str | None = None) -> int:
-    """Run the node's ranks to their end; returns the exit code.
-
-    Args:
-        nodes: of the training.
-        ranks: on this node.
-        output: folder for torchrun's log and the ranks' output.
-        command: train.py and its settings.
-        address: the only address of this node on which the stores listen; None for all interfaces.
-    """
+def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: str | None) -> int:
     node = int(os.environ["SLURM_PROCID"])
     # Ranks do not need it, and some programs print their environment.
     key = os.environ.pop("RENDEZVOUS_KEY")
     # Slurm sends it to every process of a step; ranks inherit this setting, and install their own handlers.
-    signal.signal(SIGUSR1, signal.SIG_IGN)
-    console = _redirect_stderr(output / f"node_{node:04d}.log")
-    endpoint = f"{os.environ['HEAD_ADDRESS']}:{os.environ['HEAD_PORT']}"
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # torchrun's own log, and that of its C++ code, goes to a file; errors to the job's output.
+    console = os.dup(2)
+    with (output / f"node_{node:04d}.log").open("ab") as log:
+        os.dup2(log.fileno(), 2)
+    host, port = os.environ["HEAD_ADDRESS"], int(os.environ["HEAD_PORT"])
     # No restarts here: the batch script starts all nodes again, after new checks.
-    arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=0"]
-    arguments += [f"--rdzv-backend={BACKEND}", f"--rdzv-id={os.environ['RENDEZVOUS_ID']}"]
-    arguments += [f"--rdzv-endpoint={endpoint}", *([f"--local-addr={address}"] if address is not None else [])]
-    arguments += [f"--rdzv-conf=is_host={str(node == 0).lower()},read_timeout=300,join_timeout=600"]
-    rendezvous_handler_registry.register(BACKEND, partial(create_handler, key.encode()))
+    arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=0", f"--rdzv-backend={_BACKEND}"]
+    arguments += [f"--rdzv-id={os.environ['RENDEZVOUS_ID']}", f"--rdzv-endpoint={host}:{port}"]
+    arguments += [] if address is None else [f"--local-addr={address}"]
+    registry.register(_BACKEND, partial(_meet, key.encode(), node == 0, host, port))
     config, entrypoint, entry_arguments = config_from_args(get_args_parser().parse_args([*arguments, *command]))
     files = config.logs_specs = RankFiles(output, console)
+    ended = output / f"node_{node:04d}.ended"
     try:
         elastic_launch(config, entrypoint)(*entry_arguments)
         lines: list[str] = []
         code = 0
     except ChildFailedError as error:
         lines, code = _explain(*error.get_first_failure(), files)
-        _note_end(output, node)
+        ended.touch()
         if node == 0 or 0 in files.ranks:
             # Wait inside the handler: `error` keeps the agent and its stores alive, the rendezvous store on the first
             # node and the ranks' store on rank 0's node. Without them the other ranks could not find out which rank
@@ -130,10 +195,11 @@ def launch(nodes: int, ranks: int, output: Path, command: list[str], address: st
     except SignalException as error:
         lines, code = [f"{error.sigval.name}: the ranks of node {node} were told to stop"], SAVED
     except (RendezvousError, dist.DistError) as error:
-        lines, code = [f"node {node} has no connection to the first one at {endpoint}: {error}".splitlines()[0]], FAILED
+        problem, code = str(error).partition("\n")[0], FAILED
+        lines = [f"node {node} has no connection to the first one at {host}:{port}: {problem}"]
     finally:
         shutil.rmtree(files.root_log_dir, ignore_errors=True)
-        _note_end(output, node)
+        ended.touch()
     os.write(console, "".join(f"{line}\n" for line in lines).encode())
     return code
 
@@ -143,34 +209,23 @@ def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list
     code = failure.exitcode
     if code == SAVED:
         return [], SAVED
-    lines = files.errors()
-    # Reported by rank 0, whose lines are already in the job's output, or on another node.
-    told_elsewhere = code in _TOLD and not lines
-    if code not in _CONSEQUENCES and not told_elsewhere:
+    # Rank 0's are in the job's output already.
+    written = [line for other in filter(None, files.ranks) for line in files.errors(other)]
+    lines = [line for line in written if line.startswith("error: ")]
+    # Without a line it was reported by rank 0, or on another node.
+    if code not in _CONSEQUENCES and (lines or code not in _REPORTED):
         if not lines and rank:
             # An unexpected exception: show the traceback.
-            lines = files.tail(rank)
+            lines = files.errors(rank)[-_TAIL_LINES:]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines.append(f"rank {rank} on {os.environ.get('SLURMD_NODENAME')} {how}; its output is in {files.folder}")
     return lines, FINAL + code if code in _FINAL_CODES else FAILED
-
-
-def _note_end(output: Path, node: int) -> None:
-    (output / f"node_{node:04d}.ended").touch()
 
 
 def _wait_for_others(output: Path, nodes: int) -> None:
     deadline = time.monotonic() + _SECONDS_FOR_OTHERS
     while len(list(output.glob("node_*.ended"))) < nodes and time.monotonic() < deadline:
         time.sleep(0.2)
-
-
-def _redirect_stderr(path: Path) -> int:
-    """Redirect the logs of torchrun and its C++ code to a file; returns a descriptor of the original stderr."""
-    console = os.dup(2)
-    with path.open("ab") as log:
-        os.dup2(log.fileno(), 2)
-    return console
 
 
 def main() -> int:
@@ -184,15 +239,11 @@ def main() -> int:
     try:
         # On this node's disk: on a shared disk, hundreds of compiling ranks wait for each other.
         use_private_caches(Path(os.environ["CACHE_DIR"]), "CACHE_DIR")
+        address = own_address()
     except ConfigError as error:
         print(f"{error.line} (on {os.environ.get('SLURMD_NODENAME')})", file=sys.stderr)
         return FINAL + error.exit_code
-    try:
-        address = own_address()
-    except OSError as error:
-        print(no_interface(error), file=sys.stderr)
-        return FINAL + ConfigError.exit_code
-    return launch(options.nodes, options.ranks, options.output, options.command, address)
+    return _launch(options.nodes, options.ranks, options.output, options.command, address)
 
 
 if __name__ == "__main__":

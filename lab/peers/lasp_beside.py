@@ -43,7 +43,7 @@ from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.session import Session
 from zeco_train.bench.traffic import sent_mb
 from zeco_train.errors import ConfigError, ZecoError
-from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS

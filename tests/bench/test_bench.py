@@ -28,7 +28,7 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.trace import intersection, length, overlap_of, union
 from zeco_train.bench.variants import LocalCopyScan, over_all_ranks, sp_config
 from zeco_train.config.overrides import load_settings
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanTransport
 from zeco_train.sp.registry import SHARING, Backend

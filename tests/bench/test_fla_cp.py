@@ -19,8 +19,8 @@ from zeco_train.bench import operator
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Shape, context_parallel
 from zeco_train.bench.session import Session
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.registry import OPERATORS
 
 pytestmark = pytest.mark.numeric

@@ -17,7 +17,7 @@ from zeco_train.bench.mixers import mixer_rows, mixer_table
 from zeco_train.bench.model_config import ModelConfig
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 
 pytestmark = pytest.mark.numeric
 

@@ -25,7 +25,7 @@ from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import SHARING
 

@@ -24,8 +24,8 @@ from zeco_train.bench.operands import Inputs, Shape, peer_attention
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import Target
 from zeco_train.ops.oracle import exact_results

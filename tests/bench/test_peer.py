@@ -19,7 +19,7 @@ from zeco_train.bench.backends import Backends, RandomTokens
 from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights
 from zeco_train.bench.session import Session
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error

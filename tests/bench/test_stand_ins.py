@@ -12,7 +12,7 @@ from tests.support.distributed import run_distributed
 from zeco_train.bench.model_config import ModelConfig
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan, gathered_exchange
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.system.numbers import relative_error
 

@@ -9,8 +9,8 @@ import pytest
 from tests.support.commands import check_line, train_here
 from tests.support.planning import make_case
 from zeco_train.config.schema import describe, load_config
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.plan.attention import method_of
 from zeco_train.sp.attention.registry import METHODS, choose
 from zeco_train.training.build import init

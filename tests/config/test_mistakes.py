@@ -12,7 +12,6 @@ import pytest
 from tests.support.commands import SMALL, check_line, train_here
 from zeco_train.config import composing
 from zeco_train.config.schema import group_options, load_config
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import (
     CheckpointError,
     CommunicationError,
@@ -22,6 +21,7 @@ from zeco_train.errors import (
     OutOfMemoryError,
     ZecoError,
 )
+from zeco_train.lifecycle.join import Launch
 from zeco_train.training import build
 
 CONFIG = ConfigError.exit_code

@@ -17,9 +17,9 @@ import pytest
 from tests.support.commands import REPOSITORY, check_line, train_here
 from tests.support.waiting import ENOUGH
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import Launch, await_listener
 from zeco_train.errors import CommunicationError, ConfigError
-from zeco_train.lifecycle import job
+from zeco_train.lifecycle import end
+from zeco_train.lifecycle.join import Launch, await_listener
 
 CONFIG, COMMUNICATION = ConfigError.exit_code, CommunicationError.exit_code
 TWO_RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -31,7 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of rank 1 of two; the test process must not end with its launcher."""
     for name, value in TWO_RANKS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(job, "die_with_launcher", mock.Mock())
+    monkeypatch.setattr(end, "die_with_launcher", mock.Mock())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_late_rank_0_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         server.bind(("127.0.0.1", 0))
         host, port = server.getsockname()
         assert await_listener(host, port, timedelta(0)) is not None
-        monkeypatch.setattr("zeco_train.distributed.mesh.time.sleep", lambda seconds: server.listen())
+        monkeypatch.setattr("zeco_train.lifecycle.join.time.sleep", lambda seconds: server.listen())
         assert await_listener(host, port, timedelta(seconds=60)) is None
 
 

@@ -20,11 +20,12 @@ from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
 from zeco_train.config.schema import Dtype, TrainConfig
-from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.tasks.scores import Cut, Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import Backend, SPConfig

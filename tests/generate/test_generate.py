@@ -18,12 +18,13 @@ from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate import generator as generator_module
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampling
+from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import Backend, SPConfig
 

@@ -18,11 +18,12 @@ from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec
 from tests.generate.test_step import steps
 from tests.support.recurrence import naive_gla
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import gla as step_module
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error

@@ -18,13 +18,14 @@ from models.language_model import LanguageModel
 from models.registry import MIXERS
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.generate import generator as generator_module
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import LayerStates
 from zeco_train.ops.softmax.cache import extend

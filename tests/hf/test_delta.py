@@ -15,12 +15,12 @@ from models.registry import MIXERS
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_delta_references
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.trained import find_trained, load_trained
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init

@@ -22,7 +22,6 @@ from tests.support.fla_reference import use_references
 from tests.support.model_card import run_snippet, snippet
 from tests.support.training import full, train
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.hf.export import ExportSettings, export
@@ -32,6 +31,7 @@ from zeco_train.hf.names import FlaModel
 from zeco_train.hf.parity import HEADER, ParitySettings, check_states_are_passed, compare, line
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.hf.writer import write_weights
+from zeco_train.lifecycle.join import Launch
 from zeco_train.training.build import init
 
 pytestmark = pytest.mark.numeric

@@ -21,7 +21,6 @@ from tests.models.test_model import reference_logits
 from tests.support.commands import train_here
 from tests.support.stores import write_lines
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import main
@@ -31,6 +30,7 @@ from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
 from zeco_train.hf.trained import find_trained, load_trained
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init

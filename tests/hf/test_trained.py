@@ -23,12 +23,13 @@ from tests.support.distributed import run_distributed
 from tests.support.training import full, train
 from zeco_train.config.schema import Config, Dtype
 from zeco_train.distributed.device import Device
-from zeco_train.distributed.mesh import Launch, host_group
+from zeco_train.distributed.mesh import host_group
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.hf.weights import load_weights
+from zeco_train.lifecycle.join import Launch
 from zeco_train.training.build import build_model, init
 
 pytestmark = pytest.mark.numeric

@@ -23,13 +23,13 @@ from tests.support.model_card import run_snippet
 from tests.support.training import full
 from tests.support.transformers_alone import in_transformers
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.export import main
 from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model, stored_weights
 from zeco_train.hf.trained import find_trained, load_trained
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init

@@ -26,7 +26,7 @@ from tests.support.bench_settings import TINY, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench.session import Session
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.plan import calibration as known
 from zeco_train.sp.dp import LocalScan

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from launch.slurm_rendezvous import SignedBackend
+from launch.slurm_node import SignedBackend
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
 
@@ -151,5 +151,5 @@ def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> N
 def test_missing_interface_ends_node(tmp_path: Path) -> None:
     with node(tmp_path, free_port(), CLUSTER_INTERFACE="none0") as process:
         _, errors = process.communicate(timeout=ENOUGH)
-    line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on n0 (No such device)\n"
+    line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on this node (No such device) (on n0)\n"
     assert (process.returncode, errors) == (102, line)

@@ -121,9 +121,9 @@ def test_each_start_has_unique_rendezvous_id_and_key(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_cluster_interface_sets_head_address(tmp_path: Path) -> None:
-    """The address comes from the real `slurm_network.py` on this machine."""
-    stub = SRUN.replace("bad=(", 'case "$*" in *slurm_network.py) exec "${@: -2}" ;; esac\nbad=(', 1)
-    stub = stub.replace('echo "srun', '[[ "$*" = *slurm_network.py ]] || echo "srun', 1)
+    """The address comes from the real `slurm_checks.py` on this machine."""
+    stub = SRUN.replace("bad=(", 'case "$*" in *--address) exec "${@: -3}" ;; esac\nbad=(', 1)
+    stub = stub.replace('echo "srun', '[[ "$*" = *--address ]] || echo "srun', 1)
     with mock.patch(f"{__name__}.SRUN", stub):
         job = submit(tmp_path, BAD="", ENDS="", CLUSTER_INTERFACE="lo", CHECKS="off")
         assert steps(job.stdout) == [("127.0.0.1", "3", None)]

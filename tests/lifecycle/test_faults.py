@@ -28,6 +28,7 @@ from tests.support.loaded import python_path
 from tests.support.replays import REPLAYABLE, SEQ_LEN, can_replay, replayed_steps
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import NonFiniteError
+from zeco_train.lifecycle.watch import DUMP_SECONDS, REPORT_SECONDS
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.training.graphs import WARM_UP
@@ -35,10 +36,8 @@ from zeco_train.training.validation import Validation
 
 # Bound of a wait for a peer in these runs.
 TIMEOUT = 10.0
-# Seconds to react to a lost peer: reading heartbeats, or receiving the diagnosis of another rank.
-REACTION = 11.0
-# Before it, to dump the flight records of a device that hangs in a replay.
-DUMPS = 10.0
+# Before a report, to dump the flight records of a device that hangs in a replay.
+DUMPS = 2 * DUMP_SECONDS
 # No fault; ranks synchronise before they join, see tests/support/faulty_train.py.
 NONE = "none:0"
 
@@ -122,7 +121,7 @@ def wait_for_steps(job: Command, folder: Path, count: int, timeout: float = TIME
     started = job.wait_until(lambda: steps_done(folder) >= count, f"step {count}")
     # Looked up while they are alive, for `check_gone`.
     job.ranks()
-    return timeout + REACTION + max(10.0, started)
+    return timeout + REPORT_SECONDS + max(10.0, started)
 
 
 def check_named(outcome: Outcome, *parts: str) -> None:
@@ -191,7 +190,7 @@ def test_stopped_rank_is_reported_and_nothing_is_saved(way: Way, tmp_path: Path)
         ranks = dict(job.ranks())
         # Rank 0 holds the lock of the folder and the progress bar, and reports first.
         os.kill(ranks[0], signal.SIGSTOP)
-        check_line_within(job, way.timeout + REACTION + DUMPS if way.replays else bound)
+        check_line_within(job, way.timeout + REPORT_SECONDS + DUMPS if way.replays else bound)
         job.wait_until(lambda: not is_running(ranks[1]), "end of rank 1", bound)
         assert is_running(ranks[0])
         # torchrun does this 30 s after its SIGTERM.
@@ -396,7 +395,7 @@ def test_hanging_rank_is_reported_with_dumps_of_all_ranks(tmp_path: Path) -> Non
         started = job.wait_until((tmp_path / "fault").exists, "fault")
         job.ranks()
         check_named(
-            job.wait(TIMEOUT + REACTION + max(10.0, started)),
+            job.wait(TIMEOUT + REPORT_SECONDS + max(10.0, started)),
             "step 3, micro-batch 1 of 4, all_reduce of ",
             "every rank is alive",
             "rank 2 in step 3, micro-batch 1 of 4, waiting for its data",

@@ -13,7 +13,8 @@ from models.language_model import LanguageModel
 from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.distributed.mesh import init_mesh
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange

@@ -29,8 +29,9 @@ from zeco_train.collectives import wire as collectives_wire
 from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.registry import SCANS
 from zeco_train.config.schema import Dtype, TrainConfig
-from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import loss
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute

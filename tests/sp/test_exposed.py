@@ -18,7 +18,8 @@ from tests.support.sp_reference import build_scans
 from zeco_train.collectives import PendingScan
 from zeco_train.collectives.wire import Wire
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.distributed.mesh import init_mesh
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice, build_attention

@@ -19,7 +19,8 @@ from tests.support.sp_reference import TIMEOUT, RecordedExchange, build_scans
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.halo import HALO
-from zeco_train.distributed.mesh import Launch, halo_groups, init_mesh
+from zeco_train.distributed.mesh import halo_groups, init_mesh
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, ScanRequest

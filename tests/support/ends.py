@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from zeco_train.collectives.worker import ScanWorker
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
-from zeco_train.lifecycle import job
-from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.lifecycle import end
+from zeco_train.lifecycle.end import Advice, Job, run_job
+from zeco_train.lifecycle.join import Launch
 
 _CALL_SECONDS = 1.0
 _END_SECONDS = 2.5
@@ -66,7 +66,7 @@ def _with_heartbeat(act: Callable[[], int], seconds: float) -> int:
             time.sleep(0.01)
         return act()
 
-    with mock.patch.object(job, "launcher_store", return_value=store):
+    with mock.patch.object(end, "launcher_store", return_value=store):
         return run_job(command, Advice("", "", ""))
 
 
@@ -104,14 +104,14 @@ ENDS: dict[str, Callable[[], int]] = {
 def main() -> int:
     """Run all exits concurrently; prints exit codes and stderr by name, as JSON."""
     started = {}
-    for name, end in ENDS.items():
+    for name, act in ENDS.items():
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             os.dup2(writing, 2)
             sys.modules["slow_end"] = _SlowEnd()  # type: ignore[assignment]
             with mock.patch.object(Launch, "from_environment", return_value=Launch(0, 1, 0)):
-                return end()
+                return act()
         os.close(writing)
         started[name] = child, reading
     ended = {}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import collectives
-from zeco_train.distributed.mesh import Launch, launcher_store
+from zeco_train.lifecycle.join import Launch, launcher_store
 
 _RANK = os.environ["RANK"]
 

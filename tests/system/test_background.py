@@ -18,8 +18,8 @@ from tests.support.commands import REPOSITORY
 from tests.support.ends import ENDS
 from tests.support.waiting import ENOUGH
 from zeco_train.collectives.worker import ScanWorker
-from zeco_train.distributed.mesh import Launch
-from zeco_train.lifecycle.job import Advice, Job
+from zeco_train.lifecycle.end import Advice, Job
+from zeco_train.lifecycle.join import Launch
 from zeco_train.system import background
 
 _CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}
@@ -82,7 +82,7 @@ def test_stopped_courier_restarts_on_submit() -> None:
 def test_late_thread_ends_if_process_is_already_ending() -> None:
     """A watchdog thread that fires during shutdown must not outlive the interpreter."""
     ending = Job(Launch(0, 1, 0), Advice("", "", ""))
-    ending._end_alone()
+    ending._claim_end()
     late = background.start(ending._abandon, RuntimeError("late"), name="late")
     late.join(10)
     assert not late.is_alive()

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from tests.support.commands import SMALL, snapshot, train_here
 from tests.support.distributed import run_distributed
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CheckpointError, ConfigError, ZecoError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.lifecycle.logs import close_logging
 from zeco_train.tracking import run_folder
 from zeco_train.tracking.run_folder import RunFolder

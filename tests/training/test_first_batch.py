@@ -16,9 +16,9 @@ from data.store import OFFSETS_FILE, shard_name
 from data.store_writer import StoreWriter
 from tests.support.distributed import run_distributed
 from tests.support.training import train
-from zeco_train.distributed import agreement
-from zeco_train.distributed.agreement import _difference, flat
 from zeco_train.errors import ZecoError
+from zeco_train.lifecycle import join
+from zeco_train.lifecycle.join import _difference, flat
 from zeco_train.training import build
 
 # Token t of the store is t modulo 250, so a shift changes every token.
@@ -40,7 +40,7 @@ def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "borders": ([f"data.path={folder}/borders" if rank == 3 else store], None),
         "split": ([f"data.path={folder}/split" if rank == 3 else store], None),
         "setting": ([store, *(["optim.lr=0.5", "sp.size=4"] if rank == 1 else [])], None),
-        "code": ([store], mock.patch.object(agreement, "_code_version", return_value="old" if rank >= 2 else "new")),
+        "code": ([store], mock.patch.object(join, "_code_version", return_value="old" if rank >= 2 else "new")),
         "variable": ([store], mock.patch.dict("os.environ", {"NCCL_ALGO": "Tree"} if rank == 0 else {})),
         "order": ([store], mock.patch.object(build, "SequenceLoader", _reordered) if rank == 1 else None),
     }

@@ -21,8 +21,9 @@ from models.parameters import parameter_rules
 from tests.support.distributed import run_distributed
 from tests.support.replays import REPLAYS_BEGIN
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.training.build import build_model
 from zeco_train.training.connect import connect_model

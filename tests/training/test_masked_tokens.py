@@ -16,12 +16,12 @@ from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.schema import to_plain
-from zeco_train.distributed.agreement import join_alike
-from zeco_train.distributed.mesh import Launch
+from zeco_train.distributed.mesh import join_alike
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.held_out import HeldOut
 from zeco_train.hf.trained import find_trained
+from zeco_train.lifecycle.join import Launch
 
 pytestmark = pytest.mark.numeric
 

@@ -15,7 +15,7 @@ from tests.support.commands import Outcome, check_line
 from tests.support.distributed import run_distributed
 from tests.verify.test_verify import CPU, run_command, verify
 from zeco_train.config.overrides import load_settings
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import oracle
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.verify import attention, cases, command

@@ -23,7 +23,7 @@ from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
 from zeco_train.collectives import chain, halo, rounds, serial
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import mix
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.attention import ring

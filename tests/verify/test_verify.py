@@ -22,7 +22,7 @@ from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
 from zeco_train.config.overrides import load_settings
-from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import oracle
 from zeco_train.ops.operator import Target
 from zeco_train.ops.registry import OPERATORS

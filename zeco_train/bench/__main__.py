@@ -26,7 +26,7 @@ from zeco_train.bench import (
 from zeco_train.bench.case import ADVICE
 from zeco_train.bench.config import describe
 from zeco_train.errors import ConfigError
-from zeco_train.lifecycle.job import Job, run_job
+from zeco_train.lifecycle.end import Job, run_job
 from zeco_train.system.arguments import docstring
 
 CASES = {

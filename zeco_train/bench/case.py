@@ -14,7 +14,7 @@ from zeco_train.bench import figures
 from zeco_train.bench.config import BenchConfig, CaseConfig, describe
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
-from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.system.arguments import docstring
 
 ADVICE = Advice(

@@ -11,8 +11,9 @@ from zeco_train.bench import variants as known
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings, parse_settings
 from zeco_train.config.schema import Config, Dtype, load_config
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.slow_paths import Kernels
 from zeco_train.sp.registry import SHARING

@@ -11,9 +11,10 @@ import torch
 
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather
+from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError
-from zeco_train.lifecycle.job import Job
+from zeco_train.lifecycle.end import Job
+from zeco_train.lifecycle.join import Launch, gather
 from zeco_train.ops.operator import Target
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange

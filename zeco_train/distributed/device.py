@@ -7,8 +7,8 @@ from enum import Enum
 
 import torch
 
-from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.system.code_cache import use_private_caches
 
 

@@ -1,20 +1,14 @@
 """The process mesh: `dp · sp = world`, ranks of one SP group adjacent.
 
-Creates the process groups and passes them to the modules that communicate; only this module reads the launcher's
-environment.
+Creates the process groups and passes them to the modules that communicate.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import socket
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,105 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from data.reader import DataSplit
 from zeco_train.collectives.topology import Topology, find_topology
-from zeco_train.distributed.postmortem import record_communication
-from zeco_train.errors import CommunicationError, ConfigError, ZecoError
+from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.lifecycle.join import Launch, check_same, gather, join, setup
 from zeco_train.sp.registry import BACKENDS
-from zeco_train.system.files import FILES_OF_A_PROCESS, allow_open_files
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-
-
-class OwnRankError(ConfigError):
-    """An error in this rank's environment variables, which the other ranks need not have."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The launcher's description of this process, before any process group exists."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int = 1
-
-    @classmethod
-    def from_environment(cls) -> Launch:
-        """Read torchrun's variables; without `RANK` this is a single process, whatever else a cluster has set.
-
-        Raises:
-            ConfigError: some are missing, one is not a number or out of range, or `MASTER_ADDR` cannot be resolved.
-        """
-        if "RANK" not in os.environ:
-            return cls(0, 1, 0)
-        if missing := [name for name in _NEEDED if name not in os.environ]:
-            problem = f"is set, but {', '.join(missing)} not: start with torchrun, or unset it for a single process"
-            raise ConfigError("variable RANK", os.environ["RANK"], problem)
-        values = [os.environ.get(name, default) for name, default in _LAUNCH_VARIABLES]
-        for (name, _), value in zip(_LAUNCH_VARIABLES, values, strict=True):
-            least = 1 if name.endswith("WORLD_SIZE") else 0
-            if not _DIGITS.fullmatch(value) or int(value) < least:
-                allowed = f"must be a whole number ≥ {least} of at most 7 digits; start with torchrun"
-                raise ConfigError(f"variable {name}", value, allowed)
-        launch = cls(*map(int, values))
-        for name, number, size, count in (
-            ("RANK", launch.rank, "WORLD_SIZE", launch.world_size),
-            ("LOCAL_RANK", launch.local_rank, "LOCAL_WORLD_SIZE", launch.local_world_size),
-        ):
-            # Launchers other than torchrun may not set LOCAL_WORLD_SIZE.
-            if size in os.environ and number >= count:
-                raise OwnRankError(f"variable {name}", number, f"must be < {size}={count}; start with torchrun")
-        check_address(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-        return launch
-
-
-_LAUNCH_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-# Needed for torch's rendezvous.
-_NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_DIGITS = re.compile(r"[0-9]{1,7}")
-_LARGEST_PORT = 65535
-_SECONDS_BETWEEN_TRIES = 0.5
-# To reach the launcher's store.
-_STORE_TIMEOUT = timedelta(seconds=10)
-# Groups of all ranks, at most.
-_GROUPS = 10
-
-
-def check_address(host: str, port: str) -> None:
-    """Check the rendezvous address; torch itself would retry for minutes, and end in a traceback.
-
-    Raises:
-        ConfigError: the port is invalid, or the host cannot be resolved.
-    """
-    if not _DIGITS.fullmatch(port) or not 1 <= int(port) <= _LARGEST_PORT:
-        raise ConfigError("variable MASTER_PORT", port, f"must be a whole number from 1 to {_LARGEST_PORT}")
-    try:
-        socket.getaddrinfo(host or None, int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        problem = f"cannot be resolved on {socket.gethostname()} ({reason}); name the machine of rank 0 by its address"
-        raise ConfigError("variable MASTER_ADDR", host, problem) from error
-
-
-def await_listener(host: str, port: int, timeout: timedelta) -> str | None:
-    """Wait until a connection to the address succeeds.
-
-    Returns:
-        None on success; the problem after `timeout`.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        # Never 0, which would make the socket non-blocking.
-        left = max(deadline - time.monotonic(), _SECONDS_BETWEEN_TRIES)
-        try:
-            socket.create_connection((host, port), timeout=left).close()
-        except OSError as error:
-            if time.monotonic() + _SECONDS_BETWEEN_TRIES > deadline:
-                return f"nobody listens at {host}:{port} ({error.strerror or error})"
-            time.sleep(_SECONDS_BETWEEN_TRIES)
-        else:
-            return None
 
 
 @dataclass(frozen=True)
@@ -249,74 +149,32 @@ def _scan_groups(
     return forward, reverse
 
 
-def join(device: torch.device, timeout: timedelta) -> None:
-    """Initialise the default process group, unless it exists."""
-    if dist.is_initialized():
-        return
-    record_communication()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    launch = Launch.from_environment()
-    if launch.world_size == 1:
-        # Within the process: a single rank needs no port.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    prepare_for_peers(launch.world_size)
-    if (store := launcher_store(launch)) is None:
-        _await_rank_0(launch, timeout)
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+def join_alike(
+    settings: Mapping[str, Any],
+    launch: Launch,
+    sp_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    more: Mapping[str, Any] | None = None,
+) -> ProcessMesh:
+    """Initialise the process groups, and check that all ranks have the same setup. Collective.
 
-
-def prepare_for_peers(world_size: int) -> None:
-    """Allow and ease the connections of many ranks; call before the first process group.
-
-    gloo keeps a socket for each peer in each group. With 256 ranks these exceed the default limit of 1,024 open files
-    per process, and gloo aborts. By default it also reads the addresses of a group's peers from the store one at a
-    time, about 800,000 requests for 256 ranks; with `GLOO_ENABLE_STORE_V2_API` it reads them together.
-    """
-    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
-    needed = FILES_OF_A_PROCESS + _GROUPS * world_size
-    if 0 <= (most := allow_open_files(needed)) < needed:
-        logger.warning("ulimit -n: %d open files may be too few for %d ranks; allow %d", most, world_size, needed)
-
-
-def _await_rank_0(launch: Launch, timeout: timedelta) -> None:
-    """Wait for rank 0's store; on a timeout, torch would print a page of C++ frames.
+    Args:
+        settings: plain values of the configuration.
+        launch: this rank and the others.
+        sp_size: ranks of a sequence.
+        device: of this rank.
+        timeout: longest wait for a peer.
+        more: JSON values that must be the same, too.
 
     Raises:
-        CommunicationError: rank 0's store is not reachable within `timeout`.
+        ConfigError: ranks that differ.
     """
-    if launch.rank == 0:
-        return
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if (problem := await_listener(host, port, timeout)) is not None:
-        detail = f"{problem} within {timeout.total_seconds():g} s; start rank 0 there, with the same MASTER_PORT"
-        raise CommunicationError(launch.rank, "joining the other ranks", detail)
-
-
-def launcher_store(launch: Launch) -> dist.Store | None:
-    """A separate connection to torchrun's store; None with one rank, and under launchers that have no store.
-
-    torchrun keeps one store for all attempts (`--max-restarts`), which after a restart still has the keys of the one
-    before, such as addresses of dead ranks. So the keys of each attempt have a prefix.
-
-    Raises:
-        CommunicationError: it cannot be reached.
-    """
-    if launch.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    unreachable = f"the launcher's store at {host}:{port} cannot be reached; its node may be gone"
-    # torch would print a page of C++ frames.
-    if await_listener(host, port, _STORE_TIMEOUT) is not None:
-        raise CommunicationError(launch.rank, "start", unreachable)
-    try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
-    except (dist.DistError, RuntimeError) as error:
-        raise CommunicationError(launch.rank, "start", unreachable) from error
-    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    join(device, timeout)
+    # Before the first operation in which ranks of different settings would deadlock, such as the creation of groups.
+    remedy = "start all ranks with the same command line, code and environment"
+    check_same(setup(settings, device) | dict(more or {}), launch.world_size, remedy)
+    return init_mesh(launch, sp_size, device, timeout)
 
 
 def device_mesh(device: str, shape: tuple[int, int], names: tuple[str, str], timeout: timedelta) -> DeviceMesh:
@@ -357,13 +215,6 @@ def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:
     connections.
     """
     return dist.new_group(backend="gloo", timeout=max(mesh.timeout, timedelta(hours=1)))
-
-
-def gather(value: T, world_size: int) -> list[T]:
-    """All-gather a picklable value; returns the values by rank. Collective over all ranks."""
-    values = [value] * world_size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:

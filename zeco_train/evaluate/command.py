@@ -11,9 +11,8 @@ from typing import Any
 
 from models.spec import spec_of
 from zeco_train.config.schema import to_plain
-from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import agree, resolve_sp_size
+from zeco_train.distributed.mesh import agree, join_alike, resolve_sp_size
 from zeco_train.distributed.parallelize import count_shards
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.arguments import describe, parse
@@ -21,7 +20,7 @@ from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.hf.trained import Trained, find_trained
-from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.environment import environment

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from zeco_train.config.overrides import as_override, check_overrides
 from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
-from zeco_train.distributed.agreement import flat
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
+from zeco_train.lifecycle.join import flat
 from zeco_train.ops.seam import Exchange
 from zeco_train.system.terminal import visible
 from zeco_train.training.connect import connect_model

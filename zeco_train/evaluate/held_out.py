@@ -13,12 +13,12 @@ from data.masking import for_task
 from data.opening import open_held_out
 from data.tokenizer import BYTES
 from zeco_train.config.document_rules import check_documents
-from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import main_first
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.hf.trained import Trained
+from zeco_train.lifecycle.join import check_same
 from zeco_train.system.amounts import length_name
 from zeco_train.tracking.position_chart import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.tracking.positions import PositionLosses, ValidationLoss

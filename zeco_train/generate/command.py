@@ -14,15 +14,15 @@ from torch import Tensor
 
 from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
-from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, resolve_sp_size
+from zeco_train.distributed.mesh import ProcessMesh, agree, join_alike, resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
 from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.hf.trained import Trained, find_trained, load_trained
-from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.lifecycle.end import Advice, Job, run_job
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.paths import warn_of_replacing

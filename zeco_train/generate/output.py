@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from zeco_train.generate.generator import Completion
 from zeco_train.system.files import write_result
 from zeco_train.system.jsonable import jsonable
-from zeco_train.system.terminal import nobody_reads, visible
+from zeco_train.system.terminal import is_reader_gone, visible
 
 
 class Printer:
@@ -81,7 +81,7 @@ class Printer:
             self._out.flush()
         except OSError as error:
             # Python flushes stdout at exit, which would fail again.
-            self.is_closed = nobody_reads(error)
+            self.is_closed = is_reader_gone(error)
             if not self.is_closed:
                 raise
         self._last = text[-1]

@@ -27,13 +27,14 @@ from torch import Tensor
 from zeco_train.checkpoint.files import is_hf_folder
 from zeco_train.config.overrides import describe_settings, load_settings
 from zeco_train.config.schema import Dtype
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.folder import checked_fla_model
 from zeco_train.hf.trained import Trained, find_trained, load_trained
+from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.numbers import relative_error

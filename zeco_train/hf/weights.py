@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zeco_train.checkpoint.files import CHECKSUMS_FILE, is_hf_folder, read_record
 from zeco_train.checkpoint.weights import damage_of, read_state
-from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import ProcessMesh, agree
-from zeco_train.distributed.whole import local
+from zeco_train.distributed.owned_matrices import local
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.folder import ORIGIN_FILE, StoredTensors, checked_tensors
+from zeco_train.lifecycle.join import check_same
 
 
 def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:

@@ -1,1 +1,1 @@
-"""Process lifecycle of a rank: errors, exit codes, lost peers, log files."""
+"""Process lifecycle of a rank: how it joins the others (`join`), watches them (`watch`), ends (`end`), and logs."""

@@ -25,9 +25,10 @@ from data.reader import Batch
 from models.parameters import parameter_rules
 from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.device import find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
-from zeco_train.distributed.whole import local
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
+from zeco_train.distributed.owned_matrices import local
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.plan.advice import Option
 from zeco_train.plan.case import Case

@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from zeco_train.system.packages import explained_if_missing, put_own_packages_first, quick_imports
-from zeco_train.system.terminal import nobody_reads, show_any_text
+from zeco_train.system.terminal import is_reader_gone, show_any_text
 
 # A batch system's, before it ends a job: Slurm and Grid Engine send SIGUSR1 or SIGUSR2, limits of CPU time SIGXCPU.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -67,7 +67,7 @@ def run_command(module: str) -> NoReturn:
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
         except OSError as error:
-            if not nobody_reads(error):
+            if not is_reader_gone(error):
                 raise
             sys.exit(128 + signal.SIGPIPE)
 

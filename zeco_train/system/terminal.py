@@ -34,7 +34,7 @@ def show_any_text() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def nobody_reads(error: BaseException) -> bool:
+def is_reader_gone(error: BaseException) -> bool:
     """Whether an error means that the reader of stdout is gone: after `| head`, or with the terminal.
 
     If so, redirects stdout to /dev/null.

@@ -26,21 +26,15 @@ from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_wei
 from zeco_train.config.document_rules import check_documents
 from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config, TrainConfig, to_plain
-from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import (
-    Launch,
-    ProcessMesh,
-    agree,
-    main_first,
-    resolve_sp_size,
-)
+from zeco_train.distributed.mesh import ProcessMesh, agree, join_alike, main_first, resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy, count_shards, parallelize
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
+from zeco_train.lifecycle.join import Launch
 from zeco_train.lifecycle.logs import setup_logging
-from zeco_train.lifecycle.watchdog import Watchdog
+from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.ops.operator import Target
 from zeco_train.ops.seam import Exchange
 from zeco_train.ops.slow_paths import warn_of

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from data.loader import SequenceLoader
-from zeco_train.distributed.mesh import ProcessMesh, agree, gather
+from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import DataError
+from zeco_train.lifecycle.join import gather
 from zeco_train.system.labels import IGNORE_INDEX
 
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from data.reader import Batch
 from zeco_train.config.schema import Config
+from zeco_train.distributed.torch_private import forget_gathers
 from zeco_train.errors import CommunicationError, ConfigError, first_cause
 from zeco_train.sp.exposed import Events, active_meter
 from zeco_train.training.forward import to_device
@@ -225,8 +225,7 @@ class StepGraphs(StepLauncher):
     def _forget_events(self) -> None:
         """FSDP2 keeps the event of its last gather for the next one: none may be between a capture and other work."""
         torch.cuda.synchronize(self._device)
-        assert isinstance(self._model, FSDPModule)
-        self._model._get_fsdp_state()._comm_ctx.all_gather_state = None
+        forget_gathers(self._model)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

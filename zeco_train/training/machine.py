@@ -11,7 +11,7 @@ import torch
 from models.spec import spec_of
 from zeco_train.config.execution import Compile
 from zeco_train.config.schema import Config
-from zeco_train.distributed import packing
+from zeco_train.distributed import gradient_packing
 from zeco_train.distributed.device import total_memory
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE, Matmul
@@ -48,7 +48,7 @@ def kernel_calls(config: Config) -> list[tuple[str, Call]]:
     if train.matmul is Matmul.fp8:
         calls.append(("train.matmul=fp8", Call("fp8 products", PRODUCTS, train.dtype.compute)))
     calls.append(("the optimizer", Call("adamw", adamw.KERNELS, train.dtype.master)))
-    return [*calls, ("the gradients", Call("packing", packing.KERNELS, train.dtype.compute))]
+    return [*calls, ("the gradients", Call("packing", gradient_packing.KERNELS, train.dtype.compute))]
 
 
 def _check_memory(config: Config, device: torch.device) -> None:

@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.reader import Batch
 from models.language_model import LanguageModel, LMHead
-from zeco_train.distributed.mesh import gather
+from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import global_norm, reshard
-from zeco_train.distributed.whole import local
+from zeco_train.lifecycle.join import gather
 from zeco_train.ops.loss import TokenScores
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS

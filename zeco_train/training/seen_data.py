@@ -38,9 +38,9 @@ from data.config import DataConfig, DataKind
 from data.digests import COPY_AGAIN, hash_in_parts
 from data.reader import TRAINING, OpenedData
 from data.store import META_FILE, TokenStore
-from zeco_train.distributed.agreement import check_same
-from zeco_train.distributed.mesh import ProcessMesh, agree, gather
+from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.lifecycle.join import check_same, gather
 from zeco_train.system.amounts import clock, compact
 from zeco_train.system.files import write_durably
 from zeco_train.system.small_files import read_json

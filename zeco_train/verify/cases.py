@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.distributed.mesh import Launch, ProcessMesh, gather, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch, gather
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.exchange import connect

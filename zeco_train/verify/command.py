@@ -13,7 +13,7 @@ import torch
 from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import find_device
-from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.ops.operator import Target
 from zeco_train.ops.registry import DEFAULT
 from zeco_train.ops.slow_paths import check_kernels, warn_of

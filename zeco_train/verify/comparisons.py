@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from zeco_train.distributed.mesh import gather
+from zeco_train.lifecycle.join import gather
 from zeco_train.verify.report import Deviation, VerifyRow, deviations
 
 Results = dict[str, Tensor]

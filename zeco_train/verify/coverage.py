@@ -14,8 +14,8 @@ import torch
 
 from models.registry import MIXERS
 from zeco_train.collectives.registry import ALL_SCANS
-from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.attention.registry import METHODS

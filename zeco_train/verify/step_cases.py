@@ -39,8 +39,9 @@ from models.parameters import parameter_rules
 from models.registry import MIXERS, unmasked_mixers
 from models.spec import spec_of
 from zeco_train.config.schema import Dtype, TrainConfig
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from zeco_train.distributed.whole import local
+from zeco_train.distributed.owned_matrices import local
 from zeco_train.ops.operator import KernelRule
 from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Parameters, decay_groups
 

@@ -1,8 +1,8 @@
 """Muon (Jordan et al., 2024): momentum, orthogonalised by Newton–Schulz steps; AdamW for all but projections.
 
-Like `torch.optim.Muon`, extended for sharded training: each matrix is gathered on one rank (`distributed.whole`), so
-the work is distributed and the update does not depend on the sharding; matrices stacked in one parameter are
-orthogonalised one by one; and a non-finite step is skipped on the device.
+Like `torch.optim.Muon`, extended for sharded training: each matrix is gathered on one rank
+(`distributed.owned_matrices`), so the work is distributed and the update does not depend on the sharding; matrices
+stacked in one parameter are orthogonalised one by one; and a non-finite step is skipped on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.parameters import ParameterRule
 from models.spec import ParameterSpec
-from zeco_train.distributed.whole import WholeMatrices, assign, local
+from zeco_train.distributed.owned_matrices import WholeMatrices, assign, local
 from zeco_train.training.optim.adamw import ADAMW, FusedUpdate, gradient, moments_bytes
 from zeco_train.training.optim.spec import (
     AdjustLR,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import signal
 import threading
 import time
@@ -22,23 +23,32 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
-from zeco_train.distributed.agreement import name_ranks
-from zeco_train.distributed.mesh import Launch
-from zeco_train.distributed.postmortem import last_communication
 from zeco_train.errors import CommunicationError
-from zeco_train.lifecycle.bounded_store import BoundedStore
+from zeco_train.lifecycle.join import Launch, name_ranks
 from zeco_train.system import background
 
-_PERIOD_SECONDS = 0.5
+# All times of a loss; the docs give the sums. Between two heartbeats:
+PERIOD_SECONDS = 0.5
 # Six periods: the heartbeat of a rank that is merely slow (two cores, eight processes) still advances within that.
-_LISTEN_SECONDS = 3.0
+LISTEN_SECONDS = 3.0
+# Beyond the timeout of communication, whose own error names the operation: how long a neighbour may be silent.
+SILENCE_SECONDS = 2 * LISTEN_SECONDS
 # How often a rank checks its neighbour's heartbeat and whether the job is lost.
-_WATCH_SECONDS = 2.0
+WATCH_SECONDS = 2.0
 # A rank informed of the loss may be about to hit the failure itself, which gives a more specific error.
-_GRACE_SECONDS = 6.0
-# For the launcher's store to answer a request, which takes it milliseconds.
-_ANSWER_SECONDS = 15.0
+GRACE_SECONDS = 6.0
+# For the launcher's store to answer a request, which takes it milliseconds; later requests fail at once.
+ANSWER_SECONDS = 15.0
+# For a flight recorder's dump, which queries the device for the state of operations and may block on a hung one; there
+# are two.
+DUMP_SECONDS = 5.0
+
+# After the timeout of communication, at most: until the loss is reported, and until all other ranks have ended.
+REPORT_SECONDS = SILENCE_SECONDS + WATCH_SECONDS + LISTEN_SECONDS
+END_SECONDS = SILENCE_SECONDS + WATCH_SECONDS + WATCH_SECONDS + GRACE_SECONDS
+
 # Of this module's keys.
 _PREFIX = "zeco"
 
@@ -46,6 +56,90 @@ _PREFIX = "zeco"
 TERMINATED = 128 + signal.SIGTERM
 
 logger = logging.getLogger(__name__)
+
+
+class BoundedStore:
+    """The requests that a watchdog makes, each of which ends within `seconds`.
+
+    A thread makes them one after another, as the store's own connection does. Once it does not answer, every further
+    request fails at once. Methods have the arguments of torch's, and raise `dist.DistNetworkError` then; the store's
+    own errors are passed on.
+    """
+
+    def __init__(self, store: dist.Store, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        # None wakes the thread up to end.
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_silent = self._is_serving = self._is_stopped = False
+        # Of the last two, and of putting a request where a thread serves it.
+        self._lock = threading.Lock()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number; its new value."""
+        return self._ask(lambda: self._store.add(key, amount))
+
+    def append(self, key: str, text: str) -> None:
+        """Append to a text."""
+        self._ask(lambda: self._store.append(key, text))  # type: ignore[attr-defined]
+
+    def set(self, key: str, text: str) -> None:
+        """Store a text."""
+        self._ask(lambda: self._store.set(key, text))
+
+    def get(self, key: str) -> bytes:
+        """A text; the key must exist."""
+        return self._ask(lambda: self._store.get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The texts of several keys, which must exist."""
+        return self._ask(lambda: self._store.multi_get(keys))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys exist."""
+        return self._ask(lambda: self._store.check(keys))
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((request(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        if self._is_silent:
+            raise dist.DistNetworkError(f"no answer within {self._seconds:g} s")
+        self._put(run)
+        try:
+            answer, error = answers.get(timeout=self._seconds)
+        except queue.Empty:
+            self._is_silent = True
+            raise dist.DistNetworkError(f"no answer within {self._seconds:g} s") from None
+        if error is not None:
+            raise error
+        return answer
+
+    def _put(self, request: Callable[[], None]) -> None:
+        with self._lock:
+            self._requests.put(request)
+            if not self._is_serving:
+                self._is_serving, self._is_stopped = True, False
+                background.start(self._serve, name="store", stop=self._stop)
+
+    def _stop(self) -> None:
+        """End the thread when it has made all requests; a later one starts another."""
+        with self._lock:
+            self._is_stopped = True
+            self._requests.put(None)
+
+    def _serve(self) -> None:
+        while True:
+            if (request := self._requests.get()) is not None:
+                request()
+            with self._lock:
+                if self._is_stopped and self._requests.empty():
+                    self._is_serving = False
+                    return
 
 
 @dataclass(frozen=True)
@@ -86,11 +180,11 @@ class Watchdog:
         timeout_key: str = "the timeout",
     ) -> None:
         self._launch, self._remedy, self._timeout_key = launch, remedy, timeout_key
-        self._store = None if store is None else BoundedStore(store, _ANSWER_SECONDS)
+        self._store = None if store is None else BoundedStore(store, ANSWER_SECONDS)
         self.activity = "start"
         self.is_terminated = False
         self._stop = threading.Event()
-        self._spoken = f"{_PREFIX}/spoken"
+        self._reported = f"{_PREFIX}/reported"
         if store is not None:
             background.start(self._beat, name="heartbeat", stop=self.stop)
 
@@ -106,8 +200,7 @@ class Watchdog:
         survivors of a lost rank, and to all ranks if it has been terminated itself.
         """
         if self._store is not None:
-            # Beyond the timeout of communication, whose own error names the operation.
-            limit = timeout.total_seconds() + 2 * _LISTEN_SECONDS
+            limit = timeout.total_seconds() + SILENCE_SECONDS
             background.start(self._watch, self._store, limit, abandon, on_loss, name="watchdog", stop=self.stop)
 
     def stop(self) -> None:
@@ -122,16 +215,16 @@ class Watchdog:
             exit_code: the other ranks exit with it, too: a launcher decides on a restart by the first exit code.
         """
         # In this order: ranks that learn of the loss look for its reason.
-        self._add_word("failed", message, exit_code)
+        self._append("failed", message, exit_code)
         self.report_loss()
 
     def report_leaving(self) -> None:
         """Record that this rank exits because a peer is lost, so that it is not taken for the culprit."""
-        self._add_word("left")
+        self._append("left")
 
     def report_loss(self) -> None:
         """Record that the job is lost: all ranks are to exit."""
-        self._add_word("lost")
+        self._append("lost")
 
     def claim_reporting(self) -> bool:
         """True for the first caller among all ranks, so that a failure common to all is reported once.
@@ -142,17 +235,17 @@ class Watchdog:
             # Before the rendezvous, no other rank is known to have the same error.
             return self._launch.rank == 0 or not dist.is_initialized()
         try:
-            return self._store.add(self._spoken, 1) == 1
+            return self._store.add(self._reported, 1) == 1
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
             return self._launch.local_rank == 0
 
-    def has_spoken(self) -> bool:
+    def is_reported(self) -> bool:
         """True once a rank has succeeded in `claim_reporting`, or if the store is gone and that cannot be known."""
         if self._store is None:
             return False
         try:
-            return self._store.check([self._spoken])
+            return self._store.check([self._reported])
         except (dist.DistError, RuntimeError):
             return True
 
@@ -181,25 +274,24 @@ class Watchdog:
     def _find(self, store: BoundedStore) -> _Finding:
         """Elect one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks."""
         turn = 0
-        while store.add(f"{_PREFIX}/looking/{turn}", 1) > 1:
-            deadline = time.monotonic() + 2 * _LISTEN_SECONDS
+        while store.add(f"{_PREFIX}/checking/{turn}", 1) > 1:
+            deadline = time.monotonic() + 2 * LISTEN_SECONDS
             # Not `store.wait`, which would block this rank's heartbeat on the same connection.
             while time.monotonic() < deadline:
                 if (text := self._get("finding")) is not None:
                     return _Finding(**json.loads(text))
-                time.sleep(_PERIOD_SECONDS)
+                time.sleep(PERIOD_SECONDS)
             turn += 1
-        finding = self._look(store)
+        finding = self._check_heartbeats(store)
         self._set("finding", json.dumps(asdict(finding)))
         return finding
 
-    def _look(self, store: BoundedStore) -> _Finding:
-        """Check the heartbeats of all other ranks."""
+    def _check_heartbeats(self, store: BoundedStore) -> _Finding:
         others = [r for r in range(self._launch.world_size) if r != self._launch.rank]
         before = self._heartbeats(store, others)
-        time.sleep(_LISTEN_SECONDS)
+        time.sleep(LISTEN_SECONDS)
         after = self._heartbeats(store, others)
-        failed, left = self._words("failed"), self._words("left")
+        failed, left = self._entries("failed"), self._entries("left")
         silent = [r for r in others if before[r][0] == after[r][0] and r not in left and r not in failed]
         culprits = [f"rank {r} failed: {text}" for r, (text, _) in sorted(failed.items())] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
@@ -210,11 +302,11 @@ class Watchdog:
         exit_code = next((code for _, code in failed.values()), CommunicationError.exit_code)
         if self.is_terminated and not culprits:
             exit_code = TERMINATED
-        return _Finding("; ".join(culprits), _where(places), exit_code)
+        return _Finding("; ".join(culprits), _name_places(places), exit_code)
 
     def _beat(self) -> None:
         count = 0
-        while not self._stop.wait(_PERIOD_SECONDS):
+        while not self._stop.wait(PERIOD_SECONDS):
             count += 1
             try:
                 self._set(f"heartbeat/{self._launch.rank}", f"{count} {self.activity}")
@@ -223,7 +315,7 @@ class Watchdog:
                 return
 
     def _operation(self, error: Exception) -> str:
-        """This rank's activity, and the communication that has failed, or the last one."""
+        # With the communication that has failed, or the last one.
         if isinstance(error, CommunicationError):
             last = "" if error.operation == self.activity else error.operation
         else:
@@ -235,12 +327,12 @@ class Watchdog:
     ) -> None:
         neighbour = (self._launch.rank + 1) % self._launch.world_size
         last, since = "", time.monotonic()
-        while not self._stop.wait(_WATCH_SECONDS):
+        while not self._stop.wait(WATCH_SECONDS):
             if self.is_terminated:
                 abandon(CommunicationError(self._launch.rank, self.activity, "terminated by the launcher"))
                 return
             try:
-                lost = self._words("lost")
+                lost = self._entries("lost")
                 count, _ = self._heartbeats(store, [neighbour])[neighbour]
             except (dist.DistError, RuntimeError):
                 # The store's node is gone. Communication will fail, or the launcher will terminate this rank.
@@ -248,7 +340,7 @@ class Watchdog:
             if lost:
                 on_loss()
                 problem = f"rank {next(iter(lost))} has given up"
-                if not self._stop.wait(_GRACE_SECONDS):
+                if not self._stop.wait(GRACE_SECONDS):
                     abandon(CommunicationError(self._launch.rank, self.activity, problem))
                 return
             if count != last:
@@ -270,16 +362,16 @@ class Watchdog:
             heartbeats[rank] = beat, activity
         return heartbeats
 
-    def _words(self, kind: str) -> dict[int, list[Any]]:
-        """The ranks' entries by `_add_word`, in order of time."""
+    def _entries(self, kind: str) -> dict[int, list[Any]]:
+        """The ranks' entries by `_append`, in order of time."""
         return dict(json.loads(line) for line in (self._get(kind) or "").splitlines())
 
-    def _add_word(self, kind: str, *word: str | int) -> None:
+    def _append(self, kind: str, *entry: str | int) -> None:
         """Append an entry to a key that all ranks share, so that one request reads the entries of all."""
         if self._store is None:
             return
         try:
-            line = json.dumps([self._launch.rank, word]) + "\n"
+            line = json.dumps([self._launch.rank, entry]) + "\n"
             self._store.append(f"{_PREFIX}/{kind}", line)
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
@@ -294,7 +386,7 @@ class Watchdog:
         return self._store.get(f"{_PREFIX}/{key}").decode()
 
 
-def _where(activities: Mapping[int, str]) -> str:
+def _name_places(activities: Mapping[int, str]) -> str:
     """Group ranks by activity: `ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data`."""
     by_activity: dict[str, list[int]] = {}
     for rank in sorted(activities):
@@ -310,3 +402,14 @@ def is_communication_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         mark in str(error) for mark in ("gloo", "Connection closed by peer", "Timed out waiting", "NCCL")
     )
+
+
+def last_communication() -> str:
+    """This rank's last collective as text, such as `all_reduce of [[4]] over "scan forward"`; empty if unknown."""
+    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    entries = json.loads(dump(True, False)).get("entries") if dump is not None else None
+    if not entries:
+        return ""
+    last = max(entries, key=lambda entry: entry["record_id"])
+    name, group = last["profiling_name"].rpartition(":")[2], last["process_group"]
+    return f'{name} of {last["input_sizes"]} over "{group[1] if group[1] != "undefined" else group[0]}"'

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import patch_bf16
-from zeco_train.distributed import packing
+from zeco_train.distributed import gradient_packing
 
 pytestmark = pytest.mark.numeric
 
@@ -95,7 +95,7 @@ def test_kernel_has_the_bits_of_torch_under_interpreter(monkeypatch: pytest.Monk
 @pytest.mark.gpu
 def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
     assert _differences(torch.device("cuda")) + _differences_of_sums_and_casts(torch.device("cuda")) == []
-    packing.use_own_packing()
+    gradient_packing.use_own_packing()
     tensors = _gradients([(64, 32)], torch.bfloat16, torch.device("cuda"))
     out = torch.empty(2, 1024, device="cuda")
     with mock.patch("zeco_train.kernels.pack.launch.pack") as pack:
@@ -104,7 +104,7 @@ def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
 
 
 def _implementations(rank: int, world_size: int) -> list[str]:
-    packing.use_own_packing()
+    gradient_packing.use_own_packing()
     table = torch._C._dispatch_dump("fsdp::chunk_cat").splitlines()
     return [line for line in table if line.startswith(("CUDA", "CPU"))]
 
@@ -114,7 +114,7 @@ def test_fsdp_takes_our_copy() -> None:
     (lines,) = run_distributed(_implementations, 1, fresh=True)
     for device in ("CPU", "CUDA"):
         active = next(line for line in lines if line.startswith(device))
-        assert "packing.py" in active
+        assert "torch_private.py" in active
         assert "inactive" not in active
 
 
@@ -122,17 +122,17 @@ def test_what_the_kernel_does_not_know_is_summed_by_torch() -> None:
     tensors = [torch.randn(6, 4, dtype=torch.float64).t(), torch.randn(4, 2).bfloat16()]
     out = torch.randn(1, 32, dtype=torch.float64)
     expected = out + torch.cat([tensor.reshape(1, -1) for tensor in tensors], 1)
-    packing.add_next(out)
-    packing._chunk_cat(tensors, 0, 1, out)
+    gradient_packing.add_next(out)
+    gradient_packing._chunk_cat(tensors, 0, 1, out)
     assert torch.equal(out, expected)
     # That was for one copy only.
-    packing._chunk_cat(tensors[:1], 0, 1, out[:, :24])
+    gradient_packing._chunk_cat(tensors[:1], 0, 1, out[:, :24])
     assert torch.equal(out[0, :24], tensors[0].reshape(-1))
 
 
 def test_what_the_kernel_does_not_know_is_packed_by_torch() -> None:
     tensors = [torch.randn(6, 4).t(), torch.randn(4, 2)]
     found, expected = torch.empty(2, 16), torch.empty(2, 16)
-    packing._chunk_cat(tensors, 0, 2, found)
+    gradient_packing._chunk_cat(tensors, 0, 2, found)
     torch._chunk_cat(tensors, 0, 2, out=expected)
     assert torch.equal(found, expected)

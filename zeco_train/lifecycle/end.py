@@ -7,8 +7,11 @@ failing rank waits for no other. Any other exception is a bug and propagates.
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -19,19 +22,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from tqdm import tqdm
 
-from zeco_train.distributed.mesh import Launch, OwnRankError, launcher_store
-from zeco_train.distributed.postmortem import Postmortem
 from zeco_train.errors import CommunicationError, OutOfMemoryError, ZecoError, open_files_error
-from zeco_train.lifecycle.watchdog import TERMINATED, Watchdog, is_communication_failure
+from zeco_train.lifecycle.join import Launch, OwnRankError, launcher_store
+from zeco_train.lifecycle.watch import DUMP_SECONDS, SILENCE_SECONDS, TERMINATED, Watchdog, is_communication_failure
 from zeco_train.system import background
 from zeco_train.system.signals import STOP_SIGNALS, catch_in_this_process, die_with_launcher
-from zeco_train.system.terminal import nobody_reads
+from zeco_train.system.terminal import is_reader_gone
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +42,7 @@ logger = logging.getLogger(__name__)
 # rendezvous, the time of its imports on a busy machine; afterwards, a moment.
 _SECONDS_TO_IMPORT = 20.0
 _SECONDS_AMONG_RANKS = 2.0
-_LOOK_SECONDS = 0.5
-# Beyond the time-out of joining, whose own error is more specific.
-_SECONDS_LATE = 6.0
+_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,71 @@ class Advice:
     lost_peer: str
     memory: str
     timeout_key: str
+
+
+class Postmortem:
+    """Writes the files of one rank, once.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._log: IO[bytes] | None = None
+        self._prefix = Path()
+        self._done = threading.Lock()
+
+    def open(self, log: Path, start: str) -> None:
+        """Prepare to write beside `log`, this rank's log file.
+
+        Args:
+            log: appended to; the flight records go to its folder.
+            start: part of the file names, the same on every rank.
+        """
+        self._log, self._prefix = log.open("ab", buffering=0), log.parent / start
+        faulthandler.enable(self._log)
+        # Read by NCCL's watchdog on a timeout; the new and the old name of the variable.
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ.setdefault(name, f"{self._prefix}_nccl_rank_")
+
+    def close(self) -> None:
+        """Disable the postmortem at a regular shutdown."""
+        if self._log is not None:
+            faulthandler.disable()
+            self._log.close()
+            self._log = None
+
+    def write(self) -> None:
+        """Write the stacks and records; only the first call has an effect, and takes a few seconds at most."""
+        # Never released: later callers return at once.
+        if self._log is None or not self._done.acquire(blocking=False):
+            return
+        faulthandler.dump_traceback(self._log)
+        # Not every torch build has both recorders. The analyzer fails on records of gloo groups (torch 2.13).
+        recorders = {f"gloo_rank_{self._rank}.json": _gloo_record, f"nccl_rank_{self._rank}": _nccl_record}
+        for name, record in recorders.items():
+            background.start(self._save, name, record, name="flight recorder").join(DUMP_SECONDS)
+
+    def _save(self, name: str, record: Callable[[], bytes | None]) -> None:
+        path = Path(f"{self._prefix}_{name}")
+        try:
+            content = record()
+            if content is not None:
+                path.write_bytes(content)
+        except (OSError, RuntimeError) as error:
+            logger.info("no flight record in %s: %s", path, error)
+
+
+def _gloo_record() -> bytes | None:
+    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace", None)
+    # Only the pickled form contains the stacks.
+    return json.dumps(pickle.loads(dump()), indent=1).encode() if dump is not None else None
+
+
+def _nccl_record() -> bytes | None:
+    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    return dump() if dump is not None else None
 
 
 class Job:
@@ -91,7 +157,7 @@ class Job:
         self.enter("joining the other ranks")
         seconds = timeout.total_seconds()
         late = CommunicationError(self.launch.rank, self.watchdog.activity, f"not done within {seconds:g} s")
-        timer = threading.Timer(seconds + _SECONDS_LATE, self._abandon, [late])
+        timer = threading.Timer(seconds + SILENCE_SECONDS, self._abandon, [late])
         timer.daemon = True
         timer.start()
         try:
@@ -108,7 +174,7 @@ class Job:
         """
         if self._store is not None:
             catch_in_this_process(signal.SIGTERM, self._remember_termination)
-        self.watchdog.guard(timeout, self._abandon, self._hear_of_loss)
+        self.watchdog.guard(timeout, self._abandon, self._on_loss)
 
     def keep_evidence(self, log: Path) -> None:
         """From now on, write a postmortem beside this rank's log file if the job fails. Collective."""
@@ -138,7 +204,7 @@ class Job:
             The exit code; None for a bug, whose traceback is due. After the rendezvous, an expected failure exits the
             process here.
         """
-        self._end_alone()
+        self._claim_end()
         expected = self._as_expected(error)
         if not isinstance(expected, OutOfMemoryError) and is_communication_failure(error):
             self._abandon(error)
@@ -147,9 +213,9 @@ class Job:
             return None
         # At info level the traceback goes to the log file only; the terminal gets one line.
         logger.info("ending", exc_info=error)
-        # Stored before the wait in `_say_once`: peers that notice first should find the reason.
+        # Stored before the wait in `_print_once`: peers that notice first should find the reason.
         self.watchdog.report_failure(str(expected), expected.exit_code)
-        self._say_once(expected)
+        self._print_once(expected)
         self.closing.close()
         if dist.is_initialized():
             _leave(expected.exit_code)
@@ -163,7 +229,7 @@ class Job:
         """
         # A launcher forwards the SIGINT that the terminal has already sent.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._end_alone()
+        self._claim_end()
         self.watchdog.report_failure(number.name)
         self.closing.close()
         if dist.is_initialized():
@@ -174,13 +240,13 @@ class Job:
         # A plain attribute: a signal handler must not take locks.
         self.watchdog.is_terminated = True
 
-    def _hear_of_loss(self) -> None:
+    def _on_loss(self) -> None:
         """Write the postmortem because another rank has given up, unless this one is already shutting down."""
         if self._ending.acquire(blocking=False):
             self._ending.release()
             self._postmortem.write()
 
-    def _end_alone(self) -> None:
+    def _claim_end(self) -> None:
         """Claim the shutdown for this thread; any other thread that tries stops here."""
         if not self._ending.acquire(blocking=False):
             if threading.current_thread() is not threading.main_thread():
@@ -202,7 +268,7 @@ class Job:
             return OutOfMemoryError(self.launch.rank, self.watchdog.activity, problem, self._advice.memory)
         return None
 
-    def _say_once(self, error: ZecoError) -> None:
+    def _print_once(self, error: ZecoError) -> None:
         """Print an error once: rank 0 prints one that all ranks have, while the others wait.
 
         A rank that is still alive after the wait is the only one with this error and prints it itself.
@@ -210,21 +276,21 @@ class Job:
         joined = dist.is_initialized()
         if self.launch.rank != 0:
             waited = 0.0
-            while not joined and waited < _SECONDS_TO_IMPORT and not self.watchdog.has_spoken():
-                time.sleep(_LOOK_SECONDS)
-                waited += _LOOK_SECONDS
+            while not joined and waited < _SECONDS_TO_IMPORT and not self.watchdog.is_reported():
+                time.sleep(_POLL_SECONDS)
+                waited += _POLL_SECONDS
             # When this rank exits, its launcher kills the others, perhaps mid-message; no wait if it already has begun.
             waited = 0.0
             while waited < _SECONDS_AMONG_RANKS and not self.watchdog.is_terminated:
-                time.sleep(_LOOK_SECONDS)
-                waited += _LOOK_SECONDS
+                time.sleep(_POLL_SECONDS)
+                waited += _POLL_SECONDS
         # Without the launcher's store, or before the rendezvous, ranks cannot agree on which one prints.
         if (not joined and self._store is None) or self.watchdog.claim_reporting():
-            _say(error)
+            _print(error)
 
     def _abandon(self, error: Exception) -> NoReturn:
         """Exit after a peer is lost: name it, save nothing, wait for no rank."""
-        self._end_alone()
+        self._claim_end()
         if threading.current_thread() is threading.main_thread():
             # A launcher that has seen the peer die sends SIGTERM to this process at once.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -239,7 +305,7 @@ class Job:
         if explained.exit_code != TERMINATED:
             self._postmortem.write()
             if self.watchdog.claim_reporting():
-                _say(explained)
+                _print(explained)
         _leave(explained.exit_code)
 
 
@@ -257,7 +323,7 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
     except ZecoError as error:
         # There is no store yet to elect the reporting rank: one rank a node prints.
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OwnRankError):
-            _say(error)
+            _print(error)
         return error.exit_code
     code = 1  # Python's exit code after an uncaught exception
     try:
@@ -277,7 +343,7 @@ def _run(command: Callable[[Job], int], job: Job) -> int:
         code = command(job)
         job.finish(code)
     except Exception as error:
-        if nobody_reads(error):
+        if is_reader_gone(error):
             return job.leave(signal.SIGPIPE)
         failure = job.fail(error)
         if failure is None:
@@ -286,7 +352,7 @@ def _run(command: Callable[[Job], int], job: Job) -> int:
     return code
 
 
-def _say(error: ZecoError) -> None:
+def _print(error: ZecoError) -> None:
     # A closed terminal changes neither the shutdown nor the exit code.
     with suppress(OSError):
         # Above a progress bar, if there is one.

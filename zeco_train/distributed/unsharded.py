@@ -25,17 +25,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeco_train.distributed.packing import add_next, cast_all, copy_next
-from zeco_train.distributed.whole import local
+from zeco_train.distributed.gradient_packing import add_next, cast_all, copy_next
+from zeco_train.distributed.owned_matrices import local
+from zeco_train.distributed.torch_private import UnitParameter, unit_parameters
 
 
 class OneRankReduction:
     """Reduce-scatter over one rank (`FSDPModule.set_custom_reduce_scatter`): a unit's gradients are one buffer.
 
     For each reduction FSDP2 allocates the input, copies a backward pass's gradients into it
-    (`zeco_train.distributed.packing`), and allocates the output, of which the sharded gradients are views; over one
-    rank it does not call the reduction itself. Input and output are the same tensor here. In the next backward pass
-    FSDP2 gets that tensor again, and its copy adds to it. So the gradients of a step's micro-batches are summed in
+    (`zeco_train.distributed.gradient_packing`), and allocates the output, of which the sharded gradients are views;
+    over one rank it does not call the reduction itself. Input and output are the same tensor here. In the next backward
+    pass FSDP2 gets that tensor again, and its copy adds to it. So the gradients of a step's micro-batches are summed in
     place; their sums have the bits of FSDP2's.
 
     Where the gradients are no such views, or the backward pass has not reached all parameters, FSDP2 copies to a buffer
@@ -46,7 +47,7 @@ class OneRankReduction:
     """
 
     def __init__(self, module: FSDPModule) -> None:
-        self._unit = module._get_fsdp_state()._fsdp_param_group
+        self._unit, _ = unit_parameters(module)
         # Weak: FSDP2 holds the input until it has the output. A backward pass that failed between them left nothing.
         self._input: weakref.ref[Tensor] | None = None
 
@@ -70,10 +71,8 @@ class OneRankReduction:
         raise AssertionError("a reduction over one rank")
 
     def _parameters(self) -> list[nn.Parameter]:
-        """The unit's, as they are now: `load_state_dict(assign=True)` replaces them, and they may be frozen."""
-        assert self._unit is not None
-        parameters = [parameter.sharded_param for parameter in self._unit.fsdp_params]
-        return [parameter for parameter in parameters if parameter.requires_grad]
+        # As they are now: they may be frozen.
+        return [parameter.sharded for parameter in self._unit if parameter.sharded.requires_grad]
 
     def _take_sums(self, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """The buffer that all gradients are views of, taken from them; None if there is no such buffer."""
@@ -111,15 +110,13 @@ def cast_in_place(module: FSDPModule, dtype: torch.dtype) -> None:
         module: the unit, or the first module of its list; its parameters are fp32, and whole on this rank.
         dtype: that of the gathered parameters.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    casts = _UnitCasts(group.device)
-    for parameter in group.fsdp_params:
+    parameters, device = unit_parameters(module)
+    casts = _UnitCasts(device)
+    for parameter in parameters:
         cast = _Cast(casts, parameter, dtype)
         cast.extend()
         # `load_state_dict(assign=True)` replaces the tensor.
-        parameter._module_info.module.register_load_state_dict_post_hook(cast.extend)
+        parameter.module.register_load_state_dict_post_hook(cast.extend)
 
 
 class _UnitCasts:
@@ -128,7 +125,7 @@ class _UnitCasts:
     A gather that failed in between, for lack of memory, is forgotten when the next one begins.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self.nothing = torch.empty(0, device=device)
         self._waiting: set[_Cast] = set()
         self._pairs: list[tuple[Tensor, Tensor]] = []
@@ -153,14 +150,14 @@ class _Cast:
 
     Args:
         casts: of the unit.
-        parameter: FSDP2's record of it.
+        parameter: of the unit.
         dtype: to cast to.
     """
 
     # FSDP2 looks up the first one's signature at each call, which would take longer than the rest of the call.
     __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)])
 
-    def __init__(self, casts: _UnitCasts, parameter: Any, dtype: torch.dtype) -> None:
+    def __init__(self, casts: _UnitCasts, parameter: UnitParameter, dtype: torch.dtype) -> None:
         self._casts, self._parameter, self._dtype = casts, parameter, dtype
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Cast:
@@ -169,16 +166,9 @@ class _Cast:
 
     def extend(self, *loaded: Any) -> None:
         """Make this the extension of the parameter's shard."""
-        shard = self._shard
+        shard = self._parameter.shard
         assert shard.is_contiguous()
         shard.fsdp_pre_all_gather = shard.fsdp_post_all_gather = self  # type: ignore[attr-defined]
-
-    @property
-    def _shard(self) -> Tensor:
-        # An attribute of this very tensor is wanted: `to_local` would make another one.
-        shard = self._parameter.sharded_param._local_tensor
-        assert isinstance(shard, Tensor)
-        return shard
 
     def __call__(self, *args: Any, out: Tensor | None = None) -> Any:
         """With the mesh alone: nothing is sent. Else fill `out`, or a new tensor, whose memory FSDP2 manages then."""
@@ -187,8 +177,8 @@ class _Cast:
             return (self._casts.nothing,), None
         if out is not None:
             # `data`: autograd's version counter must not change, since the pass has saved this tensor.
-            self._casts.end(self, self._shard, out.data)
+            self._casts.end(self, self._parameter.shard, out.data)
             return None
-        gathered = torch.empty_like(self._shard, dtype=self._dtype)
-        self._casts.end(self, self._shard, gathered)
+        gathered = torch.empty_like(self._parameter.shard, dtype=self._dtype)
+        self._casts.end(self, self._parameter.shard, gathered)
         return gathered, (gathered,)

@@ -10,15 +10,12 @@ The replacement can also add the gradients to a buffer's sums, see `add_next`.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 
 import torch
-
-# It defines the operator, and its own implementation, when it is imported: a later import would replace ours.
-import torch.distributed.fsdp
 from torch import Tensor
 
+from zeco_train.distributed.torch_private import replace_gradient_copy, torch_copy, torch_gradient_copy
 from zeco_train.ops.operator import KernelRule
 
 KERNELS = KernelRule()
@@ -33,13 +30,7 @@ def use_own_packing() -> torch.library.Library:
     Returns:
         Its owner, which the cache keeps: torch takes the replacement back when the owner is freed.
     """
-    library = torch.library.Library("fsdp", "IMPL")
-    with warnings.catch_warnings():
-        # That an implementation is replaced.
-        warnings.simplefilter("ignore", UserWarning)
-        for device in ("CUDA", "CPU"):
-            library.impl("chunk_cat", _chunk_cat, device, allow_override=True)
-    return library
+    return replace_gradient_copy(_chunk_cat)
 
 
 def add_next(out: Tensor) -> None:
@@ -63,7 +54,7 @@ def cast_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
         cast(sources, targets)
     else:
-        torch._foreach_copy_(list(targets), list(sources))
+        torch_copy(targets, sources)
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
@@ -80,7 +71,7 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) ->
         for part, tensor in zip(parts, tensors, strict=True):
             part.view(tensor.shape).add_(tensor)
     else:
-        torch._chunk_cat(tensors, dim, num_chunks, out=out)
+        torch_gradient_copy(tensors, dim, num_chunks, out)
 
 
 def _has_kernel(tensors: Sequence[Tensor]) -> bool:

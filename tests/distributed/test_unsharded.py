@@ -17,10 +17,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import patch_bf16
-from zeco_train.distributed import packing
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh, world_mesh
+from zeco_train.distributed import gradient_packing
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh, world_mesh
+from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards, parallelize
-from zeco_train.distributed.whole import local
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator import Target, assume
 
 pytestmark = pytest.mark.numeric
@@ -168,7 +169,7 @@ def _bits_of_kernels(rank: int, world_size: int) -> None:
         assert {call.kwargs["add"] for call in pack.call_args_list} == {False, True}
 
 
-@pytest.mark.slow  # tests/distributed/test_packing.py has the kernels alone
+@pytest.mark.slow  # tests/distributed/test_gradient_packing.py has the kernels alone
 def test_kernels_have_the_bits_of_fsdp_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -178,7 +179,7 @@ def test_kernels_have_the_bits_of_fsdp_under_interpreter(monkeypatch: pytest.Mon
 def _launches(rank: int, world_size: int) -> None:
     mesh, copies, addresses = _mesh("cpu"), [], []
     whole = sum(p.numel() for p in _model(mesh.device).parameters())
-    cast_all, add_next = packing.cast_all, packing.add_next
+    cast_all, add_next = gradient_packing.cast_all, gradient_packing.add_next
 
     def counted(sources: Any, targets: Any) -> None:
         copies.append(sum(target.numel() for target in targets))
@@ -194,8 +195,8 @@ def _launches(rank: int, world_size: int) -> None:
         copies.clear()
         addresses.clear()
         with (
-            mock.patch("zeco_train.distributed.one_rank.cast_all", counted),
-            mock.patch("zeco_train.distributed.one_rank.add_next", side_effect=add_next) as added,
+            mock.patch("zeco_train.distributed.unsharded.cast_all", counted),
+            mock.patch("zeco_train.distributed.unsharded.add_next", side_effect=add_next) as added,
         ):
             _train(mesh, strategy, torch.bfloat16, [True] * 3, note)
         # Three units: a launch and a buffer each.
@@ -314,10 +315,10 @@ def _left_over(rank: int, world_size: int) -> None:
     def reused(*args: Any, **kwargs: Any) -> Tensor:
         found = real(*args, **kwargs).fill_(7)
         # As after a copy that failed before it added.
-        packing.add_next(found)
+        gradient_packing.add_next(found)
         return found
 
-    with mock.patch("zeco_train.distributed.one_rank.torch.empty", reused):
+    with mock.patch("zeco_train.distributed.unsharded.torch.empty", reused):
         assert _agree(_gradients(_sharded(mesh, torch.float32)), expected)
 
 

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.commands import Command
-from zeco_train.distributed import mesh
-from zeco_train.distributed.mesh import Launch, launcher_store
 from zeco_train.errors import CommunicationError, ConfigError, DataError, OutOfMemoryError, ZecoError
-from zeco_train.lifecycle import job
-from zeco_train.lifecycle.job import Advice, Job, run_job
+from zeco_train.lifecycle import end, join
+from zeco_train.lifecycle.end import Advice, Job, run_job
+from zeco_train.lifecycle.join import Launch, launcher_store
 
 ADVICE = Advice("the rest is lost", "less needs less", "patience")
 
@@ -95,14 +94,14 @@ def test_ctrl_c_and_closed_stdout_end_command_silently(
     joined: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C and `| head`: no output, and the exit codes 130 and 141."""
-    monkeypatch.setattr(job.signal, "signal", mock.Mock())
-    monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
+    monkeypatch.setattr(end.signal, "signal", mock.Mock())
+    monkeypatch.setattr(end.dist, "is_initialized", lambda: joined)
     reading, writing = os.pipe()
     os.close(reading)
-    with mock.patch.object(job.os, "_exit", side_effect=SystemExit) as leave, os.fdopen(writing, "w") as unread:
+    with mock.patch.object(end.os, "_exit", side_effect=SystemExit) as leave, os.fdopen(writing, "w") as unread:
         for error, code in ((KeyboardInterrupt(), 130), (BrokenPipeError(), 141)):
             closed: list[str] = []
-            monkeypatch.setattr(job.sys, "stdout", unread)
+            monkeypatch.setattr(end.sys, "stdout", unread)
             if joined:
                 with pytest.raises(SystemExit):
                     fail_with(error, closed)
@@ -116,7 +115,7 @@ def test_ctrl_c_and_closed_stdout_end_command_silently(
 
 def test_broken_pipe_other_than_stdout_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "out").open("w") as read:
-        monkeypatch.setattr(job.sys, "stdout", read)
+        monkeypatch.setattr(end.sys, "stdout", read)
         with pytest.raises(BrokenPipeError):
             fail_with(BrokenPipeError(), [])
 
@@ -126,8 +125,8 @@ def test_lost_peer_ends_process_without_closing(
 ) -> None:
     """The process exits at once, without running the closing callbacks."""
     closed: list[str] = []
-    monkeypatch.setattr(job.signal, "signal", mock.Mock())
-    with mock.patch.object(job.os, "_exit", side_effect=SystemExit) as leave, pytest.raises(SystemExit):
+    monkeypatch.setattr(end.signal, "signal", mock.Mock())
+    with mock.patch.object(end.os, "_exit", side_effect=SystemExit) as leave, pytest.raises(SystemExit):
         fail_with(RuntimeError("[gloo] Connection closed by peer"), closed)
     leave.assert_called_once_with(6)
     assert closed == []
@@ -140,9 +139,9 @@ def test_rank_failing_alone_waits_and_reports_unless_joined(
 ) -> None:
     """Without a launcher's store: the rank waits for rank 0, then reports unless the ranks had joined."""
     waits: list[float] = []
-    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
-    monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
-    with mock.patch.object(job.os, "_exit") as leave:
+    monkeypatch.setattr(end, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
+    monkeypatch.setattr(end.dist, "is_initialized", lambda: joined)
+    with mock.patch.object(end.os, "_exit") as leave:
         code = Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("alone"))
     assert code == 1
     assert leave.called == joined
@@ -154,9 +153,9 @@ def test_rank_ends_once_rank_0_has_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
+    monkeypatch.setattr(end, "launcher_store", lambda launch: store)
     waits: list[float] = []
-    monkeypatch.setattr(job.time, "sleep", waits.append)
+    monkeypatch.setattr(end.time, "sleep", waits.append)
     assert Job(Launch(0, 2, 0), ADVICE).fail(ZecoError("all alike")) == 1
     assert waits == []
     assert Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("all alike")) == 1
@@ -170,8 +169,8 @@ def test_rank_ends_once_rank_0_has_reported(
 def test_peers_end_with_exit_code_of_failed_rank(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the failed rank is still closing; the first exit code decides whether a restart would help."""
     store = dist.HashStore()
-    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
-    monkeypatch.setattr(job.time, "sleep", mock.Mock())
+    monkeypatch.setattr(end, "launcher_store", lambda launch: store)
+    monkeypatch.setattr(end.time, "sleep", mock.Mock())
     failing, peer = (Job(Launch(rank, 2, rank), ADVICE) for rank in (1, 0))
     told: list[CommunicationError] = []
     failing.closing.callback(lambda: told.append(peer.watchdog.diagnose(RuntimeError("late"))))
@@ -184,7 +183,7 @@ def test_peers_end_with_exit_code_of_failed_rank(error: Exception, code: int, mo
 @pytest.mark.slow
 def test_sigterm_goes_to_watchdog_but_ends_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
+    monkeypatch.setattr(end, "launcher_store", lambda launch: store)
     before = signal.getsignal(signal.SIGTERM)
     # The watchdog would end this process within two seconds.
     monkeypatch.setattr(Job, "_abandon", lambda *arguments: None)
@@ -208,7 +207,7 @@ def test_sigterm_goes_to_watchdog_but_ends_forked_child(monkeypatch: pytest.Monk
 
 
 def test_closed_terminal_does_not_change_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job.tqdm, "write", mock.Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(end.tqdm, "write", mock.Mock(side_effect=BrokenPipeError))
     assert fail_with(ConfigError("field", 1, "must be 2"), []) == ConfigError.exit_code
 
 
@@ -244,8 +243,8 @@ def test_unreachable_launcher_store_is_reported_once_per_node(
     }
     for name, value in {**launcher, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(job, "die_with_launcher", mock.Mock())
-    monkeypatch.setattr(mesh, "_STORE_TIMEOUT", timedelta(0))
+    monkeypatch.setattr(end, "die_with_launcher", mock.Mock())
+    monkeypatch.setattr(join, "_STORE_TIMEOUT", timedelta(0))
     assert run_job(mock.Mock(), ADVICE) == CommunicationError.exit_code
     line = "error: rank 9: start: the launcher's store at localhost:1 cannot be reached; its node may be gone\n"
     assert capsys.readouterr().err == (line if local_rank == "0" else "")
@@ -273,7 +272,7 @@ def test_joining_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo applies the time-out to each of its tries, so it may take several times as long."""
     ended: list[CommunicationError] = []
     monkeypatch.setattr(Job, "_abandon", lambda self, error: ended.append(error))
-    monkeypatch.setattr(job, "_SECONDS_LATE", 0.1)
+    monkeypatch.setattr(end, "SILENCE_SECONDS", 0.1)
     with Job(Launch(0, 1, 0), ADVICE).joining(timedelta(seconds=0.1)):
         while not ended:
             time.sleep(0.01)
