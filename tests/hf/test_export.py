@@ -21,7 +21,6 @@ from tests.support.distributed import run_distributed
 from tests.support.fla_reference import use_references
 from tests.support.model_card import run_snippet, snippet
 from tests.support.training import full, train
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
@@ -33,6 +32,7 @@ from zeco_train.hf.parity import HEADER, ParitySettings, check_states_are_passed
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.hf.writer import write_weights
 from zeco_train.training.build import init
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

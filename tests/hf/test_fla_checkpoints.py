@@ -22,7 +22,6 @@ from models.mixers.retnet import RetNetConfig
 from models.registry import MIXERS
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_decay_references, use_fp64
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
@@ -33,6 +32,7 @@ from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

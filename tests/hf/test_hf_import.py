@@ -20,7 +20,6 @@ from tests.data.test_prepare import hugging_face
 from tests.models.test_model import reference_logits
 from tests.support.commands import train_here
 from tests.support.stores import write_lines
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
@@ -34,6 +33,7 @@ from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

@@ -18,7 +18,6 @@ from models.spec import spec_of
 from tests.support.commands import train_here
 from tests.support.model_card import run_snippet
 from tests.support.transformers_alone import in_transformers
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
@@ -29,6 +28,7 @@ from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import init
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

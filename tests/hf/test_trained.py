@@ -21,7 +21,7 @@ from tests.data.test_prepare import hugging_face
 from tests.support.commands import train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import full, train
-from zeco_train.config.schema import Config, Dtype
+from zeco_train.config.schema import Config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import Launch, host_group
 from zeco_train.distributed.parallelize import Strategy
@@ -30,6 +30,7 @@ from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.hf.weights import load_weights
 from zeco_train.training.build import build_model, init
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

@@ -24,8 +24,7 @@ from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
 from zeco_train.config.document_rules import check_documents
-from zeco_train.config.execution import Compile, CudaGraphs
-from zeco_train.config.schema import Config, TrainConfig, to_plain
+from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import (
@@ -50,6 +49,7 @@ from zeco_train.system.environment import environment
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
+from zeco_train.training.config import Compile, CudaGraphs, TrainConfig
 from zeco_train.training.connect import check_softmax, connect_model
 from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem

@@ -9,7 +9,6 @@ import sys
 import torch
 
 from models.spec import spec_of
-from zeco_train.config.execution import Compile
 from zeco_train.config.schema import Config
 from zeco_train.distributed import packing
 from zeco_train.distributed.device import total_memory
@@ -18,6 +17,7 @@ from zeco_train.ops.linear import Matmul
 from zeco_train.ops.linear.scaled import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import Call, SlowPath, check_kernels
+from zeco_train.training.config import Compile
 from zeco_train.training.optim import adamw
 
 

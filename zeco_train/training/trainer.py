@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from data.reader import Batch
-from zeco_train.config.execution import skip_limit
 from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import NonFiniteError
@@ -20,6 +19,7 @@ from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.tracking.recorder import StepResult
 from zeco_train.training.build import Parts
+from zeco_train.training.config import skip_limit
 from zeco_train.training.nonfinite import explain
 from zeco_train.training.schedule import learning_rate, set_learning_rate
 
