@@ -24,13 +24,12 @@ from models.registry import DEFAULT_CONFIG, check_document, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config import composing
-from zeco_train.config.attention_rules import check_attention
-from zeco_train.config.attention_rules import needs as attention_needs
 from zeco_train.config.composing import compose_file, compose_untyped, explain
 from zeco_train.config.mixer_choice import KEY as MIXER_KEY
 from zeco_train.config.mixer_choice import MixerChoice, choose_mixer, config_class, stored_class
 from zeco_train.config.overrides import check_overrides, find_value, of_groups
-from zeco_train.config.task_rules import check_task
+from zeco_train.config.rules import check_attention, check_task
+from zeco_train.config.rules import needs as attention_needs
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.registry import describe_methods

@@ -23,7 +23,7 @@ from models.projections import set_matmul
 from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
-from zeco_train.config.document_rules import check_documents
+from zeco_train.config.rules import check_documents
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import join_alike
 from zeco_train.distributed.device import Device, find_device
