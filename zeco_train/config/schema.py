@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,19 +21,24 @@ from data.masking import TaskConfig
 from models.config import LanguageModelConfig
 from models.registry import DEFAULT_CONFIG, check_document, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
-from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config import composing
-from zeco_train.config.composing import compose_file, compose_untyped, explain
-from zeco_train.config.mixer_choice import KEY as MIXER_KEY
-from zeco_train.config.mixer_choice import MixerChoice, choose_mixer, config_class, stored_class
-from zeco_train.config.overrides import check_overrides, find_value, of_groups
+from zeco_train.config.composing import (
+    MIXER,
+    NOTHING,
+    choose_files,
+    compose_files,
+    config_class,
+    explain,
+    stored_class,
+)
+from zeco_train.config.overrides import apply_overrides, check_groups, drop_removed, find_value, of_groups
 from zeco_train.config.rules import check_attention, check_task
 from zeco_train.config.rules import needs as attention_needs
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
-from zeco_train.system.paths import check_path, path_problem, shown
+from zeco_train.system.paths import check_path
 from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import by_key, check_values, find_unstorable, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
@@ -80,9 +84,6 @@ class Config:
         if not self.data.reset_state_at_document:
             check_document(self.model, "data.seq_len", self.data.seq_len)
         check_path("run_dir", self.run_dir)
-        load = self.checkpoint.load
-        if load is not None and (problem := path_problem(load.removeprefix(HF_PREFIX))) is not None:
-            raise ConfigError("checkpoint.load", shown(load), problem)
         if self.logger.kind is not LoggerKind.none and self.logger.timeout_seconds >= self.parallel.timeout_seconds:
             # The other ranks wait for rank 0 meanwhile and would time out.
             allowed = f"must be < parallel.timeout_seconds={self.parallel.timeout_seconds:g}"
@@ -130,7 +131,12 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type, one out of range, or one without effect.
     """
-    config, given = _compose_checked(overrides, base)
+    return load_given(overrides, base)[0]
+
+
+def load_given(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
+    """`load_config`, and the value of each key that the overrides set, without groups."""
+    config, given = _compose(overrides, base)
     config.validate()
     # The run stores the configuration.
     if (found := find_unstorable(to_plain(config))) is not None:
@@ -139,7 +145,7 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     for key, value in given.items():
         if (needed := unmet_need(key, config)) is not None:
             raise ConfigError(key, value, f"would be ignored; it needs {needed}")
-    return config
+    return config, given
 
 
 def unmet_need(key: str, config: Config) -> str | None:
@@ -180,7 +186,7 @@ def config_of(plain: Any) -> Config:
     check_values(plain)
     try:
         schema = schema_of(stored_class(plain))
-        config = _to_config(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain)))
+        config = _to_config(OmegaConf.merge(_defaults(schema), OmegaConf.create(drop_removed(plain))))
         if "labels_across_documents" not in (plain.get("data") or {}):
             # Of a run from before the key, which had all labels.
             config.data.labels_across_documents = True
@@ -190,53 +196,40 @@ def config_of(plain: Any) -> Config:
         raise ValueError(str(error)) from error
 
 
-_SCHEMAS: dict[type, type[Config]] = {}
-
-
+@cache
 def schema_of(model: type[LanguageModelConfig]) -> type[Config]:
     """`Config` with a section `model` of this class, to check and compose; values are of class `Config` itself."""
-    if model not in _SCHEMAS:
-        section = ("model", model, field(default_factory=model))
-        _SCHEMAS[model] = dataclasses.make_dataclass("Config", [section], bases=(Config,))
-    return _SCHEMAS[model]
+    section = ("model", model, field(default_factory=model))
+    return dataclasses.make_dataclass("Config", [section], bases=(Config,))
 
 
-def check_keys(overrides: list[str]) -> dict[str, Any]:
-    """`check_overrides` for a run's overrides, with the keys of the mixer that they choose.
-
-    Raises:
-        ConfigError: see `check_overrides`; or the mixer is unknown, or has no file of the size.
-    """
-    groups = group_options()
-    return check_overrides(overrides, schema_of(_choose_mixer(overrides, groups).model), groups)
+@cache
+def _defaults(schema: type[Config]) -> Any:
+    """An instance of the schema with its types, of which making one takes longer than all checks; not to be changed."""
+    return OmegaConf.structured(schema)
 
 
-def _choose_mixer(overrides: list[str], groups: dict[str, list[str]]) -> MixerChoice:
-    """Choose the mixer, after checks of those overrides that decide it."""
-    # An unknown mixer comes before all else, since the meaning of the other keys depends on it.
-    if (asked := find_value(overrides, MIXER_KEY)) is not None:
-        config_class(asked)
-    check_overrides(of_groups(overrides, groups), Config, groups)
-    return choose_mixer(overrides, groups, compose_untyped)
-
-
-def _compose_checked(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
+def _compose(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
     """The configuration, without checks of ranges, and the keys that the overrides set."""
     groups = group_options()
-    choice = _choose_mixer(overrides, groups) if base is None else MixerChoice(type(base.model), overrides)
-    schema = schema_of(choice.model)
-    given = check_overrides(overrides, schema, groups)
+    # An unknown mixer comes before all else, since the meaning of the other keys depends on it.
+    if (asked := find_value(overrides, MIXER)) is not None:
+        config_class(asked)
+    check_groups(overrides, groups, [section.name for section in dataclasses.fields(Config)])
     if base is None:
-        composed = compose_file("train", choice.overrides, schema)
+        file, chosen, below = "train", choose_files(overrides, groups), {}
     else:
-        ConfigStore.instance().store(name="base", node=base)
         # Without a defaults list there is nothing to replace: a group's file is added on top of the base.
-        added = [f"+{text}" if text.partition("=")[0] in groups else text for text in overrides]
-        composed = compose_file("base", added, schema)
+        added = (text if text.startswith("+") else f"+{text}" for text in of_groups(overrides, groups))
+        file, chosen, below = NOTHING, [*added], to_plain(base)
+    composed, given = compose_files(file, chosen), dict[str, Any]()
+    schema = schema_of(config_class(composed.mixer or stored_class(below).mixer))
     try:
-        return _to_config(composed), given
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, choice.overrides) from error
+        settings = OmegaConf.merge(_defaults(schema), below, composed.values)
+        given = apply_overrides(overrides, settings, groups)
+        return _to_config(settings), given
+    except OmegaConfBaseException as error:
+        raise explain(error, file, chosen, given) from error
 
 
 def _to_config(composed: Any) -> Config:
@@ -262,7 +255,7 @@ def group_options() -> dict[str, list[str]]:
 def describe(overrides: list[str]) -> str:
     """The text of `train.py --help`: groups with their options, and the configuration with `overrides` applied."""
     groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
-    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose_checked(overrides)[0])))
+    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose(overrides)[0])))
     return (
         "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"
         f"Groups:\n{groups}\n\nMixers:\n{describe_mixers()}\n\nBackends:\n{describe_backends()}\n\n"
