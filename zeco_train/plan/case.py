@@ -21,10 +21,10 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import SlowPath, check_kernels, find_slow_paths
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
+from zeco_train.training.checks import kernel_calls
 from zeco_train.training.config import Compile, CudaGraphs
 from zeco_train.training.connect import check_softmax
 from zeco_train.training.graphs import capture_problem
-from zeco_train.training.machine import kernel_calls
 
 
 @dataclass(frozen=True)

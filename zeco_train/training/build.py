@@ -49,12 +49,12 @@ from zeco_train.system.environment import environment
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
+from zeco_train.training.batches import check_shards_fit
+from zeco_train.training.checks import check_machine, slow_paths
 from zeco_train.training.config import Compile, CudaGraphs, TrainConfig
 from zeco_train.training.connect import check_softmax, connect_model
-from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
-from zeco_train.training.machine import check_machine, slow_paths
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
