@@ -127,7 +127,6 @@ def composed(overrides: str = "") -> dict[str, str]:
 def _types() -> None:
     """Print them from the schema of the configuration; before 0.3 it was a node of Hydra's store."""
     from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
 
     from zeco_train.config import schema
 
@@ -145,7 +144,7 @@ def _types() -> None:
         node = store.load("schema.yaml").node
     else:
         model = schema._compose([text for text in sys.argv if "=" in text])[0].model
-        node = OmegaConf.structured(schema.schema_of(type(model)))
+        node = schema.defaults_of(type(model))
     print(TYPES, json.dumps(dict(types(node))))
 
 

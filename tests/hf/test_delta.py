@@ -22,7 +22,7 @@ from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
@@ -66,7 +66,7 @@ def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypat
         use_delta_references(patch)
         expected = theirs(ids, use_cache=False).logits[0]
     trained = find_trained(str(tmp_path))
-    mesh = init(trained.configure(["data.seq_len=64", "train.dtype=fp32"]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure(["data.seq_len=64", "train.dtype=fp32"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=Dtype.fp32, strategy=Strategy.zero2), local_exchange()
     logits = model(ids, SequencePosition((0, TOKENS), exchange=scan))[0]
     dist.destroy_process_group()

@@ -31,7 +31,7 @@ from zeco_train.hf.folder import INDEX_FILE
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
@@ -103,7 +103,7 @@ def their_logits(model: Any, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> T
 
 def our_logits(folder: Path, dtype: Dtype) -> Tensor:
     trained = find_trained(str(folder))
-    mesh = init(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=dtype, strategy=Strategy.zero2), local_exchange()
     logits = model(tokens(), SequencePosition((0, TOKENS), exchange=scan))[0]
     scan.drain()

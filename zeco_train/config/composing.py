@@ -42,7 +42,7 @@ for _name in BACKENDS:
 
 
 class Composed(NamedTuple):
-    """Merged files: their values, the mixer that they name, and the chosen file of `configs/model` ("": none)."""
+    """Merged files: their values, the mixer of their model, and the chosen file of `configs/model` ("": none)."""
 
     values: dict[str, Any]
     mixer: Any
@@ -76,6 +76,7 @@ def _compose(files: tuple[tuple[Path, int], ...], file: str, chosen: tuple[str, 
         raise ConfigError(field, value, " ".join(str(error).split())) from error
     assert isinstance(values, dict)
     choices = values.pop("hydra")["runtime"]["choices"]
+    mixer = _UNNAMED if mixer is None else mixer
     return Composed({str(key): value for key, value in values.items()}, mixer, str(choices.get(GROUP, "")))
 
 
@@ -158,7 +159,7 @@ def choose_files(overrides: Sequence[str], groups: Mapping[str, Collection[str]]
     chosen = of_groups(overrides, groups)
     composed = compose_files("train", chosen)
     asked = find_value(overrides, MIXER)
-    mixer = _mixer(composed) if asked is None else asked
+    mixer = composed.mixer if asked is None else asked
     config_class(mixer)
     if mixer == (of_file := _mixer_of_file(composed.option)):
         return chosen
@@ -181,8 +182,4 @@ def _same_size(size: str, mixer: str, options: Collection[str]) -> str:
 
 
 def _mixer_of_file(option: str) -> Any:
-    return _mixer(compose_files(f"{GROUP}/{option}", []))
-
-
-def _mixer(composed: Composed) -> Any:
-    return _UNNAMED if composed.mixer is None else composed.mixer
+    return compose_files(f"{GROUP}/{option}", []).mixer

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ from zeco_train.training.schedule import ScheduleConfig
 class Config:
     """A whole run. `name`: its name; `run_dir`: its folder; `seed`: of the initial weights and the data order.
 
-    `model` is of the class of its mixer; `schema_of` has the types of its keys.
+    `model` is of the class of its mixer; `defaults_of` has the types of its keys.
     """
 
     name: str = MISSING
@@ -185,8 +184,7 @@ def config_of(plain: Any) -> Config:
         raise ValueError("not a mapping")
     check_values(plain)
     try:
-        schema = schema_of(stored_class(plain))
-        config = _to_config(OmegaConf.merge(_defaults(schema), OmegaConf.create(drop_removed(plain))))
+        config = _to_config(OmegaConf.merge(defaults_of(stored_class(plain)), OmegaConf.create(drop_removed(plain))))
         if "labels_across_documents" not in (plain.get("data") or {}):
             # Of a run from before the key, which had all labels.
             config.data.labels_across_documents = True
@@ -196,17 +194,18 @@ def config_of(plain: Any) -> Config:
         raise ValueError(str(error)) from error
 
 
-@cache
-def schema_of(model: type[LanguageModelConfig]) -> type[Config]:
-    """`Config` with a section `model` of this class, to check and compose; values are of class `Config` itself."""
-    section = ("model", model, field(default_factory=model))
-    return dataclasses.make_dataclass("Config", [section], bases=(Config,))
+_DEFAULTS: dict[type, Any] = {}
 
 
-@cache
-def _defaults(schema: type[Config]) -> Any:
-    """An instance of the schema with its types, of which making one takes longer than all checks; not to be changed."""
-    return OmegaConf.structured(schema)
+def defaults_of(model: type[LanguageModelConfig]) -> Any:
+    """`Config` with a section `model` of this class, as OmegaConf checks and fills it; not to be changed.
+
+    Made once a class, which takes longer than all checks. Values are of class `Config` itself.
+    """
+    if model not in _DEFAULTS:
+        section = ("model", model, field(default_factory=model))
+        _DEFAULTS[model] = OmegaConf.structured(dataclasses.make_dataclass("Config", [section], bases=(Config,)))
+    return _DEFAULTS[model]
 
 
 def _compose(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
@@ -223,9 +222,9 @@ def _compose(overrides: list[str], base: Config | None = None) -> tuple[Config, 
         added = (text if text.startswith("+") else f"+{text}" for text in of_groups(overrides, groups))
         file, chosen, below = NOTHING, [*added], to_plain(base)
     composed, given = compose_files(file, chosen), dict[str, Any]()
-    schema = schema_of(config_class(composed.mixer or stored_class(below).mixer))
+    model = config_class(composed.mixer) if base is None else type(base.model)
     try:
-        settings = OmegaConf.merge(_defaults(schema), below, composed.values)
+        settings = OmegaConf.merge(defaults_of(model), below, composed.values)
         given = apply_overrides(overrides, settings, groups)
         return _to_config(settings), given
     except OmegaConfBaseException as error:
@@ -233,7 +232,7 @@ def _compose(overrides: list[str], base: Config | None = None) -> tuple[Config, 
 
 
 def _to_config(composed: Any) -> Config:
-    """A composed configuration as `Config` itself rather than the class of `schema_of`."""
+    """A composed configuration as `Config` itself rather than the class of `defaults_of`."""
     values = OmegaConf.to_object(composed)
     assert isinstance(values, Config)
     return Config(**{section.name: getattr(values, section.name) for section in dataclasses.fields(Config)})

@@ -1,11 +1,75 @@
-"""A check of the first batch: whether the ranks that share sequences read the same ones."""
+"""The batches of a run and its held-out sequences, with a check of the first batch."""
 
 from __future__ import annotations
 
-from data.loader import SequenceLoader
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from data.loader import DataSplit, SequenceLoader
+from data.masking import for_task
+from data.reader import OpenedData, SequenceSource
+from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, agree, gather
 from zeco_train.errors import DataError
 from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.training.validation import Validation
+
+logger = logging.getLogger(__name__)
+
+
+class RunData(NamedTuple):
+    """What the trainer reads: batches of any step, and the held-out sequences."""
+
+    loader: SequenceLoader
+    validation: Validation
+
+
+def split_of(config: Config, mesh: ProcessMesh) -> DataSplit:
+    """This rank's part of each batch."""
+    data = config.data
+    return mesh.split(
+        data.seq_len,
+        data.micro_batch,
+        documents=data.reset_state_at_document,
+        segments=config.train.segments,
+        labels_across_documents=data.has_labels_across,
+    )
+
+
+def read_batches(config: Config, data: OpenedData, split: DataSplit, consumed: int, mesh: ProcessMesh) -> RunData:
+    """What to read of the opened data for a run that has consumed so many sequences. Collective.
+
+    Raises:
+        DataError: see `check_shards_fit`.
+    """
+    sources, held_out = (for_task(some, config.task, config.model.vocab_size) for some in (data.train, data.validation))
+    loader = _build_loader(config, sources, split)
+    _log_data(loader, sources, config)
+    validation = Validation(held_out, split, config.train.eval_sequences)
+    for line in validation.coverage():
+        logger.info("validation: %s", line)
+    if mesh.is_main:
+        for description in validation.unlabelled:
+            logger.warning("no validation loss of %s: no label in its held-out sequences counts", description)
+    # With all labels: shards meet where the label of the last token is the first token of the next shard.
+    plain = _build_loader(config, data.train, replace(split, labels_across_documents=True))
+    check_shards_fit(plain, consumed, mesh)
+    return RunData(loader, validation)
+
+
+def _build_loader(config: Config, sources: Sequence[SequenceSource], split: DataSplit) -> SequenceLoader:
+    data = config.data
+    return SequenceLoader(sources, split, seed=config.seed, global_batch=data.global_batch, shuffle=data.shuffle)
+
+
+def _log_data(loader: SequenceLoader, sources: Sequence[SequenceSource], config: Config) -> None:
+    total = config.train.steps * config.data.global_batch
+    for source, share in zip(sources, loader.mixture.shares, strict=True):
+        named = f"{source.name}, {float(share):.4g} of the sequences, " if source.name else ""
+        line = source.describe(config.data.shuffle, config.data.seq_len, float(total * share))
+        logger.info("data: %s%s", named, line)
 
 
 def check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) -> None:
