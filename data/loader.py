@@ -218,7 +218,7 @@ class SequenceLoader:
         shards = [self.readers[place.source].shard(place.epoch, place.sequence, segment) for place in places]
         ids = [self.sequence_id(place) for place in places]
         # Any reader will do: stacking depends on the split only, which all readers share.
-        return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed), micro_step)
+        return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed))
 
     def reader_of(self, sequence_id: int) -> Reader:
         """The reader of the store that holds a sequence."""

@@ -85,9 +85,7 @@ class DataSplit:
         start, stop = self._bounds(segment, self.sp_rank, self.sp_rank + 1)
         return start, stop
 
-    def position(
-        self, segment: int, documents: Sequence[Tensor] | None = None, micro_step: int = 0
-    ) -> SequencePosition:
+    def position(self, segment: int, documents: Sequence[Tensor] | None = None) -> SequencePosition:
         """The position of this rank's tokens of a segment; arguments as of `SequencePosition`."""
         return SequencePosition(
             self._bounds(segment, 0, self.sp_size),
@@ -96,7 +94,6 @@ class DataSplit:
             documents=documents,
             segment=segment,
             num_segments=self.segments,
-            micro_step=micro_step,
         )
 
     def _bounds(self, segment: int, rank: int, stop: int) -> list[int]:
@@ -164,7 +161,6 @@ class Reader(ABC):
         sequence_ids: list[int],
         segment: int,
         step_labels: int | None = None,
-        micro_step: int = 0,
     ) -> Batch:
         """Stack shards, possibly of several sources, into a batch."""
         tokens = torch.from_numpy(np.stack([shard.tokens for shard in shards]))
@@ -179,7 +175,7 @@ class Reader(ABC):
         return Batch(
             input_ids=tokens[:, :-1].contiguous(),
             labels=labels,
-            position=self.split.position(segment, documents or None, micro_step),
+            position=self.split.position(segment, documents or None),
             sequence_ids=sequence_ids,
             step_labels=step_labels,
         )

@@ -32,7 +32,9 @@ from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.system.ranges import check_least
 from zeco_train.system.signals import StopRequest, run_command
-from zeco_train.training.build import Parts, build, init, open_run
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.loading import load_trainer
+from zeco_train.training.opening import open_run
 from zeco_train.training.trainer import Trainer
 
 LARGEST_RATIO = 0.25
@@ -93,7 +95,7 @@ class CheckpointConfig(CaseConfig):
 
     def join(self, launch: Launch) -> ProcessMesh:
         """Join the other ranks, split by the run's configuration."""
-        return init(self.run_config(), launch)
+        return join_ranks(self.run_config(), launch)
 
 
 @dataclass
@@ -116,13 +118,13 @@ class Stalls:
 class _Loop:
     """Timed steps and saves."""
 
-    def __init__(self, config: Config, parts: Parts, stop: StopRequest, session: Session) -> None:
-        self.config, self.parts, self._stop, self._session = config, parts, stop, session
-        self.trainer, self.stalls = Trainer(config, parts), Stalls()
+    def __init__(self, trainer: Trainer, stop: StopRequest, session: Session) -> None:
+        self.trainer, self._stop, self._session = trainer, stop, session
+        self.stalls = Stalls()
         self._waited = 0.0
         # The trainer calls it before it updates the weights: the second part of a stall.
-        self._wait_staged = parts.checkpointer.wait_staged
-        parts.checkpointer.wait_staged = self._timed_wait  # type: ignore[method-assign]
+        self._wait_staged = trainer.checkpointer.wait_staged
+        trainer.checkpointer.wait_staged = self._timed_wait  # type: ignore[method-assign]
 
     def step(self) -> float:
         """One training step; returns its duration in seconds, until the device is idle."""
@@ -138,7 +140,7 @@ class _Loop:
 
     def save(self, mode: str) -> None:
         """One save and, if it is asynchronous, steps until all ranks have written it."""
-        self.config.checkpoint.mode = CheckpointMode[mode]
+        self.trainer.config.checkpoint.mode = CheckpointMode[mode]
         # Else the stall would include pending work of the device, and late ranks.
         self._session.settle()
         dist.barrier()
@@ -147,7 +149,7 @@ class _Loop:
         held = time.perf_counter() - began
         beside = []
         # Steps are collective, so all ranks take them until the slowest one has written.
-        while mode == "async" and any(self._session.gather(self.parts.checkpointer.is_writing)):
+        while mode == "async" and any(self._session.gather(self.trainer.checkpointer.is_writing)):
             beside.append(self.step())
         self.stalls.written[mode].append(time.perf_counter() - began)
         self.stalls.held[mode].append(held + self._waited)
@@ -155,7 +157,7 @@ class _Loop:
             plain = statistics.median(self.stalls.plain)
             self.stalls.beside.append(max(0.0, sum(beside) - self._waited - len(beside) * plain))
             # Settles the save that has ended; the next save would do it within its own stall.
-            self.parts.checkpointer.due(self.parts.progress)
+            self.trainer.checkpointer.due(self.trainer.progress)
 
     def _timed_wait(self) -> None:
         began = time.perf_counter()
@@ -170,11 +172,11 @@ def run(config: CheckpointConfig, session: Session) -> Report:
     run_config = config.run_config()
     opened = open_run(run_config, config.overrides, mesh)
     job.closing.callback(opened.release)
-    parts = build(opened, mesh, job.watchdog)
-    for close in (parts.recorder.close, parts.loader.close, parts.checkpointer.close):
+    trainer = load_trainer(opened, mesh, job.watchdog)
+    for close in (trainer.recorder.close, trainer.loader.close, trainer.checkpointer.close):
         job.closing.callback(close)
     with StopRequest() as stop:
-        loop = _Loop(run_config, parts, stop, session)
+        loop = _Loop(trainer, stop, session)
         # Warm-up: the first steps and saves allocate optimizer state and host memory.
         loop.plain_steps()
         for mode in ("sync", "async"):
@@ -184,12 +186,12 @@ def run(config: CheckpointConfig, session: Session) -> Report:
             for mode in ("sync", "async"):
                 loop.plain_steps()
                 loop.save(mode)
-    parameters = sum(p.numel() for p in parts.model.parameters())
+    parameters = sum(p.numel() for p in trainer.step.model.parameters())
     report.note(f"{run_config.model.name}, {parameters:,} parameters, {config.rounds} saves of each mode")
     _add_rows(report, loop.stalls, first, session)
     if mesh.is_main:
         # All of it is of this benchmark, see `run_config`.
-        shutil.rmtree(parts.checkpointer.folder)
+        shutil.rmtree(trainer.checkpointer.folder)
     return report
 
 

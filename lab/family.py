@@ -36,7 +36,7 @@ from lab.family_report import (
 from launch.sweep import check_folder
 from models.registry import MIXERS
 from models.spec import spec_of
-from zeco_train.config.schema import Config, Dtype, load_config
+from zeco_train.config.schema import Config, load_config
 from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.report.comparison import Run
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
@@ -46,6 +46,7 @@ from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
 from zeco_train.system.terminal import show_any_text
 from zeco_train.tracking.metrics import read_metrics
+from zeco_train.training.config import Dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 # In fp64 rounding stays this small for hundreds of steps. In the others it grows with each step: 50 steps gave 1.2 % in

@@ -11,7 +11,9 @@ from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.system.amounts import compact
 from zeco_train.system.signals import exit_code
-from zeco_train.training.build import Parts, build, init, open_run
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.loading import load_trainer
+from zeco_train.training.opening import open_run
 from zeco_train.training.trainer import Trainer
 
 _ADVICE = Advice(
@@ -33,7 +35,7 @@ def _train(arguments: list[str], job: Job) -> int:
         return 0
     config = load_config(arguments)
     with job.joining(timedelta(seconds=config.parallel.timeout_seconds)):
-        mesh = init(config, job.launch)
+        mesh = join_ranks(config, job.launch)
     return _run(config, arguments, mesh, job)
 
 
@@ -49,20 +51,19 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     job.closing.callback(run.release)
     job.keep_evidence(run.log)
     job.enter("building the model")
-    parts = build(run, mesh, job.watchdog)
-    recorder, progress = parts.recorder, parts.progress
+    trainer = load_trainer(run, mesh, job.watchdog)
+    recorder, progress = trainer.recorder, trainer.progress
     job.closing.callback(recorder.close)
-    job.closing.callback(parts.profiler.close)
-    job.closing.callback(parts.loader.close)
-    job.closing.callback(parts.checkpointer.close)
-    trainer = Trainer(config, parts)
+    job.closing.callback(trainer.profiler.close)
+    job.closing.callback(trainer.loader.close)
+    job.closing.callback(trainer.checkpointer.close)
     if trainer.is_finished:
         recorder.exit_code = 0
         recorder.note(f"the run in {run.path} has finished its {progress.step} steps; nothing to do")
         return 0
-    recorder.note(_banner(config, parts))
+    recorder.note(_banner(trainer))
     stopped_by = trainer.train()
-    parts.exchange.drain()
+    trainer.step.forward.exchange.drain()
     summary = recorder.summarise()
     if stopped_by is not None:
         recorder.exit_code = exit_code(stopped_by)
@@ -74,11 +75,12 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     return 0 if stopped_by is None else exit_code(stopped_by)
 
 
-def _banner(config: Config, parts: Parts) -> str:
+def _banner(trainer: Trainer) -> str:
     """One-line summary of the run."""
-    mesh, model, parameters = parts.mesh, config.model, spec_of(config.model).num_parameters
-    start = f"from step {parts.progress.step}" if parts.progress.step else "from the start"
-    is_late = not (config.train.eval_every or parts.validation.is_empty)
+    config, mesh, step = trainer.config, trainer.step.mesh, trainer.progress.step
+    model, parameters = config.model, spec_of(config.model).num_parameters
+    start = f"from step {step}" if step else "from the start"
+    is_late = not (config.train.eval_every or trainer.validation.is_empty)
     return (
         f"{config.name}: {model.name} ({compact(parameters)} parameters, {config.train.dtype.value}) with "
         f"sp={config.sp.backend.value}, {mesh.dp_size} × {mesh.sp_size} ranks (dp × sp) on {mesh.device.type}, "

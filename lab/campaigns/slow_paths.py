@@ -21,7 +21,6 @@ import torch
 
 from zeco_train.bench.operands import Attention, Inputs, Shape
 from zeco_train.bench.variants import BENCHED
-from zeco_train.config.schema import Dtype
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
@@ -31,6 +30,7 @@ from zeco_train.ops.slow_paths import SlowDown, SlowDowns
 from zeco_train.ops.softmax import attention, sdpa
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.environment import environment
+from zeco_train.training.config import Dtype
 
 SOFTMAX = "softmax"
 # The largest head dims first: nearest to those without kernels. As many heads as fill a width of 2,048.

@@ -125,8 +125,10 @@ def composed(overrides: str = "") -> dict[str, str]:
 
 
 def _types() -> None:
-    """Print them from Hydra's store: the node that is first in the defaults of `configs/train.yaml`."""
+    """Print them from the schema of the configuration; before 0.3 it was a node of Hydra's store."""
     from hydra.core.config_store import ConfigStore
+
+    from zeco_train.config import schema
 
     def types(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         for key in node:
@@ -137,7 +139,13 @@ def _types() -> None:
                 kind = child._metadata.ref_type
                 yield f"{prefix}{key}", getattr(kind, "__name__", str(kind)) + ", null" * child._metadata.optional
 
-    print(TYPES, json.dumps(dict(types(ConfigStore.instance().load("schema.yaml").node))))
+    store = ConfigStore.instance()
+    if "schema.yaml" in store.repo:
+        node = store.load("schema.yaml").node
+    else:
+        model = schema._compose([text for text in sys.argv if "=" in text])[0].model
+        node = schema.defaults_of(type(model))
+    print(TYPES, json.dumps(dict(types(node))))
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,8 +40,8 @@ from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import Exchange
 from zeco_train.system.signals import run_command
+from zeco_train.training.checks import kernel_calls
 from zeco_train.training.graphs import WARM_UP
-from zeco_train.training.machine import kernel_calls
 
 K = TypeVar("K", bound=Hashable)
 # A delay is a spin, before the scan's kernel on the scan's stream (parts operator, step), or before the launch on the

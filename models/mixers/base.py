@@ -154,7 +154,7 @@ class Mixer(nn.Module, ABC):
     def longest_document(cls, config: Any) -> int | None:
         """Tokens of the longest document, or sequence without documents, that the mixer is defined for; None: any.
 
-        Checked before anything runs: `zeco_train.config.document_rules`, `models.registry.check_document`.
+        Checked before anything runs: `zeco_train.config.rules`, `models.registry.check_document`.
         """
         del config
         return None

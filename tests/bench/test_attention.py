@@ -19,11 +19,11 @@ from zeco_train.bench.attention_variants import VARIANTS, build_variant
 from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.operands import Inputs
 from zeco_train.bench.session import Session
-from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.attention import method as local
 from zeco_train.sp.attention.registry import METHODS
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

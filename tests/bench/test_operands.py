@@ -23,7 +23,6 @@ from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Inputs, Shape, peer_attention
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
-from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.mix import mix
@@ -34,6 +33,7 @@ from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

@@ -13,7 +13,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.plan.attention import method_of
 from zeco_train.sp.attention.registry import METHODS, choose
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
 from zeco_train.training.connect import softmax_load
 
 HYBRID = "model.attn.every=2"
@@ -84,7 +84,7 @@ def test_settings_of_softmax_layers_are_taken_with_such_layers(layers: str) -> N
 def test_ulysses_with_more_ranks_than_heads_is_refused_before_ranks_join() -> None:
     config = load_config([HYBRID, "sp.attention=ulysses", "data.seq_len=64"])
     with pytest.raises(ConfigError, match=r"^sp.attention=ulysses: needs ranks that divide the 4 heads of queries"):
-        init(config, Launch(0, 8, 0))
+        join_ranks(config, Launch(0, 8, 0))
 
 
 def test_auto_takes_a_balanced_method_that_fits_the_heads() -> None:

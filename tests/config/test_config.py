@@ -12,9 +12,10 @@ from data.recipes import recipe_names
 from models.registry import MIXERS
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.composing import CONFIG_DIR
-from zeco_train.config.schema import Dtype, describe, group_options, load_config, to_plain
+from zeco_train.config.schema import describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.training.config import Dtype
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
 

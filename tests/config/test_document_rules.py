@@ -14,7 +14,7 @@ from data.store_writer import StoreWriter
 from tests.support.commands import run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
-from zeco_train.config.document_rules import check_documents
+from zeco_train.config.rules import check_documents
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.evaluate import command as evaluate

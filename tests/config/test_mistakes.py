@@ -22,7 +22,7 @@ from zeco_train.errors import (
     ZecoError,
 )
 from zeco_train.lifecycle.join import Launch
-from zeco_train.training import build
+from zeco_train.training.checks import join_ranks
 
 CONFIG = ConfigError.exit_code
 
@@ -227,7 +227,7 @@ def test_invalid_split_is_refused_on_every_rank(world_size: int, overrides: list
     for rank in range(world_size):
         # Raised before any rank waits for another.
         with pytest.raises(ConfigError) as caught:
-            build.init(load_config([*SMALL, *overrides]), Launch(rank, world_size, rank))
+            join_ranks(load_config([*SMALL, *overrides]), Launch(rank, world_size, rank))
         for part in parts:
             assert part in str(caught.value)
 

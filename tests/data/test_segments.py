@@ -43,7 +43,7 @@ def same(a: Batch, b: Batch) -> bool:
     """Whether two batches are the same in every field."""
     tensors = [(a.input_ids, b.input_ids), (a.labels, b.labels)]
     tensors += zip(a.position.documents or (), b.position.documents or (), strict=True)
-    names = ("bounds", "rank", "seq_len", "segment", "num_segments", "micro_step")
+    names = ("bounds", "rank", "seq_len", "segment", "num_segments")
     return (
         all(torch.equal(*pair) for pair in tensors)
         and all(getattr(a.position, name) == getattr(b.position, name) for name in names)

@@ -98,7 +98,7 @@ def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
     gradient_packing.use_own_packing()
     tensors = _gradients([(64, 32)], torch.bfloat16, torch.device("cuda"))
     out = torch.empty(2, 1024, device="cuda")
-    with mock.patch("zeco_train.kernels.pack.launch.pack") as pack:
+    with mock.patch("zeco_train.kernels.pack.pack") as pack:
         torch.ops.fsdp.chunk_cat(tensors, 0, 2, out=out)
     assert pack.call_count == 1, "FSDP2's operator is not the kernel"
 

@@ -19,13 +19,14 @@ from tests.support.comparison import largest, relative
 from tests.support.distributed import run_distributed
 from tests.support.steps import SEQ_LEN, TINY, make_mesh, write_documents
 from tests.support.training import largest_difference, train
-from zeco_train.config.schema import Dtype, TrainConfig, load_config
+from zeco_train.config.schema import load_config
 from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import ParallelConfig, Strategy, count_shards
 from zeco_train.errors import ConfigError
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import SPConfig
 from zeco_train.training.build import build_model
+from zeco_train.training.config import Dtype, TrainConfig
 from zeco_train.training.optim.registry import OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
 

@@ -22,7 +22,6 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from tests.support.training import full, train
-from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
 from zeco_train.ops.position import SequencePosition
@@ -30,6 +29,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
+from zeco_train.training.config import Dtype, TrainConfig
 
 pytestmark = pytest.mark.numeric
 

@@ -19,7 +19,6 @@ from models.spec import ModelSpec
 from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
-from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
@@ -30,6 +29,7 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.training.build import build_model
+from zeco_train.training.config import Dtype, TrainConfig
 from zeco_train.training.forward import SequenceForward
 
 pytestmark = pytest.mark.numeric

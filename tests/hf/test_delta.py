@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from models.registry import MIXERS
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_delta_references
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
@@ -23,7 +22,8 @@ from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
@@ -66,7 +66,7 @@ def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypat
         use_delta_references(patch)
         expected = theirs(ids, use_cache=False).logits[0]
     trained = find_trained(str(tmp_path))
-    mesh = init(trained.configure(["data.seq_len=64", "train.dtype=fp32"]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure(["data.seq_len=64", "train.dtype=fp32"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=Dtype.fp32, strategy=Strategy.zero2), local_exchange()
     logits = model(ids, SequencePosition((0, TOKENS), exchange=scan))[0]
     dist.destroy_process_group()

@@ -21,7 +21,6 @@ from tests.support.distributed import run_distributed
 from tests.support.fla_reference import use_references
 from tests.support.model_card import run_snippet, snippet
 from tests.support.training import full, train
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.hf.export import ExportSettings, export
@@ -32,7 +31,8 @@ from zeco_train.hf.parity import HEADER, ParitySettings, check_states_are_passed
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.hf.writer import write_weights
 from zeco_train.lifecycle.join import Launch
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
@@ -127,7 +127,7 @@ def test_fla_loads_export_and_agrees(
     assert theirs.config.max_position_embeddings == 768
 
     use_references(monkeypatch)
-    mesh = init(trained.configure([]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure([]), Launch(0, 1, 0))
     settings = ParitySettings(tokens=60, prompt_tokens=20, new_tokens=24)
     (found,) = compare(trained, mesh, settings, [Dtype.fp32])
     dist.destroy_process_group()
@@ -163,7 +163,7 @@ def test_transformers_that_would_generate_without_states_is_refused(monkeypatch:
 def test_fla_agrees_with_export_on_gpu(exported: Path, dtype: Dtype) -> None:
     """Takes minutes until fla has tuned its kernels for these shapes; fp32 needs TRITON_F32_DEFAULT=ieee."""
     trained = find_trained(str(exported))
-    mesh = init(trained.configure([]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure([]), Launch(0, 1, 0))
     (found,) = compare(trained, mesh, ParitySettings(tokens=1000), [dtype])
     dist.destroy_process_group()
     print(HEADER, line(found), sep="\n")
@@ -173,7 +173,7 @@ def test_fla_agrees_with_export_on_gpu(exported: Path, dtype: Dtype) -> None:
 
 def _load(rank: int, world_size: int, folder: str, layouts: list[tuple[Strategy, Dtype]]) -> list[dict[str, Tensor]]:
     trained = find_trained(folder)
-    mesh = init(trained.configure([]), Launch(rank, world_size, rank))
+    mesh = join_ranks(trained.configure([]), Launch(rank, world_size, rank))
     models = [load_trained(trained, mesh, dtype=dtype, strategy=strategy) for strategy, dtype in layouts]
     return [{name: full(p).clone() for name, p in model.named_parameters()} for model in models]
 

@@ -22,7 +22,6 @@ from models.mixers.retnet import RetNetConfig
 from models.registry import MIXERS
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_decay_references, use_fp64
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
@@ -32,7 +31,8 @@ from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
@@ -103,7 +103,7 @@ def their_logits(model: Any, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> T
 
 def our_logits(folder: Path, dtype: Dtype) -> Tensor:
     trained = find_trained(str(folder))
-    mesh = init(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=dtype, strategy=Strategy.zero2), local_exchange()
     logits = model(tokens(), SequencePosition((0, TOKENS), exchange=scan))[0]
     scan.drain()

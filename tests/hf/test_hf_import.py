@@ -20,7 +20,6 @@ from tests.data.test_prepare import hugging_face
 from tests.models.test_model import reference_logits
 from tests.support.commands import train_here
 from tests.support.stores import write_lines
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import main
@@ -33,7 +32,8 @@ from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
@@ -130,7 +130,7 @@ def test_model_saved_by_fla_gives_reference_logits(settings: dict[str, Any], tmp
 
     trained = find_trained(str(tmp_path / "fla"))
     assert (trained.config, trained.step, trained.model.name) == (None, None, "fla")
-    mesh = init(trained.configure(["data.seq_len=64", "train.dtype=fp64"]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure(["data.seq_len=64", "train.dtype=fp64"]), Launch(0, 1, 0))
     ours = load_trained(trained, mesh, dtype=Dtype.fp64, strategy=Strategy.zero2)
     dist.destroy_process_group()
     names = {name.replace("g_norm_swish_gate", "g_norm") if "fuse_norm" in settings else name for name in stored}

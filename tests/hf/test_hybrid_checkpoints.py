@@ -20,12 +20,13 @@ from models.mixers.mamba2 import Mamba2Config
 from models.registry import MIXERS
 from tests.hf.test_fla_checkpoints import error, fla_model, our_logits, their_logits
 from tests.support.commands import train_here
-from zeco_train.config.schema import Dtype, to_plain
+from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
 from zeco_train.hf.card import _memory, _softmax
 from zeco_train.hf.continuing import check_continuation
 from zeco_train.hf.fla_config import from_fla, to_fla
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

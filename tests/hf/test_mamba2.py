@@ -18,7 +18,6 @@ from models.spec import spec_of
 from tests.support.commands import train_here
 from tests.support.model_card import run_snippet
 from tests.support.transformers_alone import in_transformers
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.export import ExportSettings, export
@@ -28,7 +27,8 @@ from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
@@ -78,7 +78,7 @@ def tokens() -> list[int]:
 
 def our_logits(path: Path, dtype: Dtype = Dtype.fp32, strategy: Strategy | None = Strategy.zero2) -> Tensor:
     trained = find_trained(str(path))
-    mesh = init(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=dtype, strategy=strategy), local_exchange()
     logits = model(torch.tensor([tokens()]), SequencePosition((0, TOKENS), exchange=scan))[0]
     wide = {name for name, parameter in model.named_parameters() if ".decay." in name}

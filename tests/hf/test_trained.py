@@ -21,7 +21,7 @@ from tests.data.test_prepare import hugging_face
 from tests.support.commands import train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import full, train
-from zeco_train.config.schema import Config, Dtype
+from zeco_train.config.schema import Config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import host_group
 from zeco_train.distributed.parallelize import Strategy
@@ -30,7 +30,9 @@ from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.hf.weights import load_weights
 from zeco_train.lifecycle.join import Launch
-from zeco_train.training.build import build_model, init
+from zeco_train.training.build import build_model
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
@@ -47,7 +49,7 @@ def _train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def _load(rank: int, world_size: int, folder: str) -> list[dict[str, torch.Tensor]]:
     trained = find_trained(folder)
     config = trained.configure(["train.eval_sequences=1"])
-    mesh = init(config, Launch(rank, world_size, rank))
+    mesh = join_ranks(config, Launch(rank, world_size, rank))
     loaded = []
     for strategy, dtype in LAYOUTS:
         model = load_trained(trained, mesh, dtype=dtype, strategy=strategy)
@@ -92,7 +94,7 @@ def test_model_is_found_in_run_or_checkpoint_folder(run: Path) -> None:
 
 def _load_different(rank: int, world_size: int, checkpoints: str, exports: str) -> None:
     config = find_trained(f"{checkpoints}/latest").configure([])
-    mesh = init(config, Launch(rank, world_size, rank))
+    mesh = join_ranks(config, Launch(rank, world_size, rank))
     name = f"step_{rank + 1:08}"
     for folder, found in (
         (checkpoints, r"checkpoint=step_00000002: rank 1 differs, rank 0 has step_00000001"),

@@ -22,7 +22,6 @@ from tests.support.distributed import run_distributed
 from tests.support.model_card import run_snippet
 from tests.support.training import full
 from tests.support.transformers_alone import in_transformers
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.export import main
@@ -32,7 +31,8 @@ from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
@@ -119,7 +119,7 @@ def tokens() -> list[int]:
 
 def our_logits(path: Path, dtype: Dtype = Dtype.fp32, strategy: Strategy | None = Strategy.zero2) -> Tensor:
     trained = find_trained(str(path))
-    mesh = init(trained.configure(["data.seq_len=128", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
+    mesh = join_ranks(trained.configure(["data.seq_len=128", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
     model, scan = load_trained(trained, mesh, dtype=dtype, strategy=strategy), local_exchange()
     logits = model(torch.tensor([tokens()]), SequencePosition((0, TOKENS), exchange=scan))[0]
     dist.destroy_process_group()
@@ -239,7 +239,7 @@ def small(kind: str, **change: Any) -> GatedDeltaNetConfig:
 
 def _loaded(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
     trained = find_trained(folder)
-    mesh = init(trained.configure(["data.seq_len=63", "train.dtype=fp32"]), Launch(rank, world_size, rank))
+    mesh = join_ranks(trained.configure(["data.seq_len=63", "train.dtype=fp32"]), Launch(rank, world_size, rank))
     strategies = Strategy.zero3, Strategy.hsdp
     models = [load_trained(trained, mesh, dtype=Dtype.fp32, strategy=strategy) for strategy in strategies]
     return [{name: full(p).clone() for name, p in model.named_parameters()} for model in models]

@@ -19,7 +19,6 @@ from models.mixers.mamba2 import _STATE_TOKENS, _SUMMED_CHANNELS, Mamba2Config
 from models.mixers.retnet import RetNetConfig
 from models.registry import MIXERS, mixer_of
 from tests.support.planning import make_case, saved_bytes
-from zeco_train.config.schema import Dtype
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.hgrn.chunked import CHUNKED as CHUNKED_HGRN
 from zeco_train.ops.passes import ForwardPass, Passes
@@ -29,6 +28,7 @@ from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.plan.case import Case
 from zeco_train.plan.devices import Gpu, machine
 from zeco_train.plan.memory import _kept_state_bytes, kept_bytes_per_token
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

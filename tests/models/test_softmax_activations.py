@@ -15,9 +15,9 @@ from models.mixers.gla import GLAConfig
 from models.registry import MIXERS
 from models.spec import AttentionSpec, spec_of
 from tests.support.planning import make_case, saved_bytes
-from zeco_train.config.schema import Dtype
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.memory import kept_bytes_per_token
+from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 

@@ -28,7 +28,6 @@ from zeco_train.collectives import ScanWorker
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.registry import SCANS
-from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.lifecycle.join import Launch
@@ -46,6 +45,7 @@ from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import BACKENDS, SPConfig
 from zeco_train.training.build import build_model
+from zeco_train.training.config import Dtype, TrainConfig
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 

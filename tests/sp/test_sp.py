@@ -179,9 +179,8 @@ def test_piecewise_reference_equals_whole_recurrence() -> None:
 
 
 def test_every_backend_has_a_name_and_a_configuration() -> None:
-    from zeco_train.config.schema import (
-        load_config,  # imported late: every spawned rank imports this file
-    )
+    # Imported late: every spawned rank imports this file.
+    from zeco_train.config.schema import load_config
 
     assert {config.backend for config in CONFIGS.values()} | {Backend["dp"]} == set(Backend)
     assert {config.all_scan.algorithm for config in CONFIGS.values()} == set(AllScanAlgorithm)

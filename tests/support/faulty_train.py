@@ -49,7 +49,7 @@ def _hang(trainer: Trainer) -> None:
         while True:
             time.sleep(1)
 
-    trainer.parts.loader.next = never  # type: ignore[method-assign]
+    trainer.loader.next = never  # type: ignore[method-assign]
 
 
 def _crash(trainer: Trainer) -> None:
@@ -62,20 +62,20 @@ def _bug(trainer: Trainer) -> None:
 
 def _gradient(trainer: Trainer) -> None:
     """NaN in a gradient, after its reduction."""
-    update = trainer.parts.step.update
+    update = trainer.step.update
 
     def bad_update() -> Any:
-        trainer.parts.step.update = update  # type: ignore[method-assign]
-        grad: Any = trainer.parts.model.get_parameter(f"{_BAD_TENSOR}.weight").grad
+        trainer.step.update = update  # type: ignore[method-assign]
+        grad: Any = trainer.step.model.get_parameter(f"{_BAD_TENSOR}.weight").grad
         grad.to_local().fill_(torch.nan)
         return update()
 
-    trainer.parts.step.update = bad_update  # type: ignore[method-assign]
+    trainer.step.update = bad_update  # type: ignore[method-assign]
 
 
 def _activation(trainer: Trainer) -> None:
     """NaN in the input of a layer, for the whole step."""
-    module = trainer.parts.model.get_submodule(_BAD_TENSOR)
+    module = trainer.step.model.get_submodule(_BAD_TENSOR)
     handle = module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * torch.nan, *inputs[1:]))
     advance = trainer.progress.advance
 

@@ -25,13 +25,13 @@ from models.parameters import parameter_rules
 from tests.support.comparison import largest, relative
 from tests.support.sp_reference import RecordedExchange
 from tests.support.training import full
-from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.training.build import build_model
+from zeco_train.training.config import Dtype, TrainConfig
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 

@@ -16,8 +16,9 @@ from zeco_train.lifecycle.logs import close_logging
 from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
-from zeco_train.training.build import build, init, open_run
-from zeco_train.training.trainer import Trainer
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.loading import load_trainer
+from zeco_train.training.opening import open_run
 
 # A model of two small layers on real text; 768 is divisible by 1, 2, 3, 4 but shards are not multiples of 64.
 SMALL = [
@@ -41,26 +42,26 @@ def train(rank: int, world_size: int, run_dir: str | Path, *overrides: str) -> d
     """
     arguments = [*SMALL, f"run_dir='{run_dir}'", *overrides]
     config, launch = _load_once(rank, world_size, arguments), Launch(rank, world_size, rank)
-    mesh = init(config, launch)
+    mesh = join_ranks(config, launch)
     run = open_run(config, arguments, mesh)
-    parts = build(run, mesh, Watchdog(launch, None))
+    trainer = load_trainer(run, mesh, Watchdog(launch, None))
     steps: list[list[int]] = []
-    add = parts.recorder.add
+    add = trainer.recorder.add
 
     def remember(result: Any, progress: Any) -> None:
         steps.append(result.sequence_ids)
         add(result, progress)
 
-    parts.recorder.add = remember  # type: ignore[method-assign]
-    Trainer(config, parts).train()
-    parts.checkpointer.close()
-    parts.loader.close()
-    parts.recorder.close()
+    trainer.recorder.add = remember  # type: ignore[method-assign]
+    trainer.train()
+    trainer.checkpointer.close()
+    trainer.loader.close()
+    trainer.recorder.close()
     close_logging()
     run.release()
     return {
         "rows": read_metrics(run.path / METRICS_FILE) if rank == 0 else [],
-        "parameters": {name: full(p).clone() for name, p in parts.model.named_parameters()},
+        "parameters": {name: full(p).clone() for name, p in trainer.step.model.named_parameters()},
         "sequence_ids": steps,
     }
 

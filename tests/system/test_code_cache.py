@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 from models.language_model import LanguageModel
 from tests.support.steps import TINY, make_mesh
-from zeco_train.config.execution import Compile
-from zeco_train.config.schema import TrainConfig
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.system import code_cache
 from zeco_train.system.code_cache import default_folder, private_folder, use_private_caches
 from zeco_train.training.build import build_model
+from zeco_train.training.config import Compile, TrainConfig
 
 VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 

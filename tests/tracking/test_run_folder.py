@@ -22,7 +22,8 @@ from zeco_train.lifecycle.join import Launch
 from zeco_train.lifecycle.logs import close_logging
 from zeco_train.tracking import run_folder
 from zeco_train.tracking.run_folder import RunFolder
-from zeco_train.training.build import init, open_run
+from zeco_train.training.checks import join_ranks
+from zeco_train.training.opening import open_run
 
 IDENTITY = {**run_folder._ALWAYS_BEFORE, "seed": 0}
 STARTS = 10
@@ -98,7 +99,7 @@ def _open_own_folders(rank: int, world_size: int, folder: str) -> list[str]:
     for name in ("new", "run"):
         arguments = [*SMALL, f"run_dir={folder}/{rank}/{name}"]
         config = load_config(arguments)
-        mesh = init(config, Launch(rank, world_size, rank))
+        mesh = join_ranks(config, Launch(rank, world_size, rank))
         try:
             open_run(config, arguments, mesh)
         except ZecoError as error:

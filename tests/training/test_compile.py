@@ -26,8 +26,6 @@ from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import TINY, Case, check, make_loader, make_mesh, make_step, run_steps, write_documents
-from zeco_train.config.execution import Compile
-from zeco_train.config.schema import TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_doc_ids
@@ -38,6 +36,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange, StateInput, exchange_of
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
+from zeco_train.training.config import Compile, TrainConfig
 from zeco_train.training.nonfinite import explain
 
 pytestmark = pytest.mark.numeric

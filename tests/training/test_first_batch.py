@@ -19,7 +19,7 @@ from tests.support.training import train
 from zeco_train.errors import ZecoError
 from zeco_train.lifecycle import join
 from zeco_train.lifecycle.join import _difference, flat
-from zeco_train.training import build
+from zeco_train.training import batches
 
 # Token t of the store is t modulo 250, so a shift changes every token.
 TOKENS = np.arange(9000) % 250
@@ -42,7 +42,7 @@ def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "setting": ([store, *(["optim.lr=0.5", "sp.size=4"] if rank == 1 else [])], None),
         "code": ([store], mock.patch.object(join, "_code_version", return_value="old" if rank >= 2 else "new")),
         "variable": ([store], mock.patch.dict("os.environ", {"NCCL_ALGO": "Tree"} if rank == 0 else {})),
-        "order": ([store], mock.patch.object(build, "SequenceLoader", _reordered) if rank == 1 else None),
+        "order": ([store], mock.patch.object(batches, "SequenceLoader", _reordered) if rank == 1 else None),
     }
     messages = {}
     for name, (overrides, patch) in cases.items():

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from models.registry import MIXERS
-from zeco_train.config.schema import Dtype, TrainConfig, load_config
+from zeco_train.config.schema import load_config
 from zeco_train.ops.linear import Matmul
 from zeco_train.training import kernels_ahead
+from zeco_train.training.config import Dtype, TrainConfig
 
 CPU = torch.device("cpu")
 

@@ -10,13 +10,13 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import operator
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import stored_slow_downs
-from zeco_train.training.machine import check_machine, slow_paths
+from zeco_train.training.checks import check_machine, slow_paths
 
 FP8 = ["name=x", "train.matmul=fp8"]
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
-    monkeypatch.setattr("zeco_train.training.machine.total_memory", lambda device: (1 << 40, "this toy"))
+    monkeypatch.setattr("zeco_train.training.checks.total_memory", lambda device: (1 << 40, "this toy"))
     monkeypatch.setattr(operator, "_of", lambda device: Target(device.type, capability))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Toy")
     return torch.device("cuda", 0)

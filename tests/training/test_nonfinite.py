@@ -21,11 +21,11 @@ from tests.support.distributed import run_distributed
 from tests.support.replays import REPLAYABLE, REPLAYS_BEGIN
 from tests.support.training import SMALL, train
 from tests.training.test_graphs import RunAgain
-from zeco_train.config.execution import skip_limit
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.training import build
 from zeco_train.training.build import build_model
+from zeco_train.training.config import skip_limit
 from zeco_train.training.forward import SequenceForward
 from zeco_train.training.numbers import PendingNumbers
 from zeco_train.training.step import TrainingStep

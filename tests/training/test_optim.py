@@ -28,7 +28,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.tracking.metrics import Column, PassNumbers, StepNumbers, T
-from zeco_train.training.build import init
+from zeco_train.training.checks import join_ranks
 from zeco_train.training.numbers import add, clear, new_totals, over_ranks
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
@@ -79,7 +79,7 @@ def test_warm_up_that_reaches_into_the_decay_is_refused() -> None:
     # By the training alone: a run from before this check can be evaluated.
     config = load_config(["sched=wsd", "train.steps=20"])
     with pytest.raises(ConfigError, match=r"^sched\.warmup_steps=20: .*; allowed: 0 to 16"):
-        init(config, Launch(0, 1, 0))
+        join_ranks(config, Launch(0, 1, 0))
 
 
 def test_constant_schedule_stays_at_peak() -> None:

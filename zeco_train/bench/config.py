@@ -9,7 +9,7 @@ from typing import Self
 
 from zeco_train.bench import variants as known
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings, parse_settings
-from zeco_train.config.schema import Config, Dtype, load_config
+from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
@@ -19,6 +19,7 @@ from zeco_train.ops.slow_paths import Kernels
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path, is_plain_name
 from zeco_train.system.ranges import check_least
+from zeco_train.training.config import Dtype
 
 PASSES = ("forward", "forward_backward")
 _MIB = 1 << 20

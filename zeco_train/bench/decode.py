@@ -37,13 +37,13 @@ from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.samples import Row, Summary, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
-from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.sp.exchange import build_softmax
 from zeco_train.system.environment import process_memory
+from zeco_train.training.config import Dtype
 from zeco_train.training.connect import softmax_load
 
 # Largest error of the chunked operator itself: an infinite one would allow any error of steps.

@@ -52,13 +52,14 @@ from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session, choice_of
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import PRODUCTS, gathered_exchange, is_dp
-from zeco_train.config.schema import Config, Dtype
+from zeco_train.config.schema import Config
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.system.numbers import relative_error
 from zeco_train.tracking.recorder import peak_flops
-from zeco_train.training.machine import kernel_calls
+from zeco_train.training.checks import kernel_calls
+from zeco_train.training.config import Dtype
 
 # Gradients: with four ranks and 12 layers in bf16 rounding of states gives 4e-3; omitting states gives 0.05 to 9.
 TOLERANCE = {Dtype.bf16: 2e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-10}

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from zeco_train.bench import variants as known
 from zeco_train.bench.config import OfModelConfig
-from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
@@ -17,6 +16,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.ranges import check_least
+from zeco_train.training.config import Compile, CudaGraphs
 
 
 class ModelSettings(NamedTuple):

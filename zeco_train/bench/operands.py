@@ -21,13 +21,13 @@ from torch.nn.functional import logsigmoid, normalize
 from models.mixers.retnet import log_decays
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import FLA_CP
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.slow_paths import Call
 from zeco_train.ops.softmax import attention
+from zeco_train.training.config import Dtype
 
 # (operands in the operator's order) → o.
 Attention = Callable[..., Tensor]

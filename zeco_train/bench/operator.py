@@ -28,13 +28,13 @@ from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.traffic import sent_mb
 from zeco_train.bench.variants import ALONE, FLA_CP, PEERS, LocalCopyScan, over_all_ranks
-from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
+from zeco_train.training.config import Dtype
 
 # Rounding of the inputs' dtype, with fp32 accumulation; products of fp32 inputs may be in tf32 parts.
 TOLERANCE = {Dtype.bf16: 1e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-11}

@@ -26,11 +26,12 @@ from models.parameters import ParameterRule, parameter_rules
 from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.bench.session import Session
-from zeco_train.config.schema import Config, Dtype
+from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
 from zeco_train.hf.names import renamed
+from zeco_train.training.config import Dtype
 from zeco_train.training.optim.registry import build_optimizer
 
 # Keys with the same name and meaning in both configurations.

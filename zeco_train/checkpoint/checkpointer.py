@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from zeco_train.checkpoint.files import (
     CHECKPOINT_FOLDER,
+    HF_PREFIX,
     LATEST,
     Progress,
     check_nothing_is_missing,
@@ -47,7 +48,8 @@ from zeco_train.checkpoint.files import (
 from zeco_train.checkpoint.weights import cause_of, damage_of, read_state
 from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.distributed.mesh import ProcessMesh, agree, host_group
-from zeco_train.errors import CheckpointError
+from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.system.paths import path_problem, shown
 from zeco_train.system.ranges import check_least
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -94,6 +96,8 @@ class CheckpointConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
         check_least(self, "checkpoint", every=0, minutes=0, keep=0)
+        if self.load is not None and (problem := path_problem(self.load.removeprefix(HF_PREFIX))) is not None:
+            raise ConfigError("checkpoint.load", shown(self.load), problem)
 
 
 @dataclass

@@ -5,7 +5,6 @@ Hydra's own errors take several lines and seldom list the allowed values, and an
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import math
@@ -21,7 +20,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zeco_train.errors import ConfigError
@@ -30,6 +29,8 @@ from zeco_train.system.arguments import docstring
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _INT64_LIMIT = 1 << 63
 _EXAMPLE = "train.steps=100"
+# Keys of earlier versions, with what replaces each: setting one gives this line, stored configurations may have them.
+REMOVED: dict[str, str] = {}
 
 
 C = TypeVar("C", bound="Settings")
@@ -64,7 +65,9 @@ def parse_settings(schema: type[C], arguments: Sequence[str]) -> C:
     settings = OmegaConf.structured(schema)
     # An example for error messages; a bool is no whole number.
     number = next(entry.name for entry in dataclasses.fields(schema) if type(settings[entry.name]) is int)
-    _apply(arguments, settings, {}, f"{number}={settings[number]}")
+    example = f"{number}={settings[number]}"
+    check_groups(arguments, {}, (), example)
+    apply_overrides(arguments, settings, (), example)
     config = OmegaConf.to_object(settings)
     assert isinstance(config, schema)
     return config
@@ -97,27 +100,31 @@ def as_override(value: Any) -> str:
     return str(value).translate({ord(character): None for character in " '"})
 
 
-def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Check form, key and type of each override; each section's `validate` checks ranges.
+def check_groups(
+    overrides: Sequence[str], groups: Mapping[str, Collection[str]], sections: Collection[str], example: str = _EXAMPLE
+) -> None:
+    """Check the form of each override, and the files of `configs/` that some choose.
 
     Args:
         overrides: in Hydra's syntax, KEY=VALUE.
-        schema: the dataclass of the whole configuration.
         groups: the options of each configuration group.
-
-    Returns:
-        The new value of each key, without groups.
+        sections: the groups with a file that is chosen by default.
+        example: an override, for messages.
 
     Raises:
         ConfigError: names the override and the allowed values.
     """
-    return _apply(overrides, copy.deepcopy(_defaults(schema)), groups, _EXAMPLE) if overrides else {}
-
-
-@lru_cache
-def _defaults(schema: type) -> DictConfig:
-    """An instance of the schema: making one takes longer than all other checks."""
-    return OmegaConf.structured(schema)
+    for text in overrides:
+        override = _parse(text, example)
+        key, shown = override.key_or_group, text.partition("=")[2]
+        if override.is_delete():
+            raise ConfigError("argument", text, "nothing can be deleted; set a value with KEY=VALUE")
+        if override.is_sweep_override():
+            raise ConfigError(key, shown, f"takes one value (as text: \"{key}='{shown}'\"); sweeps are not run here")
+        if override.package is not None:
+            raise ConfigError("argument", text, f"groups stay where they are; write {key}={shown}")
+        if key in groups and not isinstance(override.value(), dict):
+            _check_group(override, shown, groups[key], has_default=key in sections)
 
 
 def of_groups(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
@@ -146,28 +153,47 @@ def find_value(overrides: Sequence[str], key: str) -> Any:
     return found
 
 
-def _apply(
-    overrides: Sequence[str], settings: Any, groups: Mapping[str, Sequence[str]], example: str
-) -> dict[str, Any]:
-    """`check_overrides`, which also sets the values in `settings`, an instance of the schema."""
-    schema, values = OmegaConf.get_type(settings), {}
+def set_keys(overrides: Sequence[str], groups: Collection[str]) -> set[str]:
+    """The keys that checked overrides set, without groups."""
+    return {key for key, *_ in _values(overrides, groups, _EXAMPLE)}
+
+
+def _values(
+    overrides: Sequence[str], groups: Collection[str], example: str
+) -> Iterator[tuple[str, Any, Any, Override]]:
+    """Of each key that overrides set: its name, the value, the value as it was written, and the override."""
     for text in overrides:
         override = _parse(text, example)
-        key, value, shown = override.key_or_group, override.value(), text.partition("=")[2]
-        if override.is_delete():
-            raise ConfigError("argument", text, "nothing can be deleted; set a value with KEY=VALUE")
-        if override.is_sweep_override():
-            raise ConfigError(key, shown, f"takes one value (as text: \"{key}='{shown}'\"); sweeps are not run here")
-        if override.package is not None:
-            raise ConfigError("argument", text, f"groups stay where they are; write {key}={shown}")
+        key, value = override.key_or_group, override.value()
         if key in groups and not isinstance(value, dict):
-            _check_group(override, shown, groups[key], has_default=key in typing.get_type_hints(schema))
             continue
         for name, part in _leaves(key, value):
-            values[name] = shown if name == key else part
-            _check_value(name, part, values[name], settings, groups)
+            yield name, part, text.partition("=")[2] if name == key else part, override
+
+
+def apply_overrides(
+    overrides: Sequence[str], settings: Any, groups: Collection[str] = (), example: str = _EXAMPLE
+) -> dict[str, Any]:
+    """Set the values of overrides, after checks of keys and types; each section's `validate` checks ranges.
+
+    Args:
+        overrides: in Hydra's syntax, KEY=VALUE, and of a form that `check_groups` accepts.
+        settings: an OmegaConf instance of a dataclass; is changed.
+        groups: the configuration groups, whose choices are skipped.
+        example: an override, for messages.
+
+    Returns:
+        The new value of each key, as it was written.
+
+    Raises:
+        ConfigError: names the key, its value and what is allowed.
+    """
+    values = {}
+    for key, value, shown, override in _values(overrides, groups, example):
+        _check_value(key, value, shown, settings, groups)
         if override.type is OverrideType.ADD:
             raise ConfigError(f"+{key}", shown, f"the key exists; write {key}={shown}")
+        values[key] = shown
     return values
 
 
@@ -183,7 +209,7 @@ def _parse(text: str, example: str) -> Override:
         raise ConfigError("argument", text, allowed) from error
 
 
-def _check_group(override: Override, shown: str, options: Sequence[str], has_default: bool) -> None:
+def _check_group(override: Override, shown: str, options: Collection[str], has_default: bool) -> None:
     """Check an override that selects a group's file; a group without a default, such as `experiment`, needs a `+`."""
     group, value = override.key_or_group, override.value()
     # A list of files may be added if there is no default to replace.
@@ -195,6 +221,15 @@ def _check_group(override: Override, shown: str, options: Sequence[str], has_def
         raise ConfigError("argument", override.input_line, f"write {'' if has_default else '+'}{group}={shown}")
 
 
+def drop_removed(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A stored configuration without the keys of `REMOVED`."""
+    return {
+        name: drop_removed(value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in plain.items()
+        if f"{prefix}{name}" not in REMOVED
+    }
+
+
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Flatten an override, whose value may be a dictionary, to keys and values."""
     if not isinstance(value, dict):
@@ -204,10 +239,12 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _leaves(f"{key}.{name}", inner)
 
 
-def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mapping[str, Sequence[str]]) -> None:
+def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Collection[str]) -> None:
     """Check a value by setting it in `settings`, an instance of the schema."""
     schema = OmegaConf.get_type(settings)
     kind = _type_of(key, schema)
+    if kind is None and key in REMOVED:
+        raise ConfigError(key, shown, REMOVED[key])
     if kind is None:
         raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)], _mixer(key, schema)))
     if dataclasses.is_dataclass(kind):
@@ -215,7 +252,8 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mappin
     if section := _section_of(kind):
         _check_sections(key, value, shown, section, settings)
         return
-    _make_room(key, settings, schema)
+    if OmegaConf.select(settings, key.rpartition(".")[0] or "") is None:
+        raise ConfigError(key, shown, "does not fit what it changes, as a number beyond the end of a list")
     if str in (kind, *typing.get_args(kind)) and isinstance(value, int | float) and isinstance(shown, str):
         # A commit hash such as 1234e56 is not a number.
         value = shown
@@ -253,15 +291,7 @@ def _check_sections(key: str, value: Any, shown: Any, section: type, settings: A
                 raise ConfigError(field, part, f"unknown key; allowed: {names}")
             if isinstance(part, float) and str in (kinds[name], *typing.get_args(kinds[name])):
                 raise ConfigError(field, part, "is a number; text that looks like one needs quotes of its own")
-            _check_value(field, part, part, settings, {})
-
-
-def _make_room(key: str, settings: Any, schema: Any) -> None:
-    """Extend a list of sections up to the index in `key`; files, which are not read here, may define the sections."""
-    match = re.match(r"(.+?)\.(\d{1,3})\.", key)
-    if match and (section := _section_of(_type_of(match[1], schema))):
-        sections = OmegaConf.select(settings, match[1])
-        sections.extend([section()] * (int(match[2]) + 1 - len(sections)))
+            _check_value(field, part, part, settings, ())
 
 
 def _type_of(key: str, schema: Any) -> Any:

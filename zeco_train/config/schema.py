@@ -7,131 +7,50 @@ dataclasses once; no other module sees a `DictConfig`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.config import LARGEST_COUNT, DataConfig, check_config
+from data.config import DataConfig, check_config
 from data.masking import TaskConfig
 from models.config import LanguageModelConfig
 from models.registry import DEFAULT_CONFIG, check_document, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
-from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config import composing
-from zeco_train.config.attention_rules import check_attention
-from zeco_train.config.attention_rules import needs as attention_needs
-from zeco_train.config.composing import compose_file, compose_untyped, explain
-from zeco_train.config.execution import Compile, CudaGraphs, skip_limit
-from zeco_train.config.mixer_choice import KEY as MIXER_KEY
-from zeco_train.config.mixer_choice import MixerChoice, choose_mixer, config_class, stored_class
-from zeco_train.config.overrides import check_overrides, find_value, of_groups
-from zeco_train.config.task_rules import check_task
-from zeco_train.distributed.device import Device
+from zeco_train.config.composing import (
+    MIXER,
+    NOTHING,
+    choose_files,
+    compose_files,
+    config_class,
+    explain,
+    stored_class,
+)
+from zeco_train.config.overrides import apply_overrides, check_groups, drop_removed, find_value, of_groups
+from zeco_train.config.rules import check_attention, check_task
+from zeco_train.config.rules import needs as attention_needs
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
-from zeco_train.ops.linear import Matmul
-from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.slow_paths import Kernels
 from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
-from zeco_train.system.paths import check_path, path_problem, shown
+from zeco_train.system.paths import check_path
 from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import by_key, check_values, find_unstorable, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
+from zeco_train.training.config import TrainConfig
 from zeco_train.training.optim.registry import OptimConfig
-from zeco_train.training.profiler import check_profile
 from zeco_train.training.schedule import ScheduleConfig
-
-
-class Dtype(Enum):
-    """Compute dtype. Master weights and optimizer state are fp32 for bf16 and fp32, fp64 for fp64."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
-    fp64 = "fp64"
-
-    @property
-    def compute(self) -> torch.dtype:
-        """The dtype of activations and matrix products."""
-        return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.value]
-
-    @property
-    def master(self) -> torch.dtype:
-        """The dtype of master weights and optimizer state."""
-        return torch.float64 if self is Dtype.fp64 else torch.float32
-
-
-@dataclass
-class TrainConfig:
-    """The training loop: length, precision, validation, memory, and policies.
-
-    Attributes:
-        steps: optimizer steps of the whole run.
-        dtype: compute dtype; see `Dtype`.
-        matmul: of the blocks' linear layers: `bf16` is the compute dtype, for `fp8` see `zeco_train.ops.linear`.
-        device: type of the device.
-        log_every: steps between two rows of metrics.jsonl.
-        eval_every: steps between two validation losses (0: only at the end).
-        eval_sequences: largest number of held-out sequences for a validation loss (0: no validation).
-        segments: parts of a sequence, run through the model one after another; the last state of each is the initial
-            state of the next. Memory is that of one part; the gradient is that of the whole sequence.
-        recompute: activations that the backward pass recomputes.
-        compile: whether to compile the blocks.
-        cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where possible; `off` never. The same bits.
-        kernels: of calls that kernels on GPUs do not serve; see `Kernels`.
-        deterministic: runs repeat their bits on GPUs. The compiler of the blocks does not choose between kernels that
-            round differently by measuring them, and FlashAttention adds up the gradients of queries in one order. Its
-            backward pass takes more time, and memory: in fp32 the gradients of a layer's queries several times (132
-            over the rank's heads on an H100 or H200).
-        nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips
-            up to N such steps in a row; data, step and learning rate advance, weights do not change.
-        profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
-        profile_ranks: the ranks to profile.
-    """
-
-    steps: int = 1000
-    dtype: Dtype = Dtype.fp32
-    matmul: Matmul = Matmul.bf16
-    device: Device = Device.auto
-    log_every: int = 10
-    eval_every: int = 0
-    eval_sequences: int = 16
-    segments: int = 1
-    recompute: Recompute = Recompute.none
-    compile: Compile = Compile.auto
-    cuda_graphs: CudaGraphs = CudaGraphs.auto
-    kernels: Kernels = Kernels.auto
-    deterministic: bool = False
-    nonfinite: str = "stop"
-    profile: str | None = None
-    profile_ranks: list[int] = field(default_factory=lambda: [0])
-
-    def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
-        check_least(self, "train", steps=1, log_every=1, segments=1, eval_every=0, eval_sequences=0)
-        if self.steps > LARGEST_COUNT:
-            raise ConfigError("train.steps", self.steps, f"must be ≤ {LARGEST_COUNT}")
-        skip_limit(self.nonfinite)
-        check_profile(self.profile, self.profile_ranks, self.steps)
-
-    def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that have an effect only with another setting: (key or section, that setting, whether it is set)."""
-        yield "profile_ranks", "train.profile", self.profile is not None
 
 
 @dataclass
 class Config:
     """A whole run. `name`: its name; `run_dir`: its folder; `seed`: of the initial weights and the data order.
 
-    `model` is of the class of its mixer; `schema_of` has the types of its keys.
+    `model` is of the class of its mixer; `defaults_of` has the types of its keys.
     """
 
     name: str = MISSING
@@ -164,9 +83,6 @@ class Config:
         if not self.data.reset_state_at_document:
             check_document(self.model, "data.seq_len", self.data.seq_len)
         check_path("run_dir", self.run_dir)
-        load = self.checkpoint.load
-        if load is not None and (problem := path_problem(load.removeprefix(HF_PREFIX))) is not None:
-            raise ConfigError("checkpoint.load", shown(load), problem)
         if self.logger.kind is not LoggerKind.none and self.logger.timeout_seconds >= self.parallel.timeout_seconds:
             # The other ranks wait for rank 0 meanwhile and would time out.
             allowed = f"must be < parallel.timeout_seconds={self.parallel.timeout_seconds:g}"
@@ -214,7 +130,12 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type, one out of range, or one without effect.
     """
-    config, given = _compose_checked(overrides, base)
+    return load_given(overrides, base)[0]
+
+
+def load_given(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
+    """`load_config`, and the value of each key that the overrides set, without groups."""
+    config, given = _compose(overrides, base)
     config.validate()
     # The run stores the configuration.
     if (found := find_unstorable(to_plain(config))) is not None:
@@ -223,7 +144,7 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     for key, value in given.items():
         if (needed := unmet_need(key, config)) is not None:
             raise ConfigError(key, value, f"would be ignored; it needs {needed}")
-    return config
+    return config, given
 
 
 def unmet_need(key: str, config: Config) -> str | None:
@@ -263,8 +184,7 @@ def config_of(plain: Any) -> Config:
         raise ValueError("not a mapping")
     check_values(plain)
     try:
-        schema = schema_of(stored_class(plain))
-        config = _to_config(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain)))
+        config = _to_config(OmegaConf.merge(defaults_of(stored_class(plain)), OmegaConf.create(drop_removed(plain))))
         if "labels_across_documents" not in (plain.get("data") or {}):
             # Of a run from before the key, which had all labels.
             config.data.labels_across_documents = True
@@ -274,57 +194,45 @@ def config_of(plain: Any) -> Config:
         raise ValueError(str(error)) from error
 
 
-_SCHEMAS: dict[type, type[Config]] = {}
+_DEFAULTS: dict[type, Any] = {}
 
 
-def schema_of(model: type[LanguageModelConfig]) -> type[Config]:
-    """`Config` with a section `model` of this class, to check and compose; values are of class `Config` itself."""
-    if model not in _SCHEMAS:
-        section = ("model", model, field(default_factory=model))
-        _SCHEMAS[model] = dataclasses.make_dataclass("Config", [section], bases=(Config,))
-    return _SCHEMAS[model]
+def defaults_of(model: type[LanguageModelConfig]) -> Any:
+    """`Config` with a section `model` of this class, as OmegaConf checks and fills it; not to be changed.
 
-
-def check_keys(overrides: list[str]) -> dict[str, Any]:
-    """`check_overrides` for a run's overrides, with the keys of the mixer that they choose.
-
-    Raises:
-        ConfigError: see `check_overrides`; or the mixer is unknown, or has no file of the size.
+    Made once a class, which takes longer than all checks. Values are of class `Config` itself.
     """
-    groups = group_options()
-    return check_overrides(overrides, schema_of(_choose_mixer(overrides, groups).model), groups)
+    if model not in _DEFAULTS:
+        section = ("model", model, field(default_factory=model))
+        _DEFAULTS[model] = OmegaConf.structured(dataclasses.make_dataclass("Config", [section], bases=(Config,)))
+    return _DEFAULTS[model]
 
 
-def _choose_mixer(overrides: list[str], groups: dict[str, list[str]]) -> MixerChoice:
-    """Choose the mixer, after checks of those overrides that decide it."""
-    # An unknown mixer comes before all else, since the meaning of the other keys depends on it.
-    if (asked := find_value(overrides, MIXER_KEY)) is not None:
-        config_class(asked)
-    check_overrides(of_groups(overrides, groups), Config, groups)
-    return choose_mixer(overrides, groups, compose_untyped)
-
-
-def _compose_checked(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
+def _compose(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
     """The configuration, without checks of ranges, and the keys that the overrides set."""
     groups = group_options()
-    choice = _choose_mixer(overrides, groups) if base is None else MixerChoice(type(base.model), overrides)
-    schema = schema_of(choice.model)
-    given = check_overrides(overrides, schema, groups)
+    # An unknown mixer comes before all else, since the meaning of the other keys depends on it.
+    if (asked := find_value(overrides, MIXER)) is not None:
+        config_class(asked)
+    check_groups(overrides, groups, [section.name for section in dataclasses.fields(Config)])
     if base is None:
-        composed = compose_file("train", choice.overrides, schema)
+        file, chosen, below = "train", choose_files(overrides, groups), {}
     else:
-        ConfigStore.instance().store(name="base", node=base)
         # Without a defaults list there is nothing to replace: a group's file is added on top of the base.
-        added = [f"+{text}" if text.partition("=")[0] in groups else text for text in overrides]
-        composed = compose_file("base", added, schema)
+        added = (text if text.startswith("+") else f"+{text}" for text in of_groups(overrides, groups))
+        file, chosen, below = NOTHING, [*added], to_plain(base)
+    composed, given = compose_files(file, chosen), dict[str, Any]()
+    model = config_class(composed.mixer) if base is None else type(base.model)
     try:
-        return _to_config(composed), given
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, choice.overrides) from error
+        settings = OmegaConf.merge(defaults_of(model), below, composed.values)
+        given = apply_overrides(overrides, settings, groups)
+        return _to_config(settings), given
+    except OmegaConfBaseException as error:
+        raise explain(error, file, chosen, given) from error
 
 
 def _to_config(composed: Any) -> Config:
-    """A composed configuration as `Config` itself rather than the class of `schema_of`."""
+    """A composed configuration as `Config` itself rather than the class of `defaults_of`."""
     values = OmegaConf.to_object(composed)
     assert isinstance(values, Config)
     return Config(**{section.name: getattr(values, section.name) for section in dataclasses.fields(Config)})
@@ -346,7 +254,7 @@ def group_options() -> dict[str, list[str]]:
 def describe(overrides: list[str]) -> str:
     """The text of `train.py --help`: groups with their options, and the configuration with `overrides` applied."""
     groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
-    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose_checked(overrides)[0])))
+    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose(overrides)[0])))
     return (
         "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"
         f"Groups:\n{groups}\n\nMixers:\n{describe_mixers()}\n\nBackends:\n{describe_backends()}\n\n"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeco_train.config.overrides import as_override, check_overrides
+from zeco_train.config.overrides import as_override, set_keys
 from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
@@ -102,7 +102,7 @@ def replaced(before: Config, config: Config, overrides: Sequence[str]) -> str | 
     """
     files = [text for text in overrides if text.startswith("data=")]
     own, now = (dict(flat(to_plain(each.data), "data")) for each in (before, config))
-    silent = {*_NOT_READ, *check_overrides(overrides, Config, group_options())}
+    silent = {*_NOT_READ, *set_keys(overrides, group_options())}
     changes = [
         f"{key}={as_override(value)} ({as_override(own.get(key))} in the run)"
         for key, value in now.items()

@@ -12,7 +12,7 @@ from data.loader import Source
 from data.masking import for_task
 from data.opening import open_held_out
 from data.tokenizer import BYTES
-from zeco_train.config.document_rules import check_documents
+from zeco_train.config.rules import check_documents
 from zeco_train.distributed.mesh import main_first
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation

@@ -22,7 +22,7 @@ from models.spec import spec_of
 from zeco_train import __version__
 from zeco_train.checkpoint.files import HF_CONFIG_FILE, is_hf_folder, read_progress, write_checksums
 from zeco_train.checkpoint.weights import problem_of
-from zeco_train.config.schema import Config, Dtype, to_plain
+from zeco_train.config.schema import Config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.card import last_losses, model_card
 from zeco_train.hf.fla_config import from_fla, to_fla
@@ -34,6 +34,7 @@ from zeco_train.system.amounts import compact
 from zeco_train.system.files import sha256_of, write_durably
 from zeco_train.system.paths import check_output_folder, is_utf8
 from zeco_train.system.ranges import check_least
+from zeco_train.training.config import Dtype
 
 # The byte tokenizer's <pad>.
 _PAD_OF_BYTES = 0

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from zeco_train.checkpoint.files import is_hf_folder
 from zeco_train.config.overrides import describe_settings, load_settings
-from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Generator, Limits
@@ -39,6 +38,7 @@ from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.numbers import relative_error
 from zeco_train.system.ranges import check_least
+from zeco_train.training.config import Dtype
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
 # Tolerance for the relative error (2-norms) between the two models' logits.

@@ -17,7 +17,7 @@ from models.language_model import LanguageModel
 from models.parameters import cast
 from models.spec import spec_of
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
-from zeco_train.config.schema import Config, Dtype, config_of, load_config, read_config
+from zeco_train.config.schema import Config, config_of, load_config, read_config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import ProcessMesh, host_group
 from zeco_train.distributed.parallelize import Strategy, parallelize
@@ -29,6 +29,7 @@ from zeco_train.hf.writer import stored_dtype
 from zeco_train.ops.slow_paths import Kernels
 from zeco_train.system.paths import check_path
 from zeco_train.tracking.run_folder import read_identity
+from zeco_train.training.config import Dtype
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ class SequencePosition:
         documents: for each sequence of the batch the borders of all its documents, [documents + 1] int64 on the CPU,
             from 0 to `seq_len`; None: each is one document. Equal neighbours are empty documents.
         segment, num_segments: number of the segment, from 0, and how many there are.
-        micro_step: number of the micro-batch in its step, from 0.
         exchange: connects the ranks; None as the loader makes the record, see `over`.
         handle: [] int64, that of the exchange (`Exchange.handle`), on the CPU before `on`; None without one.
         borders: `documents` in one tensor, see `stack_borders`; None without documents.
@@ -54,7 +53,6 @@ class SequencePosition:
     documents: tuple[Tensor, ...] | None
     segment: int
     num_segments: int
-    micro_step: int
     exchange: Exchange | None
     handle: Tensor | None
     borders: Tensor | None
@@ -70,7 +68,6 @@ class SequencePosition:
         documents: Sequence[Tensor | Sequence[int]] | None = None,
         segment: int = 0,
         num_segments: int = 1,
-        micro_step: int = 0,
         exchange: Exchange | None = None,
     ) -> None:
         seq_len = bounds[-1] if seq_len is None else seq_len
@@ -88,7 +85,6 @@ class SequencePosition:
             borders=None if rows is None else stack_borders(rows),
             segment=segment,
             num_segments=num_segments,
-            micro_step=micro_step,
             exchange=exchange,
             handle=None if exchange is None else exchange.handle(_CPU),
             doc_ids=None,

@@ -10,7 +10,6 @@ from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.collectives.topology import Topology
-from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import resolve_sp_size
@@ -22,9 +21,10 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import SlowPath, check_kernels, find_slow_paths
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
+from zeco_train.training.checks import kernel_calls
+from zeco_train.training.config import Compile, CudaGraphs
 from zeco_train.training.connect import check_softmax
 from zeco_train.training.graphs import capture_problem
-from zeco_train.training.machine import kernel_calls
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeco_train.config.overrides import describe_settings, load_settings
-from zeco_train.config.schema import Config, check_keys, group_options, load_config
+from zeco_train.config.schema import Config, group_options, load_given
 from zeco_train.errors import ConfigError
 from zeco_train.plan.devices import Gpu
 from zeco_train.system.paths import check_output_file
@@ -106,8 +106,8 @@ def parse(arguments: Sequence[str]) -> Request:
     settings = load_settings(PlanSettings, own)
     for text in overrides:
         _check_near_miss(text, names)
-    given = check_keys(overrides)
-    return Request(settings, load_config(overrides), frozenset(given))
+    config, given = load_given(overrides)
+    return Request(settings, config, frozenset(given))
 
 
 def _key(text: str) -> str:

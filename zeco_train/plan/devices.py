@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link
-from zeco_train.config.schema import Dtype
 from zeco_train.ops.operator import Target
 from zeco_train.plan import calibration as known
+from zeco_train.training.config import Dtype
 
 GIB = 1 << 30
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from models.activations import Part
 from models.spec import BlockSpec
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.config.schema import Dtype
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
@@ -38,6 +37,7 @@ from zeco_train.plan.wire import (
 )
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.backend import BackendSpec
+from zeco_train.training.config import Dtype
 from zeco_train.training.optim.spec import Precision
 
 

@@ -18,9 +18,9 @@ from models.config import LanguageModelConfig
 from models.parameters import cast
 from models.projections import set_matmul
 from models.spec import spec_of
-from zeco_train.config.schema import TrainConfig
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
+from zeco_train.training.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -1,45 +1,87 @@
-"""The training loop; its parts are built in `zeco_train.training.build`."""
+"""The training loop; its parts are built in `zeco_train.training.loading`."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from functools import cached_property
+from pathlib import Path
 from signal import Signals
 
 import torch
 import torch.distributed as dist
 
+from data.loader import PrefetchingLoader
 from data.reader import Batch
-from zeco_train.config.execution import skip_limit
+from zeco_train.checkpoint.checkpointer import Checkpointer
+from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config
+from zeco_train.distributed.mesh import agree
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import NonFiniteError
+from zeco_train.lifecycle.watch import Watchdog
+from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.system.signals import StopRequest
 from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.tracking.positions import ValidationLoss
-from zeco_train.tracking.recorder import StepResult
-from zeco_train.training.build import Parts
+from zeco_train.tracking.recorder import Recorder, StepResult
+from zeco_train.training.batches import RunData
+from zeco_train.training.config import skip_limit
 from zeco_train.training.nonfinite import explain
+from zeco_train.training.profiler import StepProfiler
 from zeco_train.training.schedule import learning_rate, set_learning_rate
+from zeco_train.training.step import TrainingStep
 
 logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains from the parts' current progress to `train.steps`, or until a stop signal.
+    """Trains from its progress to `train.steps`, or until a stop signal.
 
     All methods are collective.
+
+    Args:
+        config: of the run.
+        step: the optimizer step, with its model, optimizer and exchange.
+        data: batches and held-out sequences.
+        checkpointer: saves the run.
+        recorder: writes what the steps give.
+        progress: where the run goes on; is advanced.
+        watchdog: gets the name of the current phase.
+
+    Raises:
+        DataError: on every rank; the folder of profiles cannot be written.
     """
 
-    def __init__(self, config: Config, parts: Parts) -> None:
-        self.config, self.parts, self.progress = config, parts, parts.progress
+    def __init__(
+        self,
+        config: Config,
+        step: TrainingStep,
+        data: RunData,
+        checkpointer: Checkpointer,
+        recorder: Recorder,
+        progress: Progress,
+        watchdog: Watchdog,
+    ) -> None:
+        self.config, self.step, self.validation = config, step, data.validation
+        self.checkpointer, self.recorder, self.progress, self.watchdog = checkpointer, recorder, progress, watchdog
         self.tokens_per_step = config.data.global_batch * config.data.seq_len
-        self.micro_steps = config.data.global_batch // (config.data.micro_batch * parts.mesh.dp_size)
-        self._skip_limit = skip_limit(config.train.nonfinite)
+        self.micro_steps = data.loader.micro_steps
+        train, mesh, folder = config.train, step.mesh, Path(config.run_dir)
+        self.profiler = agree(
+            mesh, lambda: StepProfiler(train.profile, train.profile_ranks, folder, mesh.rank, mesh.device)
+        )
+        self.loader = PrefetchingLoader(data.loader, progress.sequences, ahead=train.segments)
+        self._meter = ExposedMeter()
+        self._skip_limit = skip_limit(train.nonfinite)
         self._stop_signal: Signals | None = None
-        self._validation_pending = not parts.validation.is_empty and self._validation_due()
-        self._validation_pending = self._validation_pending and parts.recorder.lacks_validation(self.progress.step)
+
+    @cached_property
+    def _validation_pending(self) -> bool:
+        """Whether the run was stopped between its last step and a validation that is due after it."""
+        is_due = not self.validation.is_empty and self._validation_due()
+        return is_due and self.recorder.lacks_validation(self.progress.step)
 
     @property
     def is_finished(self) -> bool:
@@ -52,18 +94,18 @@ class Trainer:
         Returns:
             The signal that stopped the run early, or None.
         """
-        config, progress, recorder = self.config.train, self.progress, self.parts.recorder
+        config, progress, recorder = self.config.train, self.progress, self.recorder
         with StopRequest() as stop:
             if self._validation_pending and (val_loss := self.evaluate(stop)) is not None:
                 recorder.add_validation(progress.step, val_loss)
             while progress.step < config.steps:
-                self.parts.profiler.begin(progress.step + 1)
+                self.profiler.begin(progress.step + 1)
                 result = self.train_step(stop)
                 if isinstance(result, Signals):
                     recorder.write(progress, None)
                     self.save(last=True)
                     return result
-                self.parts.profiler.end(progress.step)
+                self.profiler.end(progress.step)
                 recorder.add(result, progress)
                 finished = progress.step == config.steps
                 validate = self._validation_due()
@@ -72,7 +114,7 @@ class Trainer:
                 if due or result.nonfinite is not None:
                     recorder.write(progress, val_loss)
                 # Called after the last step, too: it reports the outcome of the previous save.
-                if self.parts.checkpointer.due(progress) or finished:
+                if self.checkpointer.due(progress) or finished:
                     self.save(last=finished)
         # A signal only if it interrupted the last validation: all passes of the last step were completed.
         return self._stop_signal
@@ -85,39 +127,39 @@ class Trainer:
             then discarded: weights and progress are those of the step before.
         """
         started, step = time.perf_counter(), self.progress.step + 1
-        parts, config = self.parts, self.config
+        config = self.config
         lr = learning_rate(step, config.train.steps, config.optim.lr, config.sched)
-        set_learning_rate(parts.optimizer, lr)
-        parts.step.zero_grad()
+        set_learning_rate(self.step.optimizer, lr)
+        self.step.zero_grad()
 
         data_seconds, sequence_ids = 0.0, list[int]()
         for micro_step in range(self.micro_steps):
             place = f"step {step}, micro-batch {micro_step + 1} of {self.micro_steps}"
-            parts.watchdog.enter(f"{place}, waiting for its data")
+            self.watchdog.enter(f"{place}, waiting for its data")
             waited = time.perf_counter()
-            segments = [parts.loader.next() for _ in range(config.train.segments)]
+            segments = [self.loader.next() for _ in range(config.train.segments)]
             data_seconds += time.perf_counter() - waited
-            parts.watchdog.enter(place)
+            self.watchdog.enter(place)
             last = micro_step == self.micro_steps - 1
-            with parts.meter.measuring():
-                done = parts.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)
+            with self._meter.measuring():
+                done = self.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)
             if not done:
                 # Gradients of some passes only, and parameters gathered for a backward pass that did not come.
-                parts.step.zero_grad()
-                reshard(parts.model)
+                self.step.zero_grad()
+                reshard(self.step.model)
                 assert self._stop_signal is not None
                 return self._stop_signal
             sequence_ids += segments[0].sequence_ids
 
-        parts.watchdog.enter(f"step {step}, optimizer")
+        self.watchdog.enter(f"step {step}, optimizer")
         # The update changes weights that an asynchronous save may still be copying.
-        with parts.recorder.timing("save_seconds"):
-            parts.checkpointer.wait_staged()
-        numbers = parts.step.update().read()
+        with self.recorder.timing("save_seconds"):
+            self.checkpointer.wait_staged()
+        numbers = self.step.update().read()
         nonfinite = self._judge(step, numbers)
         self.progress.advance(config.data.global_batch, self.tokens_per_step, skipped=nonfinite is not None)
         seconds = time.perf_counter() - started
-        return StepResult(numbers, lr, seconds, data_seconds, sequence_ids, parts.meter.take(), nonfinite)
+        return StepResult(numbers, lr, seconds, data_seconds, sequence_ids, self._meter.take(), nonfinite)
 
     def _agreed_signal(self, stop: StopRequest) -> Signals | None:
         """The stop signal that any rank has received; checked before each segment, as launchers wait only briefly.
@@ -142,10 +184,10 @@ class Trainer:
         if symptom is None:
             return None
         # A scan whose peer timed out gives NaN; `drain` raises that error first.
-        self.parts.exchange.drain()
-        self.parts.watchdog.enter(f"step {step}, looking for what is not finite")
+        self.step.forward.exchange.drain()
+        self.watchdog.enter(f"step {step}, looking for what is not finite")
         loss_is_finite = math.isfinite(numbers.loss)
-        found = explain(self.parts.step, symptom, self._read_again, self.micro_steps, with_backward=loss_is_finite)
+        found = explain(self.step, symptom, self._read_again, self.micro_steps, with_backward=loss_is_finite)
         in_row = self.progress.skipped_in_row + 1
         if in_row > self._skip_limit:
             before = f"; skipped before it, by train.nonfinite: {in_row - 1} in a row" if self._skip_limit else ""
@@ -155,7 +197,7 @@ class Trainer:
 
     def _read_again(self, micro_step: int) -> list[Batch]:
         # Keeping a step's batches for this would take memory in every step.
-        loader, consumed = self.parts.loader, self.progress.sequences
+        loader, consumed = self.loader, self.progress.sequences
         return [loader.again(consumed, micro_step, segment) for segment in range(self.config.train.segments)]
 
     def _validation_due(self) -> bool:
@@ -164,19 +206,17 @@ class Trainer:
 
     def evaluate(self, stop: StopRequest) -> ValidationLoss | None:
         """The loss over the held-out sequences; None if there are none, or if a stop signal interrupted it."""
-        parts = self.parts
-        if parts.validation.is_empty:
+        if self.validation.is_empty:
             return None
-        parts.watchdog.enter(f"validation after step {self.progress.step}")
-        with parts.recorder.timing("validation_seconds"):
-            loss = parts.validation.loss(parts.step.forward, proceed=lambda: self._agreed_signal(stop) is None)
-            reshard(parts.model)
+        self.watchdog.enter(f"validation after step {self.progress.step}")
+        with self.recorder.timing("validation_seconds"):
+            loss = self.validation.loss(self.step.forward, proceed=lambda: self._agreed_signal(stop) is None)
+            reshard(self.step.model)
         return loss
 
     def save(self, *, last: bool = False) -> None:
         """Save a checkpoint of this step; with `last`, return when it is on disk, or raise `CheckpointError`."""
-        parts = self.parts
-        parts.watchdog.enter(f"checkpoint of step {self.progress.step}")
-        save = parts.checkpointer.save_last if last else parts.checkpointer.save
-        with parts.recorder.timing("save_seconds"):
-            save(parts.model, parts.optimizer, self.progress)
+        self.watchdog.enter(f"checkpoint of step {self.progress.step}")
+        save = self.checkpointer.save_last if last else self.checkpointer.save
+        with self.recorder.timing("save_seconds"):
+            save(self.step.model, self.step.optimizer, self.progress)

@@ -38,7 +38,6 @@ from models.mixers.gla import GLAConfig
 from models.parameters import parameter_rules
 from models.registry import MIXERS, unmasked_mixers
 from models.spec import spec_of
-from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.lifecycle.join import Launch
@@ -49,6 +48,7 @@ from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.sp.registry import SHARING
 from zeco_train.training.build import build_model
+from zeco_train.training.config import Dtype, TrainConfig
 from zeco_train.training.connect import connect_model
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep

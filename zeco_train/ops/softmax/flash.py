@@ -42,7 +42,7 @@ class _Call(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
-    """See `zeco_train.ops.softmax.attend`."""
+    """See `zeco_train.ops.softmax.attention.attend`."""
     call = _call(span, key_start, key_start + k.shape[1])
     (batch, _, heads, _), width = q.shape, v.shape[3]
     if call is None:
@@ -74,7 +74,7 @@ def attend_backward(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `zeco_train.ops.softmax.attend_backward`."""
+    """See `zeco_train.ops.softmax.attention.attend_backward`."""
     call, batch = _call(span, key_start, key_start + k.shape[1]), q.shape[0]
     if call is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

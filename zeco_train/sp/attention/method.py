@@ -29,7 +29,7 @@ class ShardedAttention(ABC):
 
     Attributes:
         num_nodes: over which these ranks are spread.
-        deterministic: add up gradients in one order on this rank, see `zeco_train.ops.softmax.attend_backward`; sums
+        deterministic: add up gradients in one order on this rank, see `zeco_train.ops.softmax.attention.attend_backward`; sums
             over ranks always are.
     """
 

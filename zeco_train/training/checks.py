@@ -1,23 +1,49 @@
-"""Checks of a run's settings against the machine of a rank, before anything is allocated."""
+"""Checks of a run's settings against the world size and the machine of a rank, before ranks wait for each other."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from datetime import timedelta
 
 import torch
 
+from data.config import check_split
 from models.spec import spec_of
-from zeco_train.config.execution import Compile
-from zeco_train.config.schema import Config
+from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed import gradient_packing
-from zeco_train.distributed.device import total_memory
+from zeco_train.distributed.device import find_device, total_memory
+from zeco_train.distributed.mesh import ProcessMesh, join_alike, resolve_sp_size
+from zeco_train.distributed.parallelize import count_shards
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.linear import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE, Matmul
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import Call, SlowPath, check_kernels
+from zeco_train.training.config import Compile
+from zeco_train.training.connect import check_softmax
 from zeco_train.training.optim import adamw
+from zeco_train.training.profiler import check_profile_ranks
+
+
+def join_ranks(config: Config, launch: Launch) -> ProcessMesh:
+    """Check the settings against world size and machine, then join the ranks, see `join_alike`.
+
+    Raises:
+        ConfigError: a split that the world size, or a setting that the machine, does not allow; ranks that differ; a
+            schedule whose warm-up and decay overlap.
+    """
+    # Not a check of each stored configuration: runs that trained with an overlap are still evaluated and exported.
+    config.sched.check_steps(config.train.steps)
+    sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
+    count_shards(config.parallel.strategy, config.parallel.shard_size, launch.world_size, sp_size)
+    check_split(config.data, sp_size, launch.world_size // sp_size, config.train.segments)
+    check_softmax(config.sp, config.model, sp_size)
+    check_profile_ranks(config.train.profile_ranks, launch.world_size)
+    device = find_device(config.train.device, launch, "train.device")
+    check_machine(config, device)
+    return join_alike(to_plain(config), launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
 
 
 def check_machine(config: Config, device: torch.device) -> None:

@@ -1,0 +1,206 @@
+"""Opens what a run reads and writes: its data, its folder with log and records. On every rank alike."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from data.masking import for_task
+from data.opening import open_data
+from data.reader import OpenedData
+from models.spec import spec_of
+from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
+from zeco_train.config.rules import check_documents
+from zeco_train.config.schema import Config, to_plain
+from zeco_train.distributed.device import Device
+from zeco_train.distributed.mesh import ProcessMesh, agree, main_first
+from zeco_train.hf.continuing import check_continuation, other_tokenizer
+from zeco_train.hf.writer import stored_dtype
+from zeco_train.lifecycle.logs import setup_logging
+from zeco_train.ops.operator import Target
+from zeco_train.ops.slow_paths import warn_of
+from zeco_train.system.environment import environment
+from zeco_train.tracking.loggers import build_logger
+from zeco_train.tracking.recorder import Recorder, check_records
+from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
+from zeco_train.training.checks import slow_paths
+from zeco_train.training.seen_data import SeenData, check_alike, check_seen
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """The data and the folder of a run.
+
+    Attributes:
+        config: with the rule of labels that the run has begun with.
+        data: the stores.
+        path: the folder; `folder` holds it on rank 0.
+        log: this rank's log file in it.
+    """
+
+    config: Config
+    data: OpenedData
+    path: Path
+    folder: RunFolder | None
+    log: Path
+
+    def release(self) -> None:
+        """Release the lock on the run's folder."""
+        if self.folder is not None:
+            self.folder.release()
+
+
+def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedRun:
+    """Open the data, then the run's folder, and direct logging to it.
+
+    Raises:
+        ZecoError: on every rank, the first rank's error: data, folder, or a run that cannot be resumed with these
+            settings.
+    """
+    config = _with_rule_of_labels(config, mesh)
+    data = main_first(mesh, lambda: _open_data(config, mesh))
+    check_alike(data, mesh.world_size)
+    identity = config.identity() | data.identity()
+    path = Path(config.run_dir)
+    load = config.checkpoint.load
+    if load is not None:
+        # Before the folder is created: an error here should not leave one behind.
+        agree(mesh, lambda: _check_load(load, config) if not complete_checkpoints(path) else None)
+    folder = agree(mesh, lambda: RunFolder(path, identity) if mesh.is_main else None)
+    try:
+        _check_shared_folder(path, folder, mesh)
+        agree(mesh, lambda: check_records(path) if folder else None)
+        seen = check_seen(data, config.data, path, folder is not None and folder.has_begun, mesh)
+        agree(mesh, lambda: _begin(folder, data, seen, config, arguments, mesh) if folder else None)
+        log = agree(mesh, lambda: setup_logging(path, mesh.rank))
+    except BaseException:
+        if folder is not None:
+            folder.release()
+        raise
+    for level, message in seen.messages:
+        logger.log(level, "%s", message)
+    if folder is not None:
+        _warn(config, data, folder)
+        warn_of(slow_paths(config, Target.of(mesh.device)))
+    return OpenedRun(config, data, path, folder, log)
+
+
+def _with_rule_of_labels(config: Config, mesh: ProcessMesh) -> Config:
+    """With `data.labels_across_documents` for null: a run goes on with the rule that it began with."""
+    path, key = Path(config.run_dir), "data.labels_across_documents"
+    begun = [agree(mesh, lambda: begun_with(path, key) if mesh.is_main else None)]
+    dist.broadcast_object_list(begun, src=0)
+    rule = config.data.labels_across_documents
+    if rule is None:
+        rule = begun[0] if isinstance(begun[0], bool) else config.data.has_labels_across
+    return replace(config, data=replace(config.data, labels_across_documents=rule))
+
+
+def resolve(config: Config, mesh: ProcessMesh) -> Config:
+    """The configuration with `sp.size` and `train.device` resolved for this world size and machine."""
+    sp = replace(config.sp, size=mesh.sp_size)
+    return replace(config, sp=sp, train=replace(config.train, device=Device(mesh.device.type)))
+
+
+def _check_load(load: str, config: Config) -> None:
+    """Check the target of `checkpoint.load` without reading its tensors."""
+    path = find_weights(load)
+    if is_hf_folder(path):
+        check_continuation(path, config.model)
+    else:
+        stored_dtype(path, config.model)
+
+
+def _begin(
+    folder: RunFolder, data: OpenedData, seen: SeenData, config: Config, arguments: list[str], mesh: ProcessMesh
+) -> None:
+    folder.begin(to_plain(resolve(config, mesh)), arguments)
+    if data.stores():
+        seen.record.write(folder.path)
+    folder.keep_tokenizer(data.tokenizer_files())
+
+
+def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh) -> None:
+    """Check that all ranks see the same run folder, since each writes its part of a checkpoint into it."""
+    mark = [folder.mark if folder is not None else ""]
+    dist.broadcast_object_list(mark, src=0)
+    agree(mesh, lambda: check_shared(path, mark[0], mesh.rank))
+
+
+def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
+    """Log warnings about the setup, on rank 0."""
+    load = config.checkpoint.load
+    if load is not None and not complete_checkpoints(folder.path):
+        path, own = find_weights(load), config.identity() | data.identity()
+        is_hf = is_hf_folder(path)
+        problem = other_tokenizer(path, own["data.tokenizer"]) if is_hf else other_model(path.parent.parent, own)
+        if problem is not None:
+            logger.warning("checkpoint.load=%s: %s", load, problem)
+    if folder.lock_problem is not None:
+        logger.warning(
+            "run_dir=%s: this file system has no locks (%s), so a second start of the run would not be noticed",
+            folder.path,
+            folder.lock_problem,
+        )
+    rules = {name: store.meta.control_strings for name, store in data.stores().items()}
+    if len(set(rules.values())) > 1:
+        text = ", ".join(f"{name}: {rule}" for name, rule in rules.items())
+        logger.warning("the data's stores differ in what control strings of their texts became (%s)", text)
+    if data.unvalidated:
+        of = f" of {', '.join(data.unvalidated)}" if len(data.train) > 1 else ""
+        logger.warning(
+            "no validation loss%s: too little is held out for a sequence of data.seq_len=%d", of, config.data.seq_len
+        )
+
+
+def _open_data(config: Config, mesh: ProcessMesh) -> OpenedData:
+    data = open_data(
+        config.data,
+        vocab_size=config.model.vocab_size,
+        sp_size=mesh.sp_size,
+        segments=config.train.segments,
+        validate=config.train.eval_sequences > 0,
+    )
+    check_documents(config.model, config.data, config.data.seq_len, data.stores().values())
+    # For its errors, before the folder is created.
+    for_task(data.train, config.task, config.model.vocab_size)
+    return data
+
+
+def start_recorder(run: OpenedRun, progress: Progress, mesh: ProcessMesh) -> Recorder:
+    """The recorder of a run, which goes on after `progress`.
+
+    Raises:
+        ZecoError: on every rank; a file of the run's folder, or the tracker.
+    """
+    config = run.config
+    recorder = _build_recorder(config, run.path, mesh)
+    facts = environment(mesh.device) if mesh.is_main else {}
+    progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
+    if run.folder is not None and progress.step < config.train.steps:
+        for change in run.folder.changes:
+            recorder.note(f"from step {progress.step + 1} on: {change}")
+    return recorder
+
+
+def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
+    train = config.train
+    spec, seq_len = spec_of(config.model), config.data.seq_len
+    flops = spec.flops_per_token(seq_len)
+    return Recorder(
+        path,
+        mesh,
+        build_logger(config.logger, path, mesh.rank),
+        total_steps=train.steps,
+        tokens_per_step=config.data.global_batch * config.data.seq_len,
+        flops_per_token=flops.total,
+        hardware_flops_per_token=(
+            flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
+        ).total,
+        dtype=train.dtype.compute,
+    )
