@@ -79,9 +79,8 @@ class DataConfig:
             of the next document; None: the rule that the run began with, for a new run unless states reset there.
         validation_fraction: fraction of the files held out; for `embedded` only; 0 for none.
         cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
-        verify: at each start, read all token files and compare their digests with those recorded at preparation.
-        verify_changed: do so for token files whose size or modification time changed since the run's last start;
-            with false the run uses them unverified.
+        verify: read all token files at the start and compare their digests with those recorded at preparation; needed
+            once after size or time of one changed since the run's last start.
         synthetic: the task; for `synthetic` only.
     """
 
@@ -99,7 +98,6 @@ class DataConfig:
     validation_fraction: float = 0.05
     cache_dir: str | None = None
     verify: bool = False
-    verify_changed: bool = True
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
@@ -114,7 +112,7 @@ class DataConfig:
         yield "cache_dir", index, is_embedded or has_index
         yield "synthetic", "data=synthetic", is_synthetic
         of_documents = ("shuffle", "min_document_tokens", "reset_state_at_document", "labels_across_documents")
-        for name in (*of_documents, "verify", "verify_changed", "cache_dir"):
+        for name in (*of_documents, "verify", "cache_dir"):
             yield name, "data=embedded, tokens or mixture", not is_synthetic
 
     @property
@@ -197,8 +195,6 @@ def check_config(config: DataConfig) -> None:
     check_least(config, "data", min_document_tokens=0)
     if not 0 <= config.validation_fraction <= 0.5:
         raise ConfigError("data.validation_fraction", config.validation_fraction, "allowed: 0 (none) to 0.5")
-    if config.verify and not config.verify_changed:
-        raise ConfigError("data.verify_changed", "false", "data.verify=true reads all token files; set one of them")
     config.synthetic.validate()
     check_split(config)
 

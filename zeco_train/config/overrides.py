@@ -30,6 +30,10 @@ from zeco_train.system.arguments import docstring
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _INT64_LIMIT = 1 << 63
 _EXAMPLE = "train.steps=100"
+# Keys of earlier versions, and what replaces each.
+REMOVED = {
+    "data.verify_changed": "went in 0.3: a token file that changed is refused until data.verify=true has read all once",
+}
 
 
 C = TypeVar("C", bound="Settings")
@@ -318,6 +322,8 @@ def _mixer(key: str, schema: Any) -> str | None:
 def _unknown(key: str, known: Sequence[str], mixer: str | None) -> str:
     if key.partition(".")[0] == "hydra":
         return "Hydra only composes the configuration of train.py, and there are no hydra settings"
+    if key in REMOVED:
+        return REMOVED[key]
     # `steps` for train.steps: a forgotten section is likelier than a misspelt key.
     close = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:3]
     close = close or difflib.get_close_matches(key, known, n=1)

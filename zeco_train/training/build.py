@@ -153,8 +153,8 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         if folder is not None:
             folder.release()
         raise
-    for level, message in seen.messages:
-        logger.log(level, "%s", message)
+    for message in seen.messages:
+        logger.info("%s", message)
     if folder is not None:
         _warn(config, data, folder)
         warn_of(slow_paths(config, Target.of(mesh.device)))
@@ -192,7 +192,7 @@ def _begin(
 ) -> None:
     folder.begin(to_plain(resolve(config, mesh)), arguments)
     if data.stores():
-        seen.record.write(folder.path)
+        seen.write(folder.path)
     folder.keep_tokenizer(data.tokenizer_files())
 
 
