@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from data.corpora import prepare_embedded
+from data.sources.corpora import prepare_embedded
 from data.store import PREPARE_HINT, VALIDATION_FOLDER
-from data.synthetic.config import SyntheticConfig
+from data.synthetic import SyntheticConfig
 from zeco_train.errors import ConfigError
 from zeco_train.system.paths import check_path
 from zeco_train.system.ranges import check_least

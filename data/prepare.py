@@ -21,12 +21,12 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any, NoReturn
 
-from data.hugging_face import DatasetSpec
 from data.preparation import Prepared, PrepareOptions, describe_left_out, prepare_store
+from data.preparation.work_folder import kept_tokens
 from data.recipes import load_recipe, recipe_names
 from data.sources import SUFFIXES
+from data.sources.hugging_face import DatasetSpec
 from data.store import VALIDATION_FOLDER, StoreMeta
-from data.work_folder import kept_tokens
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.system.amounts import compact
 from zeco_train.system.arguments import Parser, user_path

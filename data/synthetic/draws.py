@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from data.permutation import Permutation
+from data.randomness import Permutation
 
 # Numbers per Philox step.
 _LANES = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.synthetic.config import FIRST_SYMBOL, NUM_SYMBOLS, SyntheticConfig
+from data.synthetic import FIRST_SYMBOL, NUM_SYMBOLS, SyntheticConfig
 from data.synthetic.draws import Draws
 from data.synthetic.example import Answer, Example, Piece, Tokens
 from zeco_train.errors import ConfigError

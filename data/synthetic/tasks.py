@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from data.synthetic.config import SyntheticConfig
+from data.synthetic import SyntheticConfig
 from data.synthetic.draws import Draws
 from data.synthetic.example import Example
 from data.synthetic.symbols import Recall

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from data.synthetic.config import SyntheticConfig, Task
+from data.synthetic import SyntheticConfig, Task
 from data.synthetic.draws import Draws
 from data.synthetic.example import Answer, Example, Piece, Tokens
 from data.synthetic.words import COLOURS, PLACES, SENTENCES

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from data import preparation
-from data.hugging_face import DatasetSpec, open_dataset
 from data.prepare import PrepareOptions, main, prepare_store
 from data.recipes import FOLDER, Recipe, load_recipe, recipe_names
+from data.sources.hugging_face import DatasetSpec, open_dataset
 from data.store import TokenStore, read_meta
 from data.tokenizer import load_tokenizer
 from tests.data.test_prepare import write_marked

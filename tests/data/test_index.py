@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import index
-from data.documents import Documents
-from data.permutation import Permutation
-from data.store import TokenStore
-from data.store_writer import StoreWriter
+from data.randomness import Permutation
+from data.store import TokenStore, index
+from data.store.documents import Documents
+from data.store.writer import StoreWriter
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import DataError
 

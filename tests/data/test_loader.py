@@ -26,9 +26,9 @@ from data.config import (
     check_seq_len,
     locate_stores,
 )
-from data.documents import Documents, sequence_borders
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.store import PREPARE_HINT, TokenStore, shard_name
+from data.store.documents import Documents, sequence_borders
 from tests.support.commands import TORCHRUN, Command
 from tests.support.stores import write_numbered_store
 from tests.support.waiting import ENOUGH

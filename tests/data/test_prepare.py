@@ -20,7 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from data.prepare import PrepareOptions, main, prepare_store
-from data.readers import read_lines
+from data.sources.readers import read_lines
 from data.store import TokenStore, is_store
 from data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.support.stores import documents, write_lines

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from data import preparation
-from data.pipeline import Part, UnitTokenizer
+from data.preparation.pipeline import Part, UnitTokenizer
 from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
 from data.store import TokenStore, read_meta
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from tests.support.stores import documents, write_lines
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import DataError

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from data.config import Shuffle, check_seq_len
-from data.documents import Documents
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.store import PREPARE_HINT, TokenStore, shard_name
+from data.store.documents import Documents
 from tests.support.stores import write_numbered_store
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError

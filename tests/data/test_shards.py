@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from data import store as store_module
-from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import META_FILE, TokenStore, shard_name
-from data.store_writer import StoreWriter, WriterState
+from data.store.documents import Documents
+from data.store.writer import StoreWriter, WriterState
 from zeco_train.errors import DataError
 
 LENGTHS = [3, 1, 7, 20, 5, 14]

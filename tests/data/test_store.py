@@ -19,7 +19,7 @@ import pytest
 from data import atomic, store
 from data.atomic import atomic_folder
 from data.store import META_FILE, OFFSETS_FILE, TokenStore, check_vocabulary, shard_name
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from zeco_train.errors import ConfigError, DataError, OpenFilesError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from data.store import META_FILE, OFFSETS_FILE, shard_name
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from tests.support.commands import Outcome, check_line, snapshot, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from data.config import DataConfig, DataKind
-from data.masking import TaskConfig
+from data.loader.masking import TaskConfig
 from models.config import LanguageModelConfig
 from models.registry import unmasked_mixers
 from zeco_train.errors import ConfigError

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from data.reader import DataSplit
+from data.loader.batches import DataSplit
 from zeco_train.collectives.topology import Topology, find_topology
 from zeco_train.distributed.postmortem import record_communication
 from zeco_train.errors import CommunicationError, ConfigError, ZecoError

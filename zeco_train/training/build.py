@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from data.config import check_split
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
-from data.masking import for_task
-from data.opening import open_data
-from data.reader import OpenedData, SequenceSource
+from data.loader.batches import OpenedData, SequenceSource
+from data.loader.masking import for_task
+from data.loader.opening import open_data
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import parameter_rules

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from data.reader import Batch
+from data.loader.batches import Batch
 from zeco_train.config.schema import Config
 from zeco_train.errors import CommunicationError, ConfigError, first_cause
 from zeco_train.sp.exposed import Events, active_meter

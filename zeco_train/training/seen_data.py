@@ -24,7 +24,7 @@ from typing import Any
 
 from data.config import DataConfig, DataKind
 from data.digests import COPY_AGAIN, hash_in_parts
-from data.reader import TRAINING, OpenedData
+from data.loader.batches import TRAINING, OpenedData
 from data.store import META_FILE, TokenStore
 from zeco_train.distributed.agreement import check_same, name_ranks
 from zeco_train.distributed.mesh import ProcessMesh, agree, gather

@@ -10,7 +10,7 @@ from signal import Signals
 import torch
 import torch.distributed as dist
 
-from data.reader import Batch
+from data.loader.batches import Batch
 from zeco_train.config.execution import skip_limit
 from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import reshard

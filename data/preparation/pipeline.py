@@ -20,8 +20,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.readers import Document, LeftOut, SourceProblem
 from data.sources import DOCUMENT_BYTES, Source, Unit
+from data.sources.readers import Document, LeftOut, SourceProblem
 from data.store import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 from zeco_train.errors import DataError

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig, DataKind, StorePaths, check_seq_len, locate_stores
-from data.documents import Documents
 from data.loader import Source
-from data.mixture import as_integers
-from data.reader import TRAINING, VALIDATION, OpenedData
+from data.loader.batches import TRAINING, VALIDATION, OpenedData
+from data.loader.mixture import as_integers
 from data.store import TokenStore, check_vocabulary
+from data.store.documents import Documents
 from data.synthetic.source import open_synthetic
 from data.tokenizer import comparable, same_tokenizer
 from data.tokenizer_files import tokenizer_files

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from data.display import announce_hub
-from data.readers import ROWS_AT_ONCE, Document, SourceProblem, check_column, listed, texts_of_column
 from data.sources import UNIT_BYTES, Source, Unit
+from data.sources.readers import ROWS_AT_ONCE, Document, SourceProblem, check_column, listed, texts_of_column
 from zeco_train.errors import DataError
 from zeco_train.system.paths import is_within
 

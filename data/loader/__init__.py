@@ -1,11 +1,11 @@
 """Loads one rank's shards of sequences; each batch is a pure function of one integer.
 
-A store's documents form a token stream (data.documents), in stored order or reshuffled every epoch. Sequence i of an
-epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labels are shifted by one, so the last label of one
-sequence is the first token of the next. Tokens after the last whole sequence and its label are dropped from that epoch:
+A store's documents form a token stream (data.store.documents), in stored order or reshuffled every epoch. Sequence i
+of an epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labels are shifted by one, so the last label
+of one sequence is the first token of the next. Tokens after the last whole sequence and its label are dropped from that epoch:
 sequences never continue into the next epoch, which may have the same documents.
 
-The sequences of an epoch are shuffled, several stores are mixed in proportion to their weights (data.mixture), and the
+The sequences of an epoch are shuffled, several stores are mixed in proportion to their weights (`Mixture`), and the
 result is one endless stream. Each step takes the next `global_batch` sequences, across epoch borders if need be. A
 sequence may be cut in time into segments (docs/mathematics.md); each segment is sharded over the ranks that share the
 sequence, and is a batch of its own. The only state to checkpoint is `consumed`, the number of sequences taken so far,
@@ -26,10 +26,10 @@ from typing import NamedTuple
 import numpy as np
 
 from data.config import Shuffle, check_batch, check_seq_len
-from data.documents import Documents, DocumentStream, sequence_borders
-from data.mixture import Mixture
-from data.permutation import Permutation
-from data.reader import Batch, DataSplit, Reader, SequenceSource, Shard
+from data.loader.batches import Batch, DataSplit, Reader, SequenceSource, Shard
+from data.loader.mixture import Mixture
+from data.randomness import Permutation
+from data.store.documents import Documents, DocumentStream, sequence_borders
 from zeco_train.system import background
 
 
@@ -50,11 +50,11 @@ class Source:
     def reader(
         self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
     ) -> SequenceReader:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         return SequenceReader(self.documents, split, shuffle=shuffle, seed=seed, number=number)
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         documents, store = self.documents, self.documents.store
         epoch = (documents.num_tokens - 1) // seq_len
         tokens = f"{documents.num_tokens:,} tokens"

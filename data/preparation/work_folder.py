@@ -2,8 +2,8 @@
 
 `.NAME.preparing` beside the store NAME holds
 
-    store/         the partial store (data.store_writer), without its meta.json
-    parts/         tokenised parts not yet in the store (data.pipeline)
+    store/         the partial store (data.store.writer), without its meta.json
+    parts/         tokenised parts not yet in the store (data.preparation.pipeline)
     state.json     State: the valid contents of the two; replaced atomically, after those are fsynced
 
 A process owns it while it holds the lock on `.NAME.preparing.lock`.
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic import make_parent, move_into_place
-from data.pipeline import Part
+from data.preparation.pipeline import Part
 from data.store import META_FILE
-from data.store_writer import WriterState
+from data.store.writer import WriterState
 from zeco_train.errors import DataError
 from zeco_train.system.files import sync_file, sync_folder, take_lock, write_durably, write_errors
 from zeco_train.system.paths import is_plain_name

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from data.permutation import Permutation
+from data.randomness import Permutation
 
 
 def as_integers(weights: Sequence[float]) -> list[int]:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.npy import map_array
-from data.permutation import Permutation
+from data.randomness import Permutation
 from zeco_train.errors import DataError
 from zeco_train.system.files import whole_file, write_errors
 from zeco_train.system.small_files import check_regular

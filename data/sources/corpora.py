@@ -6,7 +6,7 @@ from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.
-    run_command("data.corpora")
+    run_command("data.sources.corpora")
 
 import hashlib
 import logging
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from data.atomic import atomic_folder, check_replaceable
 from data.store import VALIDATION_FOLDER, VERSION, TokenStore
-from data.store_writer import StoreWriter, ids_of
+from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
@@ -158,7 +158,7 @@ def _is_held_out(name: str, fraction: float) -> bool:
 @errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Prepare the embedded corpus and print its path; takes no arguments. Returns the exit status."""
-    Parser(prog="python -m data.corpora", description=docstring(main)).parse_args(arguments)
+    Parser(prog="python -m data.sources.corpora", description=docstring(main)).parse_args(arguments)
     corpus = standard_library_documents()
     path = prepare_embedded(corpus=corpus)
     size = TokenStore.open(path).num_tokens

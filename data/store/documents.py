@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.corpora import default_cache_dir
-from data.index import DocumentIndex, block_sums, cached, long_documents, touched
-from data.permutation import Permutation
+from data.randomness import Permutation
+from data.sources.corpora import default_cache_dir
 from data.store import TokenStore
+from data.store.index import DocumentIndex, block_sums, cached, long_documents, touched
 
 # Smaller stores are indexed faster than a cached index could be opened and checked.
 SMALLEST_CACHED = 1 << 20

@@ -23,14 +23,14 @@ import numpy as np
 
 from data.atomic import check_replaceable
 from data.display import Display
-from data.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
-from data.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
-from data.readers import LeftOut, SourceProblem
+from data.preparation.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
+from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
 from data.sources import DOCUMENT_BYTES, UNIT_BYTES, FileSource, Source, Unit
+from data.sources.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
+from data.sources.readers import LeftOut, SourceProblem
 from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, read_meta
-from data.store_writer import SHARD_TOKENS, StoreWriter, ids_of
+from data.store.writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
-from data.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_path

@@ -1,4 +1,4 @@
-"""The token store: tokenised documents on disk (docs/data.md). Written by `data.store_writer`.
+"""The token store: tokenised documents on disk (docs/data.md). Written by `data.store.writer`.
 
 A store is a folder:
 
@@ -87,7 +87,7 @@ class StoreMeta:
         num_tokens, num_documents: counts, the end-of-sequence ids included.
         shards: the shards, in stream order.
         doc_offsets_sha256: digest of doc_offsets.npy.
-        sources_sha256: digest of the manifest of the input (see `data.prepare`, `data.corpora`).
+        sources_sha256: digest of the manifest of the input (see `data.prepare`, `data.sources.corpora`).
         created_by: name and version of the program.
         preparation: source and options of the text, as given to `data.prepare`; empty if unknown.
     """

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from data.config import Shuffle
 from data.loader import Source
-from data.reader import DataSplit, Reader, SequenceSource, Shard
+from data.loader.batches import DataSplit, Reader, SequenceSource, Shard
 from data.store import StoreMeta
 from data.tokenizer import BYTES, ByteTokenizer
 from zeco_train.errors import ConfigError
@@ -207,7 +207,7 @@ class MaskedReader(Reader):
 
 @dataclass(frozen=True)
 class MaskedSource:
-    """A source with masked tokens, see `data.reader.SequenceSource`.
+    """A source with masked tokens, see `data.loader.batches.SequenceSource`.
 
     Validation readers have seed 0, so losses of runs with other seeds are of the same masks.
     """
@@ -218,23 +218,23 @@ class MaskedSource:
 
     @property
     def weight(self) -> int:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         return self.source.weight
 
     @property
     def name(self) -> str:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         return self.source.name
 
     def reader(
         self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
     ) -> MaskedReader:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         reader = self.source.reader(split, shuffle=shuffle, seed=seed, number=number)
         return MaskedReader(reader, self.fraction, self.ids, f"store {number}, seed {seed}")
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         plain = self.source.describe(shuffle, seq_len, num_sequences)
         return f"{plain}; {self.fraction:.4g} of the tokens predicted, mask token {self.ids.mask}"
 
