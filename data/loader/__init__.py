@@ -2,8 +2,8 @@
 
 A store's documents form a token stream (data.store.documents), in stored order or reshuffled every epoch. Sequence i
 of an epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labels are shifted by one, so the last label
-of one sequence is the first token of the next. Tokens after the last whole sequence and its label are dropped from that epoch:
-sequences never continue into the next epoch, which may have the same documents.
+of one sequence is the first token of the next. Tokens after the last whole sequence and its label are dropped from that
+epoch: sequences never continue into the next epoch, which may have the same documents.
 
 The sequences of an epoch are shuffled, several stores are mixed in proportion to their weights (`Mixture`), and the
 result is one endless stream. Each step takes the next `global_batch` sequences, across epoch borders if need be. A

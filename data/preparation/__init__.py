@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from data.atomic import check_replaceable
 from data.display import Display
 from data.preparation.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
 from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
 from data.sources import DOCUMENT_BYTES, UNIT_BYTES, FileSource, Source, Unit
 from data.sources.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
 from data.sources.readers import LeftOut, SourceProblem
-from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, read_meta
+from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, check_replaceable, read_meta
 from data.store.writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
 from zeco_train.errors import ConfigError, DataError, ZecoError

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.atomic import atomic_folder, check_replaceable
-from data.store import VALIDATION_FOLDER, VERSION, TokenStore
+from data.store import VALIDATION_FOLDER, VERSION, TokenStore, check_replaceable
 from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
-from zeco_train.system.files import read_errors
+from zeco_train.system.files import atomic_folder, read_errors
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ def prepare_embedded(
             damaged = True
             logger.warning("%s; preparing the embedded corpus again", error)
     try:
-        with atomic_folder(out, replace=damaged, remedy=_CACHE_REMEDY) as folder:
+        with atomic_folder(out, replace=check_replaceable if damaged else None, remedy=_CACHE_REMEDY) as folder:
             _write(folder, corpus, validation_fraction)
     except DataError:
         # Another process may have finished first; its store is identical.

@@ -312,6 +312,13 @@ def is_store(folder: Path) -> bool:
     return known and isinstance(record, dict) and record.get("format") == FORMAT
 
 
+def check_replaceable(out: Path) -> None:
+    """Raise DataError unless `out` is the folder of a token store, the only kind that is ever replaced."""
+    if out.is_symlink() or not is_store(out):
+        problem = "exists and is a link" if out.is_symlink() else "exists and is not a token store"
+        raise DataError(out, problem, "choose another folder; nothing was changed")
+
+
 def _take_place() -> bool:
     try:
         _places.get_nowait()

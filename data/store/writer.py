@@ -48,7 +48,7 @@ def ids_of(tokenizer: Tokenizer) -> dict[str, Any]:
 class StoreWriter:
     """Writes one store, document by document, into a folder, which is a valid store only after `finish` returns.
 
-    Memory does not grow with the corpus. Creates the folder if missing; use `data.atomic` to put it into place.
+    Memory does not grow with the corpus. Creates the folder if missing; use `atomic_folder` to put it into place.
 
     Args:
         vocab_size, eos_id, tokenizer: as in StoreMeta.

@@ -16,11 +16,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data import atomic, store
-from data.atomic import atomic_folder
+from data import store
 from data.store import META_FILE, OFFSETS_FILE, TokenStore, check_vocabulary, shard_name
 from data.store.writer import StoreWriter
 from zeco_train.errors import ConfigError, DataError, OpenFilesError
+from zeco_train.system import files
+from zeco_train.system.files import atomic_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -290,16 +291,16 @@ def test_atomic_folder_replaces_only_with_replace(
         def refuse(first: Path, second: Path) -> None:
             raise OSError(22, "Invalid argument")
 
-        monkeypatch.setattr(atomic, "_exchange", refuse)
-    with atomic_folder(tmp_path / "out", replace=True) as folder:
+        monkeypatch.setattr(files, "_exchange", refuse)
+    with atomic_folder(tmp_path / "out", replace=store.check_replaceable) as folder:
         write_store(folder, [5])
     with pytest.raises(DataError, match="exists already"), atomic_folder(tmp_path / "out") as folder:
         (folder / "new").touch()
     assert TokenStore.open(tmp_path / "out").num_tokens == 5
-    with atomic_folder(tmp_path / "out", replace=True) as folder:
+    with atomic_folder(tmp_path / "out", replace=store.check_replaceable) as folder:
         (folder / "thesis.txt").touch()
     expected = pytest.raises(DataError, match="exists and is not a token store")
-    with expected, atomic_folder(tmp_path / "out", replace=True) as folder:
+    with expected, atomic_folder(tmp_path / "out", replace=store.check_replaceable) as folder:
         write_store(folder, [5])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -308,7 +309,7 @@ def test_atomic_folder_replaces_only_with_replace(
 @pytest.mark.processes
 def test_leftovers_are_removed_unless_owner_is_alive(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from data.atomic import atomic_folder\n"
+        "import os, sys; from pathlib import Path; from zeco_train.system.files import atomic_folder\n"
         "with atomic_folder(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'file').write_text('x'); print(folder, flush=True); sys.stdin.read()\n"
     )
@@ -323,7 +324,7 @@ def test_leftovers_are_removed_unless_owner_is_alive(tmp_path: Path) -> None:
         owner.kill()
         owner.wait()
     assert temporary.exists()
-    atomic.remove_leftovers(tmp_path / "out")
+    files.remove_leftovers(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -333,8 +334,8 @@ def test_replacement_killed_between_renames_is_undone(tmp_path: Path) -> None:
     old = tmp_path / ".out.tmp-1-abc.old"
     old.mkdir()
     (old / "file").write_text("the only valid store")
-    atomic.lock_path(temporary).touch()
-    atomic.remove_leftovers(tmp_path / "out")
+    files.lock_path(temporary).touch()
+    files.remove_leftovers(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "file").read_text() == "the only valid store"
 
