@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from data.sources.corpora import prepare_embedded
-from data.store import PREPARE_HINT, VALIDATION_FOLDER
+from data.store import PREPARE_HINT
 from data.synthetic import SyntheticConfig
 from zeco_train.errors import ConfigError
 from zeco_train.system.paths import check_path
@@ -122,66 +122,22 @@ class DataConfig:
         return not self.reset_state_at_document if own is None else own
 
 
-@dataclass(frozen=True)
-class StorePaths:
-    """The folders of a training store and of its validation store, if any.
-
-    Attributes:
-        name: label of the store's metrics; empty for a single store.
-        weight: sampling weight of its sequences among all stores.
-        min_document_tokens: shorter documents are dropped.
-    """
-
-    train: Path
-    validation: Path | None
-    name: str = ""
-    weight: float = 1.0
-    min_document_tokens: int = 0
-
-
-def locate_stores(config: DataConfig) -> list[StorePaths]:
-    """Find the stores; prepare the embedded corpus on first use. Ranks may call this concurrently.
-
-    Raises:
-        ConfigError: `tokens` without a path.
-        DataError: no corpus, or a cache folder that cannot be written.
-    """
-    shortest = config.min_document_tokens
-    if config.kind is DataKind.embedded:
-        cache_dir = Path(config.cache_dir) if config.cache_dir else None
-        train = prepare_embedded(cache_dir, validation_fraction=config.validation_fraction)
-        return [StorePaths(train, _held_out(train), min_document_tokens=shortest)]
-    if config.kind is DataKind.tokens:
-        train = Path(_required_path(config))
-        return [StorePaths(train, _held_out(train, config.validation_path), min_document_tokens=shortest)]
-    return [
-        StorePaths(
-            Path(store.path),
-            _held_out(Path(store.path), store.validation_path),
-            store_name(store),
-            store.weight,
-            shortest if store.min_document_tokens is None else store.min_document_tokens,
-        )
-        for store in config.stores
-    ]
-
-
 def store_name(store: StoreConfig) -> str:
     """Metric label of a store in a mixture."""
     return store.name if store.name is not None else Path(store.path).name
 
 
-def _held_out(train: Path, validation_path: str | None = None) -> Path | None:
-    if validation_path is not None:
-        return Path(validation_path)
-    folder = train / VALIDATION_FOLDER
-    return folder if folder.is_dir() else None
+def default_cache_dir() -> Path:
+    """$ZECO_CACHE, else zeco-train in $XDG_CACHE_HOME, else ~/.cache/zeco-train."""
+    if cache := os.environ.get("ZECO_CACHE"):
+        return Path(cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeco-train"
 
 
 def check_config(config: DataConfig) -> None:
     """Run the checks that need neither the ranks nor the corpus. Raises ConfigError."""
     if config.kind is DataKind.tokens:
-        _required_path(config)
+        required_path(config)
     else:
         for name, value in (("data.path", config.path), ("data.validation_path", config.validation_path)):
             if value is not None:
@@ -298,7 +254,8 @@ def _check_stores(stores: list[StoreConfig]) -> None:
         names[name] = number
 
 
-def _required_path(config: DataConfig) -> str:
+def required_path(config: DataConfig) -> str:
+    """`data.path` of `tokens`. Raises ConfigError if it is missing."""
     if not config.path:
         raise ConfigError("data.path", config.path, f"data=tokens needs the folder of a token store; {PREPARE_HINT}")
     return config.path

@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 
 from data.preparation import Prepared, PrepareOptions, describe_left_out, prepare_store
 from data.preparation.work_folder import kept_tokens
-from data.recipes import load_recipe, recipe_names
 from data.sources import SUFFIXES
-from data.sources.hugging_face import DatasetSpec
+from data.sources.hugging_face import DatasetSpec, load_recipe, recipe_names
 from data.store import VALIDATION_FOLDER, StoreMeta
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.system.amounts import compact

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data.display import announce_hub
 from data.tokenizer_files import TOKENIZER_FILE, check_tokenizer, tokenizer_files
 from zeco_train.errors import DataError, check_open_files
 from zeco_train.system.paths import path_problem, shown
+from zeco_train.system.terminal import visible
 
 if TYPE_CHECKING:
     import tokenizers
@@ -87,6 +88,15 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         """See Tokenizer."""
+
+
+def announce_hub(name: str) -> None:
+    """Say so if a name will be looked up on the Hugging Face hub, whose library prints nothing for up to a minute."""
+    from huggingface_hub import constants  # with `datasets` or `transformers`, which the caller has imported
+
+    if not (constants.HF_HUB_OFFLINE or Path(name).exists()):
+        wait = "up to a minute if it cannot be reached; HF_HUB_OFFLINE=1 takes only what is on this machine"
+        print(f"asking the Hugging Face hub for {visible(name)} ({wait})", file=sys.stderr, flush=True)
 
 
 class HuggingFaceTokenizer:

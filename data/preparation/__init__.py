@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from data.display import Display
 from data.preparation.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
 from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
 from data.sources import DOCUMENT_BYTES, UNIT_BYTES, FileSource, Source, Unit
@@ -31,11 +32,13 @@ from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, check_rep
 from data.store.writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
 from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.system.amounts import clock, compact
 from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_path
 
 _SMALL_CORPUS_BYTES = 1 << 23
 _BLOCK_BYTES = 1 << 22
+_LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -385,3 +388,48 @@ def _blocks(path: Path, size: int) -> Iterator[bytes]:
         while size > 0 and (block := file.read(min(_BLOCK_BYTES, size))):
             size -= len(block)
             yield block
+
+
+class Display:
+    """Shows progress on stderr: a bar on a terminal, else a plain line every 10 s.
+
+    Args:
+        total: total work, in units of `amount` ("bytes", "documents", "shards").
+        done, tokens: work done by earlier runs.
+    """
+
+    def __init__(self, total: float, amount: str, done: float = 0.0, tokens: int = 0) -> None:
+        self._total, self._done, self._unit = total, done, "B" if amount == "bytes" else f" {amount}"
+        self._first_done, self._first_tokens = done, tokens
+        self._start = self._last = time.monotonic()
+        self._bar: tqdm[None] | None = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=done, unit=self._unit, unit_scale=True, desc="prepare")
+
+    def close(self) -> None:
+        """Close the bar, and leave it on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, amount: float, tokens: int) -> None:
+        """Add `amount` to the work done; `tokens` is the total so far."""
+        self._done += amount
+        now = time.monotonic()
+        rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
+        speed = f"{tokens:,} tokens, {compact(rate)} tokens/s"
+        if self._bar is not None:
+            # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
+            self._bar.set_postfix_str(speed, refresh=False)
+            self._bar.update(amount)
+        elif now - self._last >= _LINE_SECONDS:
+            self._last = now
+            print(f"prepare: {self._share(now - self._start)}, {speed}", file=sys.stderr, flush=True)
+
+    def _share(self, seconds: float) -> str:
+        """Progress and remaining time."""
+        done, total = (compact(value) for value in (self._done, self._total))
+        share = f"{done} of {total}{self._unit} ({self._done / max(self._total, 1e-9):.1%})"
+        if self._done > self._first_done:
+            left = (self._total - self._done) * seconds / (self._done - self._first_done)
+            share += f", {clock(max(0.0, left))} left"
+        return share

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.config import default_cache_dir
 from data.store import VALIDATION_FOLDER, VERSION, TokenStore, check_replaceable
 from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
@@ -79,13 +80,6 @@ def standard_library_documents(folder: Path | None = None) -> Corpus:
         remedy = "prepare a store of your own text and use data=tokens data.path=STORE"
         raise DataError(root, "this Python has no standard library sources for data=embedded", remedy)
     return Corpus(documents, not_utf8, digest.hexdigest())
-
-
-def default_cache_dir() -> Path:
-    """$ZECO_CACHE, else zeco-train in $XDG_CACHE_HOME, else ~/.cache/zeco-train."""
-    if cache := os.environ.get("ZECO_CACHE"):
-        return Path(cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeco-train"
 
 
 def prepare_embedded(

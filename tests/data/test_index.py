@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from data.randomness import Permutation
-from data.store import TokenStore, index
+from data.store import TokenStore
+from data.store import documents as index
 from data.store.documents import Documents
 from data.store.writer import StoreWriter
 from tests.support.waiting import ENOUGH

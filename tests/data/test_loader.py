@@ -20,13 +20,12 @@ from data.config import (
     DataConfig,
     DataKind,
     Shuffle,
-    StorePaths,
     check_batch,
     check_config,
     check_seq_len,
-    locate_stores,
 )
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
+from data.loader.opening import StorePaths, locate_stores
 from data.store import PREPARE_HINT, TokenStore, shard_name
 from data.store.documents import Documents, sequence_borders
 from tests.support.commands import TORCHRUN, Command

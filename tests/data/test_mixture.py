@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from data.config import Shuffle
-from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, Source
-from data.loader.mixture import Mixture, as_integers
+from data.loader import Batch, DataSplit, Mixture, PrefetchingLoader, SequenceLoader, Source, as_integers
 from data.randomness import Permutation
 from data.store import TokenStore
 from data.store.documents import Documents

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig, DataKind
-from data.digests import COPY_AGAIN, hash_in_parts
 from data.loader.batches import TRAINING, OpenedData
-from data.store import META_FILE, TokenStore
+from data.store import COPY_AGAIN, META_FILE, TokenStore, hash_in_parts
 from zeco_train.distributed.agreement import check_same, name_ranks
 from zeco_train.distributed.mesh import ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError, DataError
