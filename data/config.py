@@ -156,7 +156,6 @@ def check_config(config: DataConfig) -> None:
 
 
 def _check_paths(config: DataConfig) -> None:
-    """Check that all configured paths are valid for the file system; they need not exist."""
     paths = {
         "data.path": config.path,
         "data.validation_path": config.validation_path,
@@ -233,7 +232,6 @@ def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:
 
 
 def _check_stores(stores: list[StoreConfig]) -> None:
-    """Run the checks of a mixture that do not need its stores opened."""
     if not stores:
         example = "'data.stores=[{path:STORE,weight:2},{path:OTHER,weight:1}]'"
         raise ConfigError("data.stores", "[]", f"data=mixture needs token stores, as in {example}")

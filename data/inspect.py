@@ -151,7 +151,6 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _tokenizer_of(store: TokenStore) -> Tokenizer | DataError:
-    """The store's tokenizer, or why it cannot be loaded."""
     try:
         return load_tokenizer(tokenizer_name(store.meta.tokenizer, store.path, store.path.parent))
     except DataError as error:

@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _notes(error: BaseException) -> list[str]:
-    """The notes of an error, or of the system error that caused it."""
     return getattr(error, "__notes__", None) or getattr(error.__cause__, "__notes__", [])
 
 

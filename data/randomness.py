@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_SHIFTS = 30, 27
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # Elements that `map` computes at a time: the temporaries fit in a core's cache.
 _BLOCK = 1 << 14
@@ -79,7 +81,7 @@ class Permutation:
         mixed, shifted = np.empty_like(values), np.empty_like(values)
         for key in self._keys:
             np.bitwise_xor(right, np.uint64(key), out=mixed)
-            for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+            for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
                 np.right_shift(mixed, np.uint64(shift), out=shifted)
                 np.bitwise_xor(mixed, shifted, out=mixed)
                 np.multiply(mixed, np.uint64(multiplier), out=mixed)
@@ -98,6 +100,14 @@ def _mix(x: int) -> int:
     x = (x ^ x >> 30) * _MULTIPLIERS[0] & _MASK
     x = (x ^ x >> 27) * _MULTIPLIERS[1] & _MASK
     return x ^ x >> 31
+
+
+def splitmix_words(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 random bits for each counter: splitmix64 (Steele et al. 2014) as a counter-based generator, modulo 2^64."""
+    x = np.uint64(key) + counters * np.uint64(_GAMMA)
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(multiplier)
+    return x ^ x >> np.uint64(31)
 
 
 class Draws:

@@ -274,7 +274,6 @@ class SequenceLoader:
         return self.readers[bisect.bisect_right(self._first_ids, sequence_id) - 1]
 
     def _count_step_labels(self, consumed: int) -> int | None:
-        """Number of counted labels in the step after `consumed` sequences; None if every token has one."""
         if not any(reader.has_labels for reader in self.readers):
             return None
         places = [self.place(consumed + i) for i in range(self.global_batch)]

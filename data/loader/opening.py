@@ -14,8 +14,7 @@ from data.sources.corpora import prepare_embedded
 from data.store import VALIDATION_FOLDER, TokenStore, check_vocabulary
 from data.store.documents import Documents
 from data.synthetic.source import open_synthetic
-from data.tokenizer import comparable, same_tokenizer
-from data.tokenizer_files import tokenizer_files
+from data.tokenizer import comparable, same_tokenizer, tokenizer_files
 from zeco_train.errors import ConfigError, DataError
 
 
@@ -178,7 +177,6 @@ def _held_out(train: Path, validation_path: str | None = None) -> Path | None:
 
 
 def _open(folder: Path, paths: StorePaths, config: DataConfig, vocab_size: int, others: Sequence[Source]) -> Documents:
-    """Open a store; its ids must fit the model and match the other stores."""
     store = TokenStore.open(folder)
     check_vocabulary(store, vocab_size)
     if others:
@@ -195,7 +193,6 @@ def _check_filter(documents: Documents) -> None:
 
 
 def _check_same_ids(store: TokenStore, first: TokenStore) -> None:
-    """Check that both stores have the same tokenizer and ids."""
     for what in ("tokenizer", "vocab_size", "eos_id"):
         own, expected = (comparable(getattr(one.meta, what)) for one in (store, first))
         if own != expected and not (what == "tokenizer" and same_tokenizer(_tokenizer(store), _tokenizer(first))):

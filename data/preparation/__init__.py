@@ -198,7 +198,6 @@ class _Preparation:
         return open_dataset(spec, options.text_field, options.unit_bytes)
 
     def _read_all(self, writer: StoreWriter) -> None:
-        """Tokenise the rest of the source."""
         options, source, state = self._options, self.source, self._work.state
         small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
         self.workers = options.workers or (1 if small else _available_cpus())
@@ -236,14 +235,12 @@ class _Preparation:
         self._save(writer, READ)
 
     def _units_left(self) -> Iterator[tuple[int, Unit]]:
-        """The numbered units, starting from the saved state."""
         for index, unit in enumerate(self.source.units()):
             self._stamps[index] = _next_stamp(self._stamps[index - 1], unit)
             if index >= self._work.state.unit:
                 yield index, unit
 
     def _take(self, writer: StoreWriter, part: Part) -> bool:
-        """Move a part into the store. Returns whether the store has reached `max_tokens`."""
         tokens_path, lengths_path = part.paths(self._work.parts)
         lengths = np.load(lengths_path)
         most = self._options.max_tokens
@@ -273,7 +270,6 @@ class _Preparation:
                     path.unlink(missing_ok=True)
 
     def _split(self, writer: StoreWriter) -> None:
-        """Copy the last documents into the validation part, then truncate the store."""
         work = self._work
         if self._options.validation_fraction > 0:
             kept = writer.tail_state(self._options.validation_fraction)
@@ -296,7 +292,6 @@ class _Preparation:
 
 
 def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -> Prepared:
-    """Move the finished store into place and describe it; `facts` are `_Preparation.facts` of this run."""
     work.move_to(out, options.overwrite)
     held_out = out / VALIDATION_FOLDER
     validation = read_meta(held_out) if held_out.exists() else None
@@ -305,7 +300,6 @@ def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -
 
 @contextmanager
 def _source_errors() -> Iterator[None]:
-    """Convert a `SourceProblem` in the block to the `DataError` that it describes."""
     try:
         yield
     except SourceProblem as problem:
@@ -368,7 +362,6 @@ def _next_stamp(before: str, unit: Unit) -> str:
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Raise DataError if `out` exists, unless it is an empty folder, or a store with `overwrite`."""
     with read_errors(out, "choose another --out"):
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return
@@ -378,12 +371,10 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _available_cpus() -> int:
-    """CPUs available to this process (Linux), else all CPUs."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _blocks(path: Path, size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file."""
     with path.open("rb") as file:
         while size > 0 and (block := file.read(min(_BLOCK_BYTES, size))):
             size -= len(block)
@@ -426,7 +417,6 @@ class Display:
             print(f"prepare: {self._share(now - self._start)}, {speed}", file=sys.stderr, flush=True)
 
     def _share(self, seconds: float) -> str:
-        """Progress and remaining time."""
         done, total = (compact(value) for value in (self._done, self._total))
         share = f"{done} of {total}{self._unit} ({self._done / max(self._total, 1e-9):.1%})"
         if self._done > self._first_done:

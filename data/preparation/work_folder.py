@@ -193,7 +193,6 @@ def _check_own(folder: Path) -> None:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, State]:
-    """The saved arguments and state; None and a new state if there are none."""
     try:
         record = read_json(folder / "state.json")
         if record["version"] != _VERSION:

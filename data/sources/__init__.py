@@ -243,7 +243,6 @@ def _source_file(path: Path, name: str) -> SourceFile:
 
 
 def _kind(path: Path) -> str:
-    """The suffix that determines a file's format; both suffixes for compressed formats."""
     double = "".join(path.suffixes[-2:]).lower()
     return double if double in COMPRESSED_SUFFIXES else path.suffix.lower()
 

@@ -230,7 +230,6 @@ class StreamSource:
 # Cutting a parquet file opens it; the units of one file come one after another.
 @functools.lru_cache(maxsize=64)
 def _cut(source: StreamSource, shard: int) -> Any:
-    """A shard, resharded where the library supports it (parquet: row groups)."""
     return source._stream.shard(source._stream.num_shards, shard).reshard()
 
 
@@ -260,7 +259,6 @@ def _check_places(spec: DatasetSpec, paths: Iterable[str]) -> None:
 
 
 def _library() -> Any:
-    """Import `datasets` with its logging off: problems are reported as one-line DataErrors."""
     try:
         import datasets
         import huggingface_hub.utils
@@ -274,7 +272,6 @@ def _library() -> Any:
 
 
 def _check_features(spec: DatasetSpec, features: Any, text_field: str) -> None:
-    """Check the text field, if the library knows the fields before reading."""
     if features is None:
         return
     if text_field not in features:

@@ -34,8 +34,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from data.tokenizer import BYTES, info_problem
-from data.tokenizer_files import TOKENIZER_FOLDER
+from data.tokenizer import BYTES, TOKENIZER_FOLDER, info_problem
 from zeco_train import __version__
 from zeco_train.errors import ConfigError, DataError, check_open_files
 from zeco_train.system.files import FILES_OF_A_PROCESS, OPEN_SHARDS, allow_open_files, read_errors, sha256_of
@@ -250,7 +249,6 @@ class TokenStore:
             _close_all(self._descriptors)
 
     def _read_shard(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> None:
-        """Fill `tokens` from a shard, starting at its token `first`."""
         view = tokens.view(np.uint8).data
         offset, done, problem, remedy = first * self.itemsize, 0, "", "leave a store alone while a run uses it"
         try:
@@ -276,13 +274,11 @@ class TokenStore:
             raise DataError(self._where(index, first, tokens), problem, remedy)
 
     def _where(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> str:
-        """Location of `tokens`, which start at token `first` of a shard, for messages."""
         start = first * self.itemsize
         return f"{self.shard_path(index)}, bytes {start} to {start + tokens.nbytes}"
 
     @contextlib.contextmanager
     def _shard(self, index: int) -> Iterator[int]:
-        """Context manager: a descriptor of a shard, which stays open while there is a place."""
         with self._lock:
             descriptor = self._descriptors.get(index)
             if descriptor is None and _take_place():

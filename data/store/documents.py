@@ -125,7 +125,6 @@ def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
 
 
 def _read(path: Path) -> NDArray | None:
-    """Map the array if the file exists and is intact: an .npy file followed by its sha256."""
     try:
         check_regular(path)
         with path.open("rb") as file:

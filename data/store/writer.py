@@ -222,7 +222,6 @@ class StoreWriter:
             beyond += 1
 
     def _write(self, data: memoryview) -> None:
-        """Append bytes, starting a new shard whenever one is full."""
         while data:
             if self._shard is None:
                 self._shard = (self.folder / shard_name(len(self._full_shards))).open("wb")
@@ -248,7 +247,6 @@ class StoreWriter:
         return np.memmap(self.folder / OFFSETS_FILE, dtype=np.int64, mode="r", offset=_HEADER_BYTES)
 
     def _blocks_from(self, position: int) -> Iterator[bytes]:
-        """The bytes of all tokens from `position` on."""
         self.checkpoint()
         shard, first = divmod(position, self.shard_tokens)
         for index in range(shard, len(self._full_shards) + (self._shard is not None)):
