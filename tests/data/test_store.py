@@ -117,25 +117,6 @@ def test_limit_of_open_files_is_no_damage(number: int, tmp_path: Path, monkeypat
             act()
 
 
-def test_tail_takes_whole_documents_within_fraction(tmp_path: Path) -> None:
-    lengths = [10, 20, 30, 5, 5]
-    tokens = np.arange(70) % 9
-    with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(tokens, lengths)
-        # 20 % of 70 tokens are 14: the last two documents (10) fit, the one before (30) does not.
-        state = writer.tail_state(0.2)
-        with writer.copy_tail(state, tmp_path / "store" / "validation") as tail:
-            tail.finish("sources")
-        writer.resume(state)
-        writer.finish("sources")
-    main, held_out = TokenStore.open(tmp_path / "store"), TokenStore.open(tmp_path / "store" / "validation")
-    assert main.doc_offsets.tolist() == [0, 10, 30, 60]
-    assert held_out.doc_offsets.tolist() == [0, 5, 10]
-    np.testing.assert_array_equal(np.concatenate([main.read(0, 60), held_out.read(0, 10)]), tokens)
-    main.verify()
-    held_out.verify()
-
-
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -181,23 +162,6 @@ def test_missing_empty_or_file_path_is_refused(tmp_path: Path) -> None:
     assert "an empty folder, not a token store" in opening_error(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     assert "is a file, a token store is a folder" in opening_error(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("size", "problem"),
-    [
-        (40, "has become shorter since it was opened: nothing at byte 40"),
-        (62, "was changed or replaced since it was opened"),
-    ],
-)
-def test_shrunk_or_grown_shard_fails_read_and_verify(size: int, problem: str, tmp_path: Path) -> None:
-    write_store(tmp_path / "store", [10, 10, 10])
-    opened = TokenStore.open(tmp_path / "store")
-    os.truncate(tmp_path / "store" / shard_name(0), size)
-    with pytest.raises(DataError, match=problem):
-        opened.read(15, 25)
-    with pytest.raises(DataError, match=r"tokens-00000\.bin: its contents differ"):
-        opened.verify()
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 65537])
