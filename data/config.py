@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from data.corpora import prepare_embedded
-from data.store import PREPARE_HINT, VALIDATION_FOLDER
-from data.synthetic.config import SyntheticConfig
+from data.store import PREPARE_HINT
+from data.synthetic import SyntheticConfig
 from zeco_train.errors import ConfigError
 from zeco_train.system.paths import check_path
 from zeco_train.system.ranges import check_least
@@ -79,9 +79,8 @@ class DataConfig:
             of the next document; None: the rule that the run began with, for a new run unless states reset there.
         validation_fraction: fraction of the files held out; for `embedded` only; 0 for none.
         cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
-        verify: at each start, read all token files and compare their digests with those recorded at preparation.
-        verify_changed: do so for token files whose size or modification time changed since the run's last start;
-            with false the run uses them unverified.
+        verify: read all token files at the start and compare their digests with those recorded at preparation; needed
+            once after size or time of one changed since the run's last start.
         synthetic: the task; for `synthetic` only.
     """
 
@@ -99,7 +98,6 @@ class DataConfig:
     validation_fraction: float = 0.05
     cache_dir: str | None = None
     verify: bool = False
-    verify_changed: bool = True
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
@@ -114,7 +112,7 @@ class DataConfig:
         yield "cache_dir", index, is_embedded or has_index
         yield "synthetic", "data=synthetic", is_synthetic
         of_documents = ("shuffle", "min_document_tokens", "reset_state_at_document", "labels_across_documents")
-        for name in (*of_documents, "verify", "verify_changed", "cache_dir"):
+        for name in (*of_documents, "verify", "cache_dir"):
             yield name, "data=embedded, tokens or mixture", not is_synthetic
 
     @property
@@ -124,66 +122,22 @@ class DataConfig:
         return not self.reset_state_at_document if own is None else own
 
 
-@dataclass(frozen=True)
-class StorePaths:
-    """The folders of a training store and of its validation store, if any.
-
-    Attributes:
-        name: label of the store's metrics; empty for a single store.
-        weight: sampling weight of its sequences among all stores.
-        min_document_tokens: shorter documents are dropped.
-    """
-
-    train: Path
-    validation: Path | None
-    name: str = ""
-    weight: float = 1.0
-    min_document_tokens: int = 0
-
-
-def locate_stores(config: DataConfig) -> list[StorePaths]:
-    """Find the stores; prepare the embedded corpus on first use. Ranks may call this concurrently.
-
-    Raises:
-        ConfigError: `tokens` without a path.
-        DataError: no corpus, or a cache folder that cannot be written.
-    """
-    shortest = config.min_document_tokens
-    if config.kind is DataKind.embedded:
-        cache_dir = Path(config.cache_dir) if config.cache_dir else None
-        train = prepare_embedded(cache_dir, validation_fraction=config.validation_fraction)
-        return [StorePaths(train, _held_out(train), min_document_tokens=shortest)]
-    if config.kind is DataKind.tokens:
-        train = Path(_required_path(config))
-        return [StorePaths(train, _held_out(train, config.validation_path), min_document_tokens=shortest)]
-    return [
-        StorePaths(
-            Path(store.path),
-            _held_out(Path(store.path), store.validation_path),
-            store_name(store),
-            store.weight,
-            shortest if store.min_document_tokens is None else store.min_document_tokens,
-        )
-        for store in config.stores
-    ]
-
-
 def store_name(store: StoreConfig) -> str:
     """Metric label of a store in a mixture."""
     return store.name if store.name is not None else Path(store.path).name
 
 
-def _held_out(train: Path, validation_path: str | None = None) -> Path | None:
-    if validation_path is not None:
-        return Path(validation_path)
-    folder = train / VALIDATION_FOLDER
-    return folder if folder.is_dir() else None
+def default_cache_dir() -> Path:
+    """$ZECO_CACHE, else zeco-train in $XDG_CACHE_HOME, else ~/.cache/zeco-train."""
+    if cache := os.environ.get("ZECO_CACHE"):
+        return Path(cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeco-train"
 
 
 def check_config(config: DataConfig) -> None:
     """Run the checks that need neither the ranks nor the corpus. Raises ConfigError."""
     if config.kind is DataKind.tokens:
-        _required_path(config)
+        required_path(config)
     else:
         for name, value in (("data.path", config.path), ("data.validation_path", config.validation_path)):
             if value is not None:
@@ -197,14 +151,11 @@ def check_config(config: DataConfig) -> None:
     check_least(config, "data", min_document_tokens=0)
     if not 0 <= config.validation_fraction <= 0.5:
         raise ConfigError("data.validation_fraction", config.validation_fraction, "allowed: 0 (none) to 0.5")
-    if config.verify and not config.verify_changed:
-        raise ConfigError("data.verify_changed", "false", "data.verify=true reads all token files; set one of them")
     config.synthetic.validate()
     check_split(config)
 
 
 def _check_paths(config: DataConfig) -> None:
-    """Check that all configured paths are valid for the file system; they need not exist."""
     paths = {
         "data.path": config.path,
         "data.validation_path": config.validation_path,
@@ -281,7 +232,6 @@ def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:
 
 
 def _check_stores(stores: list[StoreConfig]) -> None:
-    """Run the checks of a mixture that do not need its stores opened."""
     if not stores:
         example = "'data.stores=[{path:STORE,weight:2},{path:OTHER,weight:1}]'"
         raise ConfigError("data.stores", "[]", f"data=mixture needs token stores, as in {example}")
@@ -302,7 +252,8 @@ def _check_stores(stores: list[StoreConfig]) -> None:
         names[name] = number
 
 
-def _required_path(config: DataConfig) -> str:
+def required_path(config: DataConfig) -> str:
+    """`data.path` of `tokens`. Raises ConfigError if it is missing."""
     if not config.path:
         raise ConfigError("data.path", config.path, f"data=tokens needs the folder of a token store; {PREPARE_HINT}")
     return config.path

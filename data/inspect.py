@@ -22,8 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.digests import COPY_AGAIN
-from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
+from data.store import COPY_AGAIN, VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.amounts import clock, compact, length_name
@@ -152,7 +151,6 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _tokenizer_of(store: TokenStore) -> Tokenizer | DataError:
-    """The store's tokenizer, or why it cannot be loaded."""
     try:
         return load_tokenizer(tokenizer_name(store.meta.tokenizer, store.path, store.path.parent))
     except DataError as error:

@@ -21,12 +21,11 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any, NoReturn
 
-from data.hugging_face import DatasetSpec
 from data.preparation import Prepared, PrepareOptions, describe_left_out, prepare_store
-from data.recipes import load_recipe, recipe_names
+from data.preparation.work_folder import kept_tokens
 from data.sources import SUFFIXES
+from data.sources.hugging_face import DatasetSpec, load_recipe, recipe_names
 from data.store import VALIDATION_FOLDER, StoreMeta
-from data.work_folder import kept_tokens
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.system.amounts import compact
 from zeco_train.system.arguments import Parser, user_path
@@ -61,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _notes(error: BaseException) -> list[str]:
-    """The notes of an error, or of the system error that caused it."""
     return getattr(error, "__notes__", None) or getattr(error.__cause__, "__notes__", [])
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from data.store import shard_name
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from tests.support.commands import Command, is_running, torchrun
 
 TIMEOUT = 10.0

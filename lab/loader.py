@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from data.documents import Documents
 from data.loader import Batch, DataSplit, SequenceLoader, Source
 from data.store import TokenStore
-from data.store_writer import StoreWriter
+from data.store.documents import Documents
+from data.store.writer import StoreWriter
 from zeco_train.bench.case import Case
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report

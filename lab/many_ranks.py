@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from data import corpora
+from data.sources import corpora
 from lab import forked_ranks
 from lab.forked_ranks import Ranks
 from lab.start_counts import count_start

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from data.config import DataConfig, Shuffle
-from data.reader import DataSplit, OpenedData, Reader, Shard
-from data.synthetic.config import SyntheticConfig
+from data.loader.batches import DataSplit, OpenedData, Reader, Shard
+from data.synthetic import SyntheticConfig
 from data.synthetic.example import Example
 from data.synthetic.tasks import ExampleMaker, check_task_vocabulary, draws_for, make_task
 from data.tokenizer import load_tokenizer
@@ -71,7 +71,7 @@ class SyntheticReader(ExampleReader):
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """A task, see `data.reader.SequenceSource`.
+    """A task, see `data.loader.batches.SequenceSource`.
 
     Attributes:
         config: of the task.
@@ -93,11 +93,11 @@ class SyntheticSource:
     def reader(
         self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
     ) -> SyntheticReader:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         return SyntheticReader(self, split, seed)
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         return f"{self.description}: {num_sequences:,.0f} different sequences of {seq_len:,} tokens"
 
 

@@ -1,16 +1,46 @@
-"""Creates synthetic tasks from their configuration; examples are pure functions of (seed, index, length, depth)."""
+"""Makes synthetic tasks: recall of symbols, and facts told in text; pure functions of (seed, index, length, depth).
+
+A text is assembled from pieces that are tokenised separately, so a piece has the same ids at every position. Pieces are
+inserted between whole filler sentences. Only the first sentence may be truncated, so that every length is met to the
+token.
+"""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
-from data.synthetic.config import SyntheticConfig
-from data.synthetic.draws import Draws
-from data.synthetic.example import Example
-from data.synthetic.symbols import Recall
-from data.synthetic.texts import Texts
+import numpy as np
+
+from data.randomness import Draws
+from data.synthetic import FIRST_SYMBOL, NUM_SYMBOLS, SyntheticConfig, Task
+from data.synthetic.example import Answer, Example, Piece, Tokens
 from data.tokenizer import Tokenizer
 from zeco_train.errors import ConfigError
+
+# Invented, without digits, not taken from any corpus.
+_COLOURS = (
+    "amber", "ashen", "azure", "beige", "bronze", "cobalt", "copper", "coral", "crimson", "ebony", "emerald", "golden",
+    "indigo", "ivory", "jade", "lilac", "maroon", "olive", "pearl", "purple", "russet", "scarlet", "silver", "violet",
+)  # fmt: skip
+_PLACES = (
+    "anchor", "arch", "barn", "bridge", "cabin", "canal", "castle", "cellar", "chapel", "garden", "gate", "harbour",
+    "island", "lantern", "market", "meadow", "mill", "orchard", "quarry", "stable", "temple", "tower", "tunnel", "well",
+)  # fmt: skip
+# The longest come last, where `_Longest` takes them.
+COLOURS, PLACES = (tuple(sorted(words, key=len)) for words in (_COLOURS, _PLACES))
+# Parts of filler sentences: subject, predicate, adverbial.
+_WHO = ("The miller", "A tall child", "The old sailor", "Our neighbour", "A quiet nurse", "The baker", "Some traveller")
+_DOES = ("sweeps the yard", "counts the clouds", "mends a net", "looks for a coat", "sings", "waits", "peels an apple")
+_WHERE = ("by the river", "until noon", "under the oak", "before the rain", "behind the hill", "with a smile", "again")
+
+SENTENCES = tuple(f" {who} {does} {where}." for who in _WHO for does in _DOES for where in _WHERE)
+
+_NUM_NAMES = len(COLOURS) * len(PLACES)
 
 
 class ExampleMaker(Protocol):
@@ -36,6 +66,239 @@ class ExampleMaker(Protocol):
             depth: from 0 to 1: relative position, in the part before the questions, of the (first) fact asked about;
                 None for a random position.
         """
+
+
+class Noise:
+    """Random symbols that are neither keys nor values."""
+
+    def __init__(self, draws: Draws, first: int) -> None:
+        self._draws, self._first = draws, first
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """See `Filler`."""
+        end = FIRST_SYMBOL + NUM_SYMBOLS
+        return self._first + self._draws.many_below(end - self._first, start, stop, "noise")
+
+
+class Recall:
+    """Makes examples of `recall`: multi-query associative recall, with all pairs before all queries.
+
+        … key value … key value … | … key → value … key → value …
+
+    So with an even number of ranks per sequence, pairs and queries are always on different ranks.
+
+    The keys of an example are distinct, values may repeat. A query is a key, and the label of that token is its value;
+    with more queries than pairs, keys repeat. Without a depth the pairs are scattered over the first half; with a depth
+    they are contiguous.
+    """
+
+    vocab_size = FIRST_SYMBOL + NUM_SYMBOLS
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self._pairs, self._queries = config.num_facts, config.num_queries
+        self._keys, self._alphabet = config.num_keys, config.alphabet
+        # Accuracy of a uniform guess among all values.
+        self.chance = 1 / config.alphabet
+
+    def check(self, length: int, field: str) -> None:
+        """See `ExampleMaker`."""
+        # Each half holds whole pairs only; the second has one more token, the label of the last.
+        shortest = max(4 * self._pairs, 4 * self._queries)
+        if length < shortest:
+            told = f"{self._pairs} pairs and {self._queries} queries"
+            raise ConfigError(field, length, f"too short for {told} of recall; least legal value: {shortest}")
+
+    def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
+        """See `ExampleMaker`."""
+        half = length // 2
+        if depth is None:
+            places = [2 * slot for slot in sorted(draws.pick(self._pairs, half // 2, "pairs"))]
+        else:
+            first = round(depth * (half - 2 * self._pairs))
+            places = list(range(first, first + 2 * self._pairs, 2))
+        keys = draws.pick(self._pairs, self._keys, "keys")
+        values = [draws.below(self._alphabet, f"value {number}") for number in range(self._pairs)]
+        questions = sorted(draws.pick(self._queries, (length + 1 - half) // 2, "questions"))
+        asked = draws.pick(self._pairs, self._pairs, "asked")
+        pieces = [self._piece(place, key, value) for place, key, value in zip(places, keys, values, strict=True)]
+        answers = []
+        for number, slot in enumerate(questions):
+            start, pair = half + 2 * slot, asked[number % self._pairs]
+            pieces.append(self._piece(start, keys[pair], values[pair]))
+            answers.append(Answer(start + 1, start + 2))
+        return Example(length, Noise(draws, FIRST_SYMBOL + 2 * self._alphabet), pieces, answers)
+
+    def _piece(self, place: int, key: int, value: int) -> Piece:
+        return Piece(place, np.array([FIRST_SYMBOL + key, FIRST_SYMBOL + self._alphabet + value]))
+
+
+class Sentences:
+    """The last `length` tokens of a random sequence of sentences.
+
+    Stores the sentences' end positions, 8 bytes per sentence; tokens are generated slice by slice.
+
+    Args:
+        table: the tokens of each possible sentence.
+
+    Attributes:
+        borders: positions where a piece may be inserted: the ends of all sentences within the length.
+    """
+
+    def __init__(self, table: Sequence[Tokens], draws: Draws, length: int) -> None:
+        self._table, self.length = table, length
+        # Enough even if every sentence drawn is the shortest one.
+        most = length // min(len(tokens) for tokens in table) + 1
+        self._choices = draws.many_below(len(table), 0, most, "sentences")
+        ends = np.cumsum(np.array([len(tokens) for tokens in table])[self._choices])
+        used = int(np.searchsorted(ends, length)) + 1
+        self._choices = self._choices[:used]
+        # Truncate at the front, so that the question follows a full stop.
+        self._ends = ends[:used] - (ends[used - 1] - length)
+        self.borders: list[int] = self._ends[self._ends >= 0].tolist()
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """See `Filler`."""
+        if start == stop:
+            return np.empty(0, np.int64)
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
+        tokens = np.concatenate([self._table[choice] for choice in self._choices[first : last + 1].tolist()])
+        begin = int(self._ends[first]) - len(self._table[int(self._choices[first])])
+        return tokens[start - begin : stop - begin]
+
+
+@dataclass(frozen=True)
+class _Script:
+    """Contents of a text.
+
+    Attributes:
+        told: the relevant facts, in order; the first is at the depth, the others anywhere after it.
+        beside: distractors, anywhere.
+        question: at the end.
+        answers: after the question, in order.
+    """
+
+    told: Sequence[str]
+    beside: Sequence[str]
+    question: str
+    answers: Sequence[str]
+
+    @property
+    def ending(self) -> list[str]:
+        """The question and the comma-separated answers; answers have odd indices."""
+        before = [self.question, *[","] * (len(self.answers) - 1)]
+        return [text for pair in zip(before, self.answers, strict=True) for text in pair]
+
+
+class Texts:
+    """Makes examples of the tasks that are text, see `ExampleMaker`."""
+
+    def __init__(self, config: SyntheticConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        # Accuracy of a uniform guess among all answers of the right form; for several answers, of the first.
+        of_others = 1 / (9 * 10 ** (config.digits - 1))
+        self.chance = {Task.counting: 1 / config.num_facts, Task.variables: 1 / _NUM_NAMES}.get(config.task, of_others)
+
+    def check(self, length: int, field: str) -> None:
+        """See `ExampleMaker`."""
+        # At most one token per byte, and a prefix token before each piece.
+        script = self._script(_Longest("", 0, 0))
+        pieces = (*script.told, *script.beside, *script.ending)
+        shortest = sum(len(text) + 1 for text in (*pieces, max(SENTENCES, key=len)))
+        if length < shortest:
+            allowed = f"too short for what {self._config.task.value} tells and asks; least legal value: {shortest}"
+            raise ConfigError(field, length, allowed)
+
+    def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
+        """See `ExampleMaker`."""
+        script = self._script(draws)
+        told, beside = self._encode(script.told), self._encode(script.beside)
+        ending = self._encode(script.ending)
+        filled = length + 1 - sum(len(tokens) for tokens in (*told, *beside, *ending))
+        assert filled > 0, (filled, length)
+        filler = Sentences(self._table, draws, filled)
+        places = self._places(filler.borders, len(told), len(beside), draws, depth)
+        # Pieces at the same position keep their order.
+        laid = sorted(zip(places, range(len(places)), (*told, *beside), strict=True), key=lambda entry: entry[:2])
+        pieces, before = [], 0
+        for place, _, tokens in laid:
+            pieces.append(Piece(place + before, tokens))
+            before += len(tokens)
+        answers, start = [], filled + before
+        for number, tokens in enumerate(ending):
+            pieces.append(Piece(start, tokens))
+            if number % 2:
+                answers.append(Answer(start, start + len(tokens)))
+            start += len(tokens)
+        return Example(length, filler, pieces, answers)
+
+    @cached_property
+    def _table(self) -> list[Tokens]:
+        return self._encode(SENTENCES)
+
+    def _encode(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.asarray(tokens, dtype=np.int64) for tokens in self._tokenizer.encode(texts)] if texts else []
+
+    @staticmethod
+    def _places(borders: list[int], told: int, beside: int, draws: Draws, depth: float | None) -> list[int]:
+        if depth is None:
+            first = draws.below(len(borders), "depth")
+        else:
+            wanted = depth * borders[-1]
+            after = min(bisect.bisect_left(borders, wanted), len(borders) - 1)
+            first = after - 1 if after and wanted - borders[after - 1] < borders[after] - wanted else after
+        others = sorted(first + draws.below(len(borders) - first, f"told {number}") for number in range(1, told))
+        anywhere = [draws.below(len(borders), f"beside {number}") for number in range(beside)]
+        return [borders[number] for number in (first, *others, *anywhere)]
+
+    def _script(self, draws: Draws) -> _Script:
+        count, digits = self._config.num_facts, self._config.digits
+        lowest = 10 ** (digits - 1)
+
+        def number(of: str) -> str:
+            return str(lowest + draws.below(9 * lowest, f"number {of}"))
+
+        def names(many: int) -> list[str]:
+            chosen = draws.pick(many, _NUM_NAMES, "names")
+            return [f"{COLOURS[name // len(PLACES)]} {PLACES[name % len(PLACES)]}" for name in chosen]
+
+        match self._config.task:
+            case Task.needle | Task.needle_multikey | Task.needle_multivalue:
+                is_multivalue = self._config.task is Task.needle_multivalue
+                named = names(1 if is_multivalue else count)
+                numbers = [number(str(place)) for place in range(count)]
+                told = [
+                    f" The code of the {name} is {code}." for name, code in zip(named * count, numbers, strict=False)
+                ]
+                asked = count if is_multivalue else 1
+                plural = f" All {count} codes, in order: the codes" if is_multivalue and count > 1 else " The code"
+                question = f" What was said?{plural} of the {named[0]} {'are' if asked > 1 else 'is'}"
+                return _Script(told[:asked], told[asked:], question, [f" {code}" for code in numbers[:asked]])
+            case Task.variables:
+                boxes = names(2 * count)
+                held = [str(lowest + code) for code in draws.pick(2, 9 * lowest, "held")]
+                told, beside = (_chain(boxes[part::2], held[part]) for part in range(2))
+                question = f" Which boxes hold {held[0]}? They are, in order,"
+                return _Script(told, beside, question, [f" {box}" for box in boxes[0::2]])
+            case Task.counting:
+                rings, horns = (1 + draws.below(count, of) for of in ("rings", "horns"))
+                question = " How often did the bell ring? It rang"
+                return _Script([" The bell rings."] * rings, [" The horn sounds."] * horns, question, [f" {rings}"])
+            case _:
+                raise AssertionError(self._config.task)
+
+
+class _Longest(Draws):
+    """Draws that yield the longest pieces."""
+
+    def pick(self, count: int, n: int, of: str) -> list[int]:
+        """The last one, always."""
+        return [n - 1] * count
+
+
+def _chain(boxes: Sequence[str], number: str) -> list[str]:
+    later = (f" The {box} box holds what the {before} box holds." for before, box in itertools.pairwise(boxes))
+    return [f" The {boxes[0]} box holds {number}.", *later]
 
 
 def make_task(config: SyntheticConfig, tokenizer: Tokenizer) -> ExampleMaker:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from data.recipes import recipe_names
+from data.sources.hugging_face import recipe_names
 from models.registry import MIXERS
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.composing import CONFIG_DIR

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data.store import TokenStore
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from tests.support.commands import run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train

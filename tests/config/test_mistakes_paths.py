@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from data import inspect, prepare
-from data.atomic import lock_path
 from tests.support.commands import REPOSITORY, Outcome, check_line, run_here, snapshot, train_here
 from tests.support.stores import write_store
 from tests.support.waiting import ENOUGH
@@ -26,6 +25,7 @@ from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
 from zeco_train.plan import command as plan
 from zeco_train.report import __main__ as report
+from zeco_train.system.files import lock_path
 from zeco_train.system.paths import path_problem
 from zeco_train.verify import command as verify
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import corpora
-from data.corpora import prepare_embedded, standard_library_documents
+from data.sources import corpora
+from data.sources.corpora import prepare_embedded, standard_library_documents
 from data.store import TokenStore, is_store, shard_name
 from zeco_train.errors import ConfigError, DataError
 
@@ -91,7 +91,8 @@ def test_embedded_corpus_is_split_and_reused(library: Path, tmp_path: Path) -> N
 @pytest.mark.processes
 def test_concurrent_processes_share_embedded_cache(library: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from data.corpora import prepare_embedded, standard_library_documents\n"
+        "import sys; from pathlib import Path\n"
+        "from data.sources.corpora import prepare_embedded, standard_library_documents\n"
         "corpus = standard_library_documents(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.readline()\n"
         "print(prepare_embedded(Path(sys.argv[2]), 0.25, corpus))"
     )

@@ -17,9 +17,8 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from data import preparation
-from data.hugging_face import DatasetSpec, open_dataset
 from data.prepare import PrepareOptions, main, prepare_store
-from data.recipes import FOLDER, Recipe, load_recipe, recipe_names
+from data.sources.hugging_face import RECIPES, DatasetSpec, Recipe, load_recipe, open_dataset, recipe_names
 from data.store import TokenStore, read_meta
 from data.tokenizer import load_tokenizer
 from tests.data.test_prepare import write_marked
@@ -314,7 +313,7 @@ def test_every_recipe_has_a_test() -> None:
 def test_recipe_prepares_data_of_its_schema(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe file has exactly the fields of the schema, and its loading path reads data with its columns."""
     recipe = load_recipe(name)
-    given = OmegaConf.to_object(OmegaConf.load(FOLDER / f"{name}.yaml"))
+    given = OmegaConf.to_object(OmegaConf.load(RECIPES / f"{name}.yaml"))
     required = {"description", "homepage", "licence", "size", "dataset", "split", "text_field", "tokenizer"}
     assert isinstance(given, dict)
     assert required | {"min_tokens", "validation_fraction", "streaming"} <= set(given)

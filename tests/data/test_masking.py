@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from data.config import Shuffle
-from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source, validation_batches
-from data.masking import MaskIds, SequenceMasks, TaskConfig, TaskName, find_mask_ids, for_task
-from data.reader import SequenceSource
+from data.loader.batches import SequenceSource
+from data.loader.masking import MaskIds, SequenceMasks, TaskConfig, TaskName, find_mask_ids, for_task
 from data.store import TokenStore
+from data.store.documents import Documents
 from tests.support.stores import write_store
 from zeco_train.errors import ConfigError
 from zeco_train.system.labels import IGNORE_INDEX

@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from data.config import Shuffle
-from data.documents import Documents
-from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, Source
-from data.mixture import Mixture, as_integers
-from data.permutation import Permutation
+from data.loader import Batch, DataSplit, Mixture, PrefetchingLoader, SequenceLoader, Source, as_integers
+from data.randomness import Permutation
 from data.store import TokenStore
-from data.store_writer import StoreWriter
+from data.store.documents import Documents
+from data.store.writer import StoreWriter
 from zeco_train.errors import ConfigError
 
 SEQ_LEN = 12

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from data.permutation import Permutation
+from data.randomness import Permutation
 
 
 @pytest.mark.parametrize("n", [*range(1, 70), 255, 256, 257, 1000, 1024, 4097])

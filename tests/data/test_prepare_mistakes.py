@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data import pipeline
+from data.preparation import pipeline
 from data.prepare import PrepareOptions, main, prepare_store
 from tests.support.stores import write_lines
 from zeco_train.errors import DataError

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 from data import preparation
-from data.pipeline import Part, UnitTokenizer
+from data.preparation.pipeline import Part, UnitTokenizer
 from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
 from data.store import TokenStore, read_meta
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from tests.support.stores import documents, write_lines
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # ZECO_PREPARE_KILLS=20 for more kills.
-KILLS = int(os.environ.get("ZECO_PREPARE_KILLS", "4"))
+KILLS = int(os.environ.get("ZECO_PREPARE_KILLS", "2"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -90,6 +90,7 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, count: 
     monkeypatch.setattr(owner, name, stopping)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_resume_after_stop_at_every_part(
     unbroken: tuple[Path, Path], tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
@@ -349,6 +350,7 @@ def test_interrupted_preparation_restarts_with_overwrite(
     assert documents(tmp_path / "store") == ["new"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_max_tokens_ends_at_next_document_end(corpus: Path, tmp_path: Path, workers: int) -> None:
     prepare_store(options(corpus, tmp_path / "all", validation_fraction=0.0, save_seconds=10.0))
@@ -370,7 +372,7 @@ def test_resume_after_max_tokens_adds_no_documents(
             raise Stopped
         save(self, writer, phase)
 
-    for most in range(2_000, 8_000, 500):
+    for most in range(2_000, 8_000, 1_500):
         some = options(corpus, tmp_path / "store", validation_fraction=0.0, max_tokens=most, overwrite=True)
         with monkeypatch.context() as patched:
             patched.setattr(preparation._Preparation, "_save", stopping)

@@ -16,11 +16,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data import atomic, store
-from data.atomic import atomic_folder
+from data import store
 from data.store import META_FILE, OFFSETS_FILE, TokenStore, check_vocabulary, shard_name
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from zeco_train.errors import ConfigError, DataError, OpenFilesError
+from zeco_train.system import files
+from zeco_train.system.files import atomic_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -116,25 +117,6 @@ def test_limit_of_open_files_is_no_damage(number: int, tmp_path: Path, monkeypat
             act()
 
 
-def test_tail_takes_whole_documents_within_fraction(tmp_path: Path) -> None:
-    lengths = [10, 20, 30, 5, 5]
-    tokens = np.arange(70) % 9
-    with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(tokens, lengths)
-        # 20 % of 70 tokens are 14: the last two documents (10) fit, the one before (30) does not.
-        state = writer.tail_state(0.2)
-        with writer.copy_tail(state, tmp_path / "store" / "validation") as tail:
-            tail.finish("sources")
-        writer.resume(state)
-        writer.finish("sources")
-    main, held_out = TokenStore.open(tmp_path / "store"), TokenStore.open(tmp_path / "store" / "validation")
-    assert main.doc_offsets.tolist() == [0, 10, 30, 60]
-    assert held_out.doc_offsets.tolist() == [0, 5, 10]
-    np.testing.assert_array_equal(np.concatenate([main.read(0, 60), held_out.read(0, 10)]), tokens)
-    main.verify()
-    held_out.verify()
-
-
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -180,23 +162,6 @@ def test_missing_empty_or_file_path_is_refused(tmp_path: Path) -> None:
     assert "an empty folder, not a token store" in opening_error(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     assert "is a file, a token store is a folder" in opening_error(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("size", "problem"),
-    [
-        (40, "has become shorter since it was opened: nothing at byte 40"),
-        (62, "was changed or replaced since it was opened"),
-    ],
-)
-def test_shrunk_or_grown_shard_fails_read_and_verify(size: int, problem: str, tmp_path: Path) -> None:
-    write_store(tmp_path / "store", [10, 10, 10])
-    opened = TokenStore.open(tmp_path / "store")
-    os.truncate(tmp_path / "store" / shard_name(0), size)
-    with pytest.raises(DataError, match=problem):
-        opened.read(15, 25)
-    with pytest.raises(DataError, match=r"tokens-00000\.bin: its contents differ"):
-        opened.verify()
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 65537])
@@ -290,16 +255,16 @@ def test_atomic_folder_replaces_only_with_replace(
         def refuse(first: Path, second: Path) -> None:
             raise OSError(22, "Invalid argument")
 
-        monkeypatch.setattr(atomic, "_exchange", refuse)
-    with atomic_folder(tmp_path / "out", replace=True) as folder:
+        monkeypatch.setattr(files, "_exchange", refuse)
+    with atomic_folder(tmp_path / "out", replace=store.check_replaceable) as folder:
         write_store(folder, [5])
     with pytest.raises(DataError, match="exists already"), atomic_folder(tmp_path / "out") as folder:
         (folder / "new").touch()
     assert TokenStore.open(tmp_path / "out").num_tokens == 5
-    with atomic_folder(tmp_path / "out", replace=True) as folder:
+    with atomic_folder(tmp_path / "out", replace=store.check_replaceable) as folder:
         (folder / "thesis.txt").touch()
     expected = pytest.raises(DataError, match="exists and is not a token store")
-    with expected, atomic_folder(tmp_path / "out", replace=True) as folder:
+    with expected, atomic_folder(tmp_path / "out", replace=store.check_replaceable) as folder:
         write_store(folder, [5])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -308,7 +273,7 @@ def test_atomic_folder_replaces_only_with_replace(
 @pytest.mark.processes
 def test_leftovers_are_removed_unless_owner_is_alive(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from data.atomic import atomic_folder\n"
+        "import os, sys; from pathlib import Path; from zeco_train.system.files import atomic_folder\n"
         "with atomic_folder(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'file').write_text('x'); print(folder, flush=True); sys.stdin.read()\n"
     )
@@ -323,7 +288,7 @@ def test_leftovers_are_removed_unless_owner_is_alive(tmp_path: Path) -> None:
         owner.kill()
         owner.wait()
     assert temporary.exists()
-    atomic.remove_leftovers(tmp_path / "out")
+    files.remove_leftovers(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -333,8 +298,8 @@ def test_replacement_killed_between_renames_is_undone(tmp_path: Path) -> None:
     old = tmp_path / ".out.tmp-1-abc.old"
     old.mkdir()
     (old / "file").write_text("the only valid store")
-    atomic.lock_path(temporary).touch()
-    atomic.remove_leftovers(tmp_path / "out")
+    files.lock_path(temporary).touch()
+    files.remove_leftovers(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "file").read_text() == "the only valid store"
 

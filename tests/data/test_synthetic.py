@@ -14,12 +14,11 @@ import pytest
 
 from data.config import DataConfig, DataKind
 from data.loader import SequenceLoader, validation_batches
-from data.opening import open_data
-from data.reader import DataSplit
-from data.synthetic.config import FIRST_SYMBOL, SyntheticConfig, Task
+from data.loader.batches import DataSplit
+from data.loader.opening import open_data
+from data.synthetic import FIRST_SYMBOL, SyntheticConfig, Task
 from data.synthetic.example import Example
-from data.synthetic.tasks import draws_for, make_task
-from data.synthetic.texts import Texts
+from data.synthetic.tasks import Texts, draws_for, make_task
 from data.tokenizer import ByteTokenizer
 from tests.support.distributed import run_distributed
 from tests.support.training import train

@@ -13,7 +13,7 @@ from tokenizers import Regex, decoders, models, processors, trainers
 from tokenizers import pre_tokenizers as split
 
 from data.config import DataConfig, DataKind, StoreConfig
-from data.opening import open_data
+from data.loader.opening import open_data
 from data.preparation import PrepareOptions, prepare_store
 from data.tokenizer import HuggingFaceTokenizer
 from zeco_train.errors import DataError

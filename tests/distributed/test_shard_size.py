@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from data.documents import Documents
 from data.loader import SequenceLoader, Source
 from data.store import TokenStore
+from data.store.documents import Documents
 from models.parameters import parameter_rules
 from tests.checkpoint.test_resume import SIX_STEPS, _forget
 from tests.support.comparison import largest, relative

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.reader import Batch
+from data.loader.batches import Batch
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
 from models.mixers.gla import GLAConfig

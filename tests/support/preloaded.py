@@ -11,7 +11,7 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
 
 import zeco_train.training.trainer  # noqa: F401
-from data import corpora
+from data.sources import corpora
 from tests.support.training import SMALL
 from zeco_train.config.schema import load_config
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.documents import sequence_borders
+from data.store.documents import sequence_borders
 from tests.support.positions import position_of
 from tests.support.recurrence import naive_gla
 from zeco_train.collectives.registry import ALL_SCANS

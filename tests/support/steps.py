@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import TokenStore
-from data.store_writer import StoreWriter
+from data.store.documents import Documents
+from data.store.writer import StoreWriter
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from data.store import TokenStore
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from data.tokenizer import ByteTokenizer
 
 

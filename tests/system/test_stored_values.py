@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data.recipes import load_recipe
+from data.sources.hugging_face import load_recipe
 from tests.support.commands import SMALL, Outcome, run_here, train_here
 from zeco_train import export
 from zeco_train.config.schema import load_config, read_config

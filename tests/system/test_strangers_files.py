@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from data import inspect
-from data.hugging_face import DatasetSpec, open_dataset
-from data.npy import map_array
-from data.store import TokenStore, is_store, read_meta
-from data.store_writer import StoreWriter
+from data.sources.hugging_face import DatasetSpec, open_dataset
+from data.store import TokenStore, is_store, map_array, read_meta
+from data.store.writer import StoreWriter
 from data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_name
 from tests.support.commands import run_here
 from tests.support.stores import write_store

@@ -13,7 +13,7 @@ import pytest
 
 from data.loader import SequenceLoader
 from data.store import OFFSETS_FILE, shard_name
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from tests.support.distributed import run_distributed
 from tests.support.training import train
 from zeco_train.errors import ZecoError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data.store import META_FILE, shard_name
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from tests.support.commands import check_line, snapshot, torchrun, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train

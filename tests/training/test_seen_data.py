@@ -1,32 +1,32 @@
-"""A start compares its data with those of the last one: changed files are hashed once and refused if they differ."""
+"""A start compares size and time of its token files with those of the last one, and refuses files that changed."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
-from data.digests import hash_in_parts
 from data.store import META_FILE, OFFSETS_FILE, shard_name
-from data.store_writer import StoreWriter
+from data.store.writer import StoreWriter
 from tests.support.commands import Outcome, check_line, snapshot, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
+from zeco_train.config.overrides import REMOVED
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.training import seen_data
-from zeco_train.training.seen_data import RECORD_FILE, DataRecord
+from zeco_train.training.seen_data import RECORD_FILE
 
 DATA = DataError.exit_code
 LENGTHS = [150, 250, 600, 40, 960, 500, 500]
-SKIP = "data.verify_changed=false"
+VERIFY = "data.verify=true"
 
 
 def write(folder: Path, lengths: list[int] = LENGTHS, seed: int = 0) -> Path:
@@ -65,19 +65,6 @@ def log_of(run: Path) -> str:
     return (run / "logs" / "rank_0.log").read_text()
 
 
-@pytest.fixture
-def hashed() -> Iterator[list[str]]:
-    """Names of the files that a check of seen data hashes."""
-    names: list[str] = []
-
-    def spy(path: Path, *arguments: object) -> Iterator[int]:
-        names.append(path.name)
-        return hash_in_parts(path, *arguments)  # type: ignore[arg-type]
-
-    with mock.patch.object(seen_data, "hash_in_parts", spy):
-        yield names
-
-
 class Run:
     """A run of one step on a store of three shards with a validation part of one."""
 
@@ -101,31 +88,53 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_flipped_tokens_are_refused(run: Run) -> None:
-    flip(run.store / shard_name(1))
+def test_changed_files_are_refused_until_all_are_verified(run: Run) -> None:
+    """A changed token is found by its file's time and then by its digest, a copy is accepted after one verification."""
+    path = run.store / shard_name(1)
+    flip(path)
     before = snapshot(run.run)
     for _ in range(2):
-        outcome = run.start()
-        problem = "changed since the run's last start, and its contents differ from what was prepared"
-        remedy = f"copy the store again or prepare it again, or go on with it as it is by {SKIP}"
-        check_line(outcome, DATA, f"{run.store / shard_name(1)}: {problem}; {remedy}")
+        check_line(run.start(), DATA, f"{path}: changed since the run's last start; ", VERIFY, "python -m data.inspect")
         assert snapshot(run.run) == before
-    # Skipping the check does not record the file as checked.
-    outcome = run.start(SKIP)
-    assert outcome.code == 0, outcome.err
-    line = f"{SKIP}: {run.store / shard_name(1)}, changed since the last start, not checked"
-    assert outcome.err == f"warning: {line}\n"
-    assert line in log_of(run.run)
-    check_line(run.start(), DATA, f"{run.store / shard_name(1)}: changed since")
+    check_line(run.start(VERIFY), DATA, f"{path}: its contents differ from what was prepared; copy the store again")
+    assert snapshot(run.run) == before
+    flip(path)
+    touch(run.store)
+    check_line(run.start(), DATA, f"{run.store / shard_name(0)}: changed since", "with 2 more files")
+    assert run.start(VERIFY).code == 0
+    assert re.search(r"data: 6 token files \(12.0kB\) read in 0:00:\d\d; they are as prep", log_of(run.run), re.M)
+    outcome = run.start()
+    assert (outcome.code, outcome.err) == (0, "")
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"), [(_shorten, "truncated: 10 bytes"), (Path.unlink, "cannot be read (No such file")]
+)
+def test_files_of_other_size_and_missing_ones_are_refused(
+    change: Callable[[Path], None], problem: str, run: Run
+) -> None:
+    change(run.store / shard_name(1))
+    for settings in ([], [VERIFY]):
+        check_line(run.start(*settings), DATA, f"{run.store / shard_name(1)}: {problem}")
 
 
 @pytest.mark.slow
-def test_flipped_validation_tokens_are_refused(run: Run) -> None:
+def test_changed_validation_tokens_are_refused(run: Run, tmp_path: Path) -> None:
+    line = f"{run.store / 'validation' / shard_name(2)}: changed since the run's last start"
     flip(run.store / "validation" / shard_name(2))
-    check_line(run.start(), DATA, f"{run.store / 'validation' / shard_name(2)}: changed since the run's last start")
+    check_line(run.start(), DATA, line)
     # Without validation the store is neither read nor dropped from the record.
     assert run.start("train.eval_sequences=0").code == 0
-    check_line(run.start(), DATA, f"{run.store / 'validation' / shard_name(2)}: changed since the run's last start")
+    check_line(run.start(), DATA, line)
+    # Another validation store may be named, and is compared from then on.
+    other = write(tmp_path / "other", seed=5)
+    assert run.start(f"data.validation_path={other}").code == 0
+    flip(other / shard_name(0))
+    check_line(run.start(f"data.validation_path={other}"), DATA, f"{other / shard_name(0)}: changed since")
 
 
 @pytest.mark.few(1)
@@ -134,51 +143,29 @@ def test_shifted_document_borders_are_refused(part: str, run: Run) -> None:
     shift(run.store / part)
     line = f"{run.store / part / OFFSETS_FILE}: its contents differ from what was prepared; copy the store again"
     check_line(run.start(), DATA, line)
-    check_line(run.start(SKIP), DATA, line)
+    check_line(run.start(VERIFY), DATA, line)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", ["", "validation"])
 def test_same_tokens_with_other_document_borders_are_refused(part: str, run: Run) -> None:
+    """Verification compares with meta.json, so that store is intact, but not the run's."""
     shutil.rmtree(run.store / part / "validation", ignore_errors=True)
     lengths = [LENGTHS[0] + 5, LENGTHS[1] - 5, *LENGTHS[2:]]
     for path in (run.store / part).iterdir():
         if path.is_file():
             path.unlink()
     write(run.store / part, lengths, seed=1 if part else 0)
-    outcome = run.start()
-    check_line(
-        outcome, DATA, f"{run.store / part / META_FILE}: gives other documents than at the run's last start", SKIP
-    )
-    assert run.start(SKIP).code == 0
-    assert f"{SKIP}: {run.store / part / META_FILE} gives other documents" in log_of(run.run)
+    for settings in ([], [VERIFY]):
+        line = f"{run.store / part / META_FILE}: gives other documents than at the run's last start"
+        check_line(run.start(*settings), DATA, line, "checkpoint.load=")
 
 
-@pytest.mark.slow
-def test_validation_store_may_change_and_is_then_checked(run: Run, tmp_path: Path) -> None:
-    other = write(tmp_path / "other", seed=5)
-    assert run.start(f"data.validation_path={other}").code == 0
-    flip(other / shard_name(0))
-    check_line(run.start(f"data.validation_path={other}"), DATA, f"{other / shard_name(0)}: changed since")
-
-
-@pytest.mark.slow
-def test_copied_store_is_hashed_once(run: Run, hashed: list[str]) -> None:
-    assert run.start().code == 0
-    assert hashed == []
-    touch(run.store)
+def test_moved_store_is_accepted(run: Run) -> None:
+    """Other paths with the same times, as of `cp -p`, are the same files."""
+    run.store = run.store.rename(run.store.with_name("moved"))
     outcome = run.start()
     assert (outcome.code, outcome.err) == (0, "")
-    assert hashed == [shard_name(0), shard_name(1), shard_name(2)] * 2
-    assert re.search(r"data: 6 token files \(12.0kB\) hashed in 0:00:\d\d; they are as prep", log_of(run.run), re.M)
-    assert run.start().code == 0
-    assert len(hashed) == 6
-    touch(run.store)
-    assert run.start(SKIP).code == 0
-    assert len(hashed) == 6
-    named = ", ".join(str(run.store / shard_name(number)) for number in range(3))
-    assert f"{SKIP}: {named}, {run.store / 'validation' / shard_name(0)}, " in log_of(run.run)
-    assert "and 1 more, changed since the last start, not checked" in log_of(run.run)
 
 
 def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
@@ -188,18 +175,17 @@ def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert run.start().code == 0
     line = f"{path}: its contents differ from what was prepared; copy the store again or prepare it again\n"
-    assert run.start("data.verify=true").err == f"error: {line}"
+    assert run.start(VERIFY).err == f"error: {line}"
 
 
-@pytest.mark.slow
-def test_embedded_corpus_is_checked(tmp_path: Path) -> None:
+def test_embedded_corpus_is_read_whole(tmp_path: Path) -> None:
     cache, settings = tmp_path / "cache", [f"run_dir={tmp_path / 'run'}", "train.steps=1"]
     settings.append(f"data.cache_dir={cache}")
     assert train_here(*settings).code == 0
     (store,) = cache.glob("embedded-*")
     flip(store / shard_name(0))
-    line = f"remove {store}, which the next start prepares again, or go on"
-    check_line(train_here(*settings, "train.steps=2"), DATA, f"{store / shard_name(0)}: changed since", line)
+    line = f"remove {store}, which the next start prepares again"
+    check_line(train_here(*settings, "train.steps=2"), DATA, f"{store / shard_name(0)}: its contents differ", line)
     shutil.rmtree(store)
     assert train_here(*settings, "train.steps=2").code == 0
 
@@ -221,11 +207,12 @@ def test_synthetic_task_writes_no_record(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_without_record_resumes_and_records_data(run: Run) -> None:
+    """As after a kill before the first record."""
     (run.run / RECORD_FILE).unlink()
     touch(run.store)
     outcome = run.start()
     assert (outcome.code, outcome.err) == (0, "")
-    assert f"{RECORD_FILE}: not there yet; the data are noted as they are now, and compared" in log_of(run.run)
+    assert f"{RECORD_FILE}: not there yet; the data are recorded" in log_of(run.run)
     flip(run.store / shard_name(0))
     check_line(run.start(), DATA, "changed since the run's last start")
 
@@ -246,21 +233,24 @@ def _folder(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_records_are_reported_and_rewritten(run: Run) -> None:
-    """Each gives one warning; the start continues if it can write a new record."""
+def test_damaged_records_are_refused_until_all_is_verified(run: Run) -> None:
     path = run.run / RECORD_FILE
     sound = path.read_text()
+    stores = json.loads(sound)["stores"]
+    store = stores["training store 0"]
     texts = [
         "",
         sound[: len(sound) // 2],
         "[]",
         "null",
-        '{"stores": {}, "files": []}',
-        '{"stores": {"training store 0": {}}, "files": {}}',
-        '{"stores": {}, "files": {"a": [[1, 2, 3]]}}',
-        '{"stores": {}, "files": {"a": [[1, "2"]]}}',
-        '{"stores": {}, "files": {"a": [[1, true]]}}',
-        f'{{"stores": {{}}, "files": {{"a": [[1, 1{"0" * 5000}]]}}}}',
+        # Of version 0.2.
+        '{"stores": {}, "files": {}}',
+        '{"version": 3, "stores": {}}',
+        '{"version": 2, "stores": []}',
+        json.dumps({"version": 2, "stores": {"training store 0": {}}}),
+        json.dumps({"version": 2, "stores": {"training store 0": {**store, "other": 1}}}),
+        json.dumps({"version": 2, "stores": {"training store 0": {**store, "files": {"a": 1}}}}),
+        f'{{"version": 2, "stores": {{"a": 1{"0" * 5000}}}}}',
         "[" * 100_000,
         '"\\ud800"',
     ]
@@ -270,113 +260,70 @@ def test_damaged_records_are_reported_and_rewritten(run: Run) -> None:
         path.unlink()
         path.write_text(sound)
         damage(path)
-        messages: list[tuple[int, str]] = []
-        seen = seen_data.SeenData(messages=messages)
-        assert seen_data._read(run.run, True, seen) == DataRecord()
-        ((_, message),) = messages
-        assert message.startswith(f"{path}: cannot be read (")
-        assert message.endswith("); the data are noted as they are now, without a comparison")
+        with pytest.raises(DataError, match=f"^{path}: cannot be read .*{VERIFY}"):
+            seen_data._read(run.run, False, [])
     # The last one is a FIFO without a writer.
-    outcome = run.start()
-    assert outcome.code == 0
-    assert outcome.err == f"warning: {message}\n"
-    assert path.read_text() == sound
+    check_line(run.start(), DATA, f"{path}: cannot be read", VERIFY)
+    assert run.start(VERIFY).code == 0
     assert path.is_file()
+    assert json.loads(path.read_text())["stores"] == stores
     _folder(path)
-    outcome = run.start()
+    outcome = run.start(VERIFY)
     assert outcome.code == ConfigError.exit_code
     assert outcome.errors == [
         f"run_dir={run.run}: {RECORD_FILE} cannot be written (Is a directory); name another folder"
     ]
 
 
-def test_record_keeps_at_most_64_copies(tmp_path: Path) -> None:
-    record = DataRecord()
-    for number in range(200):
-        record.note("a", (1, number))
-    record.note("a", (1, 150))
-    record.write(tmp_path)
-    stored = DataRecord.read(tmp_path).files["a"]
-    assert (len(stored), stored[-2:]) == (64, [(1, 199), (1, 150)])
-
-
-def _starts(rank: int, world_size: int, folder: str) -> list[str | list[str]]:
-    """Results of starts on four ranks, of which 2 and 3 share another copy: files hashed by this rank, or the error."""
+def _starts(rank: int, world_size: int, folder: str) -> list[str]:
+    """Results of starts on four ranks, of which 2 and 3 share another copy: the errors, or ""."""
     own = Path(folder, "copy" if rank >= 2 else "store")
     settings = ["data=tokens", f"data.path={own}", "sp.size=2", "data.seq_len=64", "train.eval_sequences=0"]
-    results: list[str | list[str]] = []
-    names: list[str] = []
-
-    def spy(path: Path, *arguments: object) -> Iterator[int]:
-        names.append(path.name)
-        return hash_in_parts(path, *arguments)  # type: ignore[arg-type]
-
-    changes: list[Callable[[], object]] = [lambda: None, lambda: None, lambda: touch(own, ahead=rank), lambda: None]
-    changes += [lambda: flip(own / shard_name(1)) if rank == 3 else None]
-    for step, change in enumerate(changes, start=1):
-        # Changed by one rank of each copy.
-        if rank in (0, 3):
-            change()
+    results: list[str] = []
+    # Changed by one rank of each copy.
+    changes: list[tuple[Callable[[], object], list[str]]] = [
+        (lambda: None, []),
+        (lambda: None, []),
+        (lambda: touch(own, ahead=rank) if rank == 3 else None, []),
+        (lambda: None, [VERIFY]),
+        (lambda: None, []),
+        (lambda: flip(own / shard_name(1)) if rank == 3 else None, [VERIFY]),
+        (lambda: None, []),
+    ]
+    for step, (change, more) in enumerate(changes, start=1):
+        change()
         dist.barrier()
-        names.clear()
-        with mock.patch.object(seen_data, "hash_in_parts", spy), mock.patch.object(seen_data, "_ROUND_SECONDS", 0.0):
-            try:
-                train(rank, world_size, f"{folder}/run", *settings, f"train.steps={step}")
-                results.append([*names])
-            except ZecoError as error:
-                results.append(f"{type(error).__name__}: {error}")
+        try:
+            train(rank, world_size, f"{folder}/run", *settings, *more, f"train.steps={step}")
+            results.append("")
+        except ZecoError as error:
+            results.append(f"{type(error).__name__}: {error}")
     return results
 
 
 @pytest.mark.slow
-def test_each_copy_is_hashed_once_across_its_ranks(tmp_path: Path) -> None:
-    """Ranks with the same files share the hashing, each copy is hashed separately, and all ranks agree."""
+def test_copies_of_nodes_are_compared_and_verified_each(tmp_path: Path) -> None:
     write(tmp_path / "store")
     shutil.copytree(tmp_path / "store", tmp_path / "copy")
     touch(tmp_path / "copy")
-    by_rank = run_distributed(_starts, 4, str(tmp_path))
-    shards = [shard_name(number) for number in range(3)]
-    halves = [shards[0::2], shards[1::2]] * 2
-    for rank, results in enumerate(by_rank):
-        assert results[:4] == [[], [], halves[rank], []], rank
-        assert results[4].startswith(f"DataError: {tmp_path / 'copy' / shards[1]}: changed since the run's last start")
-    record = DataRecord.read(tmp_path / "run")
-    # Two copies, each before and after `touch`.
-    assert [len(notes) for notes in record.files.values()] == [4] * 3
+    for results in run_distributed(_starts, 4, str(tmp_path)):
+        changed = f"DataError: {tmp_path / 'store'}: its copy on ranks 2, 3 changed since the run's last start"
+        assert results[:2] == results[3:5] == ["", ""]
+        assert results[2].startswith(changed)
+        assert results[5].startswith(f"DataError: {tmp_path / 'copy' / shard_name(1)}: its contents differ from")
+        assert results[6].startswith(changed)
 
 
-@pytest.mark.slow
-def test_killed_check_keeps_its_progress(
-    run: Run, hashed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The record is written during the check, and progress is shown."""
-    touch(run.store)
-    for name in ("_ROUND_SECONDS", "_REPORT_SECONDS", "_SAVE_SECONDS"):
+def test_verification_shows_progress(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_ROUND_SECONDS", "_REPORT_SECONDS"):
         monkeypatch.setattr(seen_data, name, 0.0)
-
-    class Killed(BaseException):
-        pass
-
-    compare = seen_data._compare
-
-    def killed(*arguments: object) -> Iterator[int]:
-        for number, size in enumerate(compare(*arguments)):  # type: ignore[arg-type]
-            if number == 3:
-                raise Killed
-            yield size
-
-    with mock.patch.object(seen_data, "_compare", killed), pytest.raises(Killed):
-        run.start()
-    assert len(hashed) == 4
-    assert len([1 for notes in DataRecord.read(run.run).files.values() if len(notes) == 2]) == 2
-    hashed.clear()
-    outcome = run.start(steps=0)
+    outcome = run.start(VERIFY)
     assert outcome.code == 0, outcome.err
-    # The third file was read completely, but not yet compared.
-    assert hashed == [shard_name(2), *map(shard_name, range(3))]
-    assert re.search(r"^data: 2.00kB of 8.00kB compared, 0:00:\d\d left$", outcome.out, re.M)
+    assert re.search(r"^data: 2.00kB of 12.0kB compared, 0:00:\d\d left$", outcome.out, re.M)
 
 
-def test_contradictory_verify_settings_are_refused(tmp_path: Path) -> None:
-    outcome = train_here("data.verify=true", SKIP, f"run_dir={tmp_path / 'run'}")
-    check_line(outcome, ConfigError.exit_code, f"{SKIP}: data.verify=true reads all token files; set one of them")
+def test_key_of_earlier_versions_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
+    for key in REMOVED:
+        check_line(
+            train_here(f"{key}=false", f"run_dir={tmp_path / 'run'}"), ConfigError.exit_code, f"{key}=false: went"
+        )

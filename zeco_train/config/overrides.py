@@ -29,8 +29,10 @@ from zeco_train.system.arguments import docstring
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _INT64_LIMIT = 1 << 63
 _EXAMPLE = "train.steps=100"
-# Keys of earlier versions, with what replaces each: setting one gives this line, stored configurations may have them.
-REMOVED: dict[str, str] = {}
+# Keys of earlier versions, with what replaces each: setting one gives this line.
+REMOVED = {
+    "data.verify_changed": "went in 0.3: a token file that changed is refused until data.verify=true has read all once",
+}
 
 
 C = TypeVar("C", bound="Settings")
@@ -243,8 +245,6 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Collec
     """Check a value by setting it in `settings`, an instance of the schema."""
     schema = OmegaConf.get_type(settings)
     kind = _type_of(key, schema)
-    if kind is None and key in REMOVED:
-        raise ConfigError(key, shown, REMOVED[key])
     if kind is None:
         raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)], _mixer(key, schema)))
     if dataclasses.is_dataclass(kind):
@@ -348,6 +348,8 @@ def _mixer(key: str, schema: Any) -> str | None:
 def _unknown(key: str, known: Sequence[str], mixer: str | None) -> str:
     if key.partition(".")[0] == "hydra":
         return "Hydra only composes the configuration of train.py, and there are no hydra settings"
+    if key in REMOVED:
+        return REMOVED[key]
     # `steps` for train.steps: a forgotten section is likelier than a misspelt key.
     close = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:3]
     close = close or difflib.get_close_matches(key, known, n=1)

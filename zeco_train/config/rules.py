@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from data.config import DataConfig, DataKind
-from data.masking import TaskConfig
+from data.loader.masking import TaskConfig
 from data.store import TokenStore
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig

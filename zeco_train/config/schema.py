@@ -16,7 +16,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.config import DataConfig, check_config
-from data.masking import TaskConfig
+from data.loader.masking import TaskConfig
 from models.config import LanguageModelConfig
 from models.registry import DEFAULT_CONFIG, check_document, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
@@ -91,7 +91,7 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """The settings that define model, data and numerics; they cannot change during the life of a run's folder.
 
-        `data.opening.OpenedData.identity` adds those of the opened stores.
+        `data.loader.opening.OpenedData.identity` adds those of the opened stores.
         """
         data, task = to_plain(self.data), to_plain(self.task)
         of_task = task if self.task.is_masked else ("name",)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from data.reader import DataSplit
+from data.loader.batches import DataSplit
 from zeco_train.collectives.topology import Topology, find_topology
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.join import Launch, check_same, gather, join, setup

@@ -19,7 +19,7 @@ from zeco_train.training.forward import SequenceForward
 
 # Parts of a run's configuration that an evaluation reads; overrides of others are rejected.
 READ = ("data", "sp", "parallel", "train.dtype", "train.device", "train.kernels", "train.segments")
-_NOT_READ = ("data.global_batch", "data.shuffle", "data.verify", "data.verify_changed")
+_NOT_READ = ("data.global_batch", "data.shuffle", "data.verify")
 # Keys that a config file of group `data` is expected to set.
 _WHICH_TEXT = ("data.kind", "data.path", "data.stores")
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from data.config import DataKind, check_seq_len
 from data.loader import Source
-from data.masking import for_task
-from data.opening import open_held_out
+from data.loader.masking import for_task
+from data.loader.opening import open_held_out
 from data.tokenizer import BYTES
 from zeco_train.config.rules import check_documents
 from zeco_train.distributed.mesh import main_first

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from data.atomic import atomic_folder
 from data.tokenizer import ByteTokenizer
 from models.spec import spec_of
 from zeco_train import __version__
@@ -31,7 +30,7 @@ from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.system.amounts import compact
-from zeco_train.system.files import sha256_of, write_durably
+from zeco_train.system.files import atomic_folder, sha256_of, write_durably
 from zeco_train.system.paths import check_output_folder, is_utf8
 from zeco_train.system.ranges import check_least
 from zeco_train.training.config import Dtype

@@ -9,8 +9,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from data.tokenizer import BYTES, ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from data.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILE, VOCABULARIES
+from data.tokenizer import (
+    BYTES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    VOCABULARIES,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+)
 from zeco_train.errors import DataError
 from zeco_train.system.files import write_durably
 from zeco_train.system.small_files import read_json, read_small

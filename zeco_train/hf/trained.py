@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from omegaconf.errors import OmegaConfBaseException
 
-from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
-from data.tokenizer_files import tokenizer_files
+from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_name
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import cast

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.reader import Batch
+from data.loader.batches import Batch
 from models.parameters import parameter_rules
 from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.device import find_device

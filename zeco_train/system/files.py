@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import glob
 import hashlib
 import json
+import logging
 import os
 import resource
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +22,19 @@ from typing import Any
 from zeco_train.errors import DataError, check_open_files
 from zeco_train.system.jsonable import jsonable
 
+logger = logging.getLogger(__name__)
+
 BYTE_ORDER_MARK = "\ufeff"
 # As file systems without an operation answer: FUSE, FAT, and network ones.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EBADF)
 # Open at once without sockets to peers: shards of token stores, and as many others. The usual soft limit is 1,024.
 OPEN_SHARDS = 256
 FILES_OF_A_PROCESS = 2 * OPEN_SHARDS
+_LOCK_SUFFIX = ".lock"
+_OLD_SUFFIX = ".old"
+# Linux's constants for renameat2, which `os` does not offer.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 @contextmanager
@@ -137,6 +148,117 @@ def write_locked(lock: int, content: bytes) -> None:
         os.ftruncate(lock, 0)
         os.pwrite(lock, content, 0)
         os.fsync(lock)
+
+
+@contextmanager
+def atomic_folder(
+    out: Path, *, replace: Callable[[Path], None] | None = None, remedy: str = "choose another folder"
+) -> Iterator[Path]:
+    """Context manager: a new, empty folder beside `out`, renamed to `out` if the block ends without an exception.
+
+    The caller must fsync its files. If the block raises or the process is killed, `out` is unchanged. The next one
+    removes the leftovers of a killed process. A temporary folder is in use as long as the lock file beside it is
+    locked; the system releases the lock when the process ends, for whatever reason.
+
+    Args:
+        out: the final path; parents are created. Must be missing or an empty folder, unless `replace`.
+        replace: exchange an existing folder for the new one and delete the old one, unless this raises for it.
+        remedy: advice to the user if the system refuses to write.
+
+    Raises:
+        DataError: `out` exists and may not be replaced, or the system refuses to write there.
+    """
+    with write_errors(out, remedy):
+        make_parent(out, remedy)
+        remove_leftovers(out)
+        temporary, lock = _claim(out)
+        try:
+            # Only after the lock exists: a folder without one would never be recognised as a leftover.
+            temporary.mkdir()
+            yield temporary
+            move_into_place(temporary, out, replace)
+            # A rename is durable only once its folder is synced.
+            sync_folder(out.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock_path(temporary).unlink(missing_ok=True)
+            os.close(lock)
+
+
+def make_parent(out: Path, remedy: str) -> None:
+    """Create the parent folder of `out`. Raises DataError if it is a file."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise DataError(out, f"cannot be written ({out.parent} is a file)", remedy) from error
+
+
+def lock_path(temporary: Path) -> Path:
+    """The lock file of `temporary`: locked while its owner is alive."""
+    return temporary.with_name(temporary.name + _LOCK_SUFFIX)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Delete the temporary folders of `out` left by interrupted runs; keep those of live processes."""
+    for lock_file in sorted(out.parent.glob(glob.escape(f".{out.name}.tmp-") + "*" + _LOCK_SUFFIX)):
+        # OSError: another user's folder, or a file system without locks. Skip it; nothing ever loads it.
+        with contextlib.suppress(OSError), lock_file.open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary = lock_file.with_name(lock_file.name.removesuffix(_LOCK_SUFFIX))
+            old = temporary.with_name(temporary.name + _OLD_SUFFIX)
+            if old.exists() and not out.exists():
+                old.rename(out)  # killed between the two renames of a replacement: the old store is the valid one
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock_file.unlink()
+
+
+def _claim(out: Path) -> tuple[Path, int]:
+    """Choose a temporary name and lock it. Returns the (not yet existing) folder and the lock's descriptor."""
+    while True:
+        temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+        # Without locks (some network file systems) leftovers stay until the user deletes them; nothing else changes.
+        # Between open and lock another process may lock the file as a leftover; then retry with a new name.
+        with contextlib.suppress(BlockingIOError):
+            return temporary, take_lock(lock_path(temporary))[0]
+
+
+def move_into_place(temporary: Path, out: Path, replace: Callable[[Path], None] | None) -> None:
+    """Rename a folder to `out`, atomically where supported. A replaced folder is left at `temporary`, or deleted.
+
+    Raises:
+        DataError: `out` exists, is not empty, and `replace` is None or raises for it.
+    """
+    # The rename is the check: it replaces an empty folder only. Looking first would race with other processes.
+    try:
+        temporary.rename(out)
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        if replace is None:
+            raise DataError(out, "exists already", "nothing was changed") from error
+    replace(out)
+    try:
+        _exchange(temporary, out)  # the old folder now has the temporary name, and is deleted with it
+    except (OSError, AttributeError) as error:
+        logger.warning("%s: this file system cannot exchange folders (%s); using two renames", out, error)
+        old = temporary.with_name(temporary.name + _OLD_SUFFIX)
+        out.rename(old)
+        try:
+            temporary.rename(out)
+        except OSError:
+            old.rename(out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swap two folders atomically (Linux `renameat2`). AttributeError if the C library lacks it."""
+    renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(second))
 
 
 @contextmanager

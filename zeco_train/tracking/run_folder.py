@@ -17,8 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from data.tokenizer import comparable, info_problem
-from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
+from data.tokenizer import TOKENIZER_FOLDER, comparable, copy_tokenizer, info_problem
 from models.attn import AttnConfig
 from zeco_train.checkpoint.files import (
     CHECKPOINT_FOLDER,

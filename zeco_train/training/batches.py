@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from data.loader import DataSplit, SequenceLoader
-from data.masking import for_task
-from data.reader import OpenedData, SequenceSource
+from data.loader.batches import OpenedData, SequenceSource
+from data.loader.masking import for_task
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, agree, gather
 from zeco_train.errors import DataError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from data.reader import Batch
+from data.loader.batches import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.loss import TokenScores

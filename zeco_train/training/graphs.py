@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from data.reader import Batch
+from data.loader.batches import Batch
 from zeco_train.config.schema import Config
 from zeco_train.distributed.torch_private import forget_gathers
 from zeco_train.errors import CommunicationError, ConfigError, first_cause

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.reader import Batch
+from data.loader.batches import Batch
 from models.language_model import LanguageModel, LMHead
 from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import global_norm, reshard

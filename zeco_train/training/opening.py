@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from data.masking import for_task
-from data.opening import open_data
-from data.reader import OpenedData
+from data.loader.batches import OpenedData
+from data.loader.masking import for_task
+from data.loader.opening import open_data
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
 from zeco_train.config.rules import check_documents
@@ -82,8 +82,8 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         if folder is not None:
             folder.release()
         raise
-    for level, message in seen.messages:
-        logger.log(level, "%s", message)
+    for message in seen.messages:
+        logger.info("%s", message)
     if folder is not None:
         _warn(config, data, folder)
         warn_of(slow_paths(config, Target.of(mesh.device)))
@@ -121,7 +121,7 @@ def _begin(
 ) -> None:
     folder.begin(to_plain(resolve(config, mesh)), arguments)
     if data.stores():
-        seen.record.write(folder.path)
+        seen.write(folder.path)
     folder.keep_tokenizer(data.tokenizer_files())
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.reader import Batch
+from data.loader.batches import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, num_shards

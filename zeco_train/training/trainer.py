@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from data.loader import PrefetchingLoader
-from data.reader import Batch
+from data.loader.batches import Batch
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config

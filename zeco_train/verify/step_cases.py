@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
-from data.masking import TaskConfig, TaskName, for_task
-from data.reader import SequenceSource
+from data.loader.batches import SequenceSource
+from data.loader.masking import TaskConfig, TaskName, for_task
 from data.store import TokenStore
-from data.store_writer import StoreWriter
+from data.store.documents import Documents
+from data.store.writer import StoreWriter
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel

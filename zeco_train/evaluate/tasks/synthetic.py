@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from data.config import DataKind, check_seq_len
-from data.synthetic.config import SyntheticConfig, Task
+from data.synthetic import SyntheticConfig, Task
 from data.synthetic.example import Example
 from data.synthetic.tasks import check_task_vocabulary, draws_for, make_task
 from data.tokenizer import ByteTokenizer
@@ -34,7 +34,7 @@ Table = dict[int, Scores]
 
 @dataclass
 class SyntheticTask:
-    """Settings shared by all synthetic tasks; for the tasks see `data.synthetic.config.Task`.
+    """Settings shared by all synthetic tasks; for the tasks see `data.synthetic.Task`.
 
     Attributes:
         lengths: of the sequences; empty is data.seq_len.

@@ -29,8 +29,8 @@ class ShardedAttention(ABC):
 
     Attributes:
         num_nodes: over which these ranks are spread.
-        deterministic: add up gradients in one order on this rank, see `zeco_train.ops.softmax.attention.attend_backward`; sums
-            over ranks always are.
+        deterministic: add up gradients in one order on this rank, see
+            `zeco_train.ops.softmax.attention.attend_backward`; sums over ranks always are.
     """
 
     num_nodes = 1

@@ -1,4 +1,4 @@
-"""A random permutation of n items without memory: each element is computed on demand."""
+"""Randomness without state: permutations and draws are functions of names, alike on every machine and version."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from numpy.typing import NDArray
 
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_SHIFTS = 30, 27
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # Elements that `map` computes at a time: the temporaries fit in a core's cache.
 _BLOCK = 1 << 14
+# Numbers per Philox step.
+_LANES = 4
 
 
 class Permutation:
@@ -77,7 +81,7 @@ class Permutation:
         mixed, shifted = np.empty_like(values), np.empty_like(values)
         for key in self._keys:
             np.bitwise_xor(right, np.uint64(key), out=mixed)
-            for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+            for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
                 np.right_shift(mixed, np.uint64(shift), out=shifted)
                 np.bitwise_xor(mixed, shifted, out=mixed)
                 np.multiply(mixed, np.uint64(multiplier), out=mixed)
@@ -96,3 +100,43 @@ def _mix(x: int) -> int:
     x = (x ^ x >> 30) * _MULTIPLIERS[0] & _MASK
     x = (x ^ x >> 27) * _MULTIPLIERS[1] & _MASK
     return x ^ x >> 31
+
+
+def splitmix_words(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 random bits for each counter: splitmix64 (Steele et al. 2014) as a counter-based generator, modulo 2^64."""
+    x = np.uint64(key) + counters * np.uint64(_GAMMA)
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(multiplier)
+    return x ^ x >> np.uint64(31)
+
+
+class Draws:
+    """Draws for one example; each has a name (`of`) and is independent of all others.
+
+    Args:
+        name: kind of example.
+        seed, index: select the example.
+    """
+
+    def __init__(self, name: str, seed: int, index: int) -> None:
+        self._name, self._seed, self._index = name, seed, index
+
+    def pick(self, count: int, n: int, of: str) -> list[int]:
+        """`count` distinct numbers below `n`, in random order."""
+        assert 0 <= count <= n, (count, n)
+        order = Permutation(n, self._seed, self._index, f"{self._name}, {of}")
+        return [order(place) for place in range(count)]
+
+    def below(self, n: int, of: str) -> int:
+        """A number below `n`."""
+        return self.pick(1, n, of)[0]
+
+    def many_below(self, n: int, start: int, stop: int, of: str) -> NDArray[np.int64]:
+        """Elements [start, stop) of an endless random sequence of numbers below `n`, [stop − start]; n is small."""
+        name = f"{self._name}, {of}, seed {self._seed}, {self._index}"
+        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+        first = start // _LANES
+        # numpy guarantees the raw bits of its generators across versions, but not its distributions.
+        raw = np.random.Philox(key=key, counter=first).random_raw(stop - first * _LANES)[start - first * _LANES :]
+        # Multiply-shift on the high 32 bits: the bias is below n · 2⁻³².
+        return ((raw >> np.uint64(32)) * np.uint64(n) >> np.uint64(32)).astype(np.int64)

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from data.config import Shuffle
 from data.loader import Source
-from data.reader import DataSplit, Reader, SequenceSource, Shard
+from data.loader.batches import DataSplit, Reader, SequenceSource, Shard
+from data.randomness import splitmix_words
 from data.store import StoreMeta
 from data.tokenizer import BYTES, ByteTokenizer
 from zeco_train.errors import ConfigError
@@ -33,8 +34,6 @@ from zeco_train.system.labels import IGNORE_INDEX
 MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
 # Probabilities are compared with 32 random bits.
 _BITS = 32
-_GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # Words that are computed at a time: the temporaries fit in a core's cache.
 _BLOCK = 1 << 14
 
@@ -121,7 +120,7 @@ def find_mask_ids(mask_token: int | None, meta: StoreMeta, vocab_size: int) -> M
 
 
 class SequenceMasks:
-    """The masks of one sequence, a counter-based generator: words of splitmix64 (Steele et al. 2014), by position.
+    """The masks of one sequence: by `splitmix_words` of the positions.
 
     Args:
         fraction: probability that a token is chosen.
@@ -139,7 +138,7 @@ class SequenceMasks:
         chosen = np.empty(stop - start, np.bool_)
         for begin in range(start, stop, _BLOCK):
             end = min(begin + _BLOCK, stop)
-            words = _words(self._of_choice, np.arange(begin, end, dtype=np.uint64))
+            words = splitmix_words(self._of_choice, np.arange(begin, end, dtype=np.uint64))
             chosen[begin - start : end - start] = words >> np.uint64(_BITS) < self._threshold
         return chosen
 
@@ -150,19 +149,11 @@ class SequenceMasks:
 
     def replace(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], ids: MaskIds) -> NDArray[np.int64]:
         """What the model reads in place of chosen tokens, given with their positions."""
-        words = _words(self._of_change, positions.astype(np.uint64))
+        words = splitmix_words(self._of_change, positions.astype(np.uint64))
         high, low = words >> np.uint64(_BITS), words & np.uint64((1 << _BITS) - 1)
         random = ids.first + (low * np.uint64(ids.stop - ids.first) >> np.uint64(_BITS)).astype(np.int64)
         masked, changed = (round(share * (1 << _BITS)) for share in (MASKED_SHARE, MASKED_SHARE + RANDOM_SHARE))
         return np.where(high < masked, ids.mask, np.where(high < changed, random, tokens))
-
-
-def _words(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 random bits for each counter; arithmetic is modulo 2^64."""
-    x = np.uint64(key) + counters * np.uint64(_GAMMA)
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        x = (x ^ x >> np.uint64(shift)) * np.uint64(multiplier)
-    return x ^ x >> np.uint64(31)
 
 
 class MaskedReader(Reader):
@@ -207,7 +198,7 @@ class MaskedReader(Reader):
 
 @dataclass(frozen=True)
 class MaskedSource:
-    """A source with masked tokens, see `data.reader.SequenceSource`.
+    """A source with masked tokens, see `data.loader.batches.SequenceSource`.
 
     Validation readers have seed 0, so losses of runs with other seeds are of the same masks.
     """
@@ -218,23 +209,23 @@ class MaskedSource:
 
     @property
     def weight(self) -> int:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         return self.source.weight
 
     @property
     def name(self) -> str:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         return self.source.name
 
     def reader(
         self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
     ) -> MaskedReader:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         reader = self.source.reader(split, shuffle=shuffle, seed=seed, number=number)
         return MaskedReader(reader, self.fraction, self.ids, f"store {number}, seed {seed}")
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         plain = self.source.describe(shuffle, seq_len, num_sequences)
         return f"{plain}; {self.fraction:.4g} of the tokens predicted, mask token {self.ids.mask}"
 

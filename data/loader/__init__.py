@@ -1,11 +1,11 @@
 """Loads one rank's shards of sequences; each batch is a pure function of one integer.
 
-A store's documents form a token stream (data.documents), in stored order or reshuffled every epoch. Sequence i of an
-epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labels are shifted by one, so the last label of one
-sequence is the first token of the next. Tokens after the last whole sequence and its label are dropped from that epoch:
-sequences never continue into the next epoch, which may have the same documents.
+A store's documents form a token stream (data.store.documents), in stored order or reshuffled every epoch. Sequence i
+of an epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labels are shifted by one, so the last label
+of one sequence is the first token of the next. Tokens after the last whole sequence and its label are dropped from that
+epoch: sequences never continue into the next epoch, which may have the same documents.
 
-The sequences of an epoch are shuffled, several stores are mixed in proportion to their weights (data.mixture), and the
+The sequences of an epoch are shuffled, several stores are mixed in proportion to their weights (`Mixture`), and the
 result is one endless stream. Each step takes the next `global_batch` sequences, across epoch borders if need be. A
 sequence may be cut in time into segments (docs/mathematics.md); each segment is sharded over the ranks that share the
 sequence, and is a batch of its own. The only state to checkpoint is `consumed`, the number of sequences taken so far,
@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from data.config import Shuffle, check_batch, check_seq_len
-from data.documents import Documents, DocumentStream, sequence_borders
-from data.mixture import Mixture
-from data.permutation import Permutation
-from data.reader import Batch, DataSplit, Reader, SequenceSource, Shard
+from data.loader.batches import Batch, DataSplit, Reader, SequenceSource, Shard
+from data.randomness import Permutation
+from data.store.documents import Documents, DocumentStream, sequence_borders
 from zeco_train.system import background
 
 
@@ -50,11 +51,11 @@ class Source:
     def reader(
         self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
     ) -> SequenceReader:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         return SequenceReader(self.documents, split, shuffle=shuffle, seed=seed, number=number)
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """See `data.reader.SequenceSource`."""
+        """See `data.loader.batches.SequenceSource`."""
         documents, store = self.documents, self.documents.store
         epoch = (documents.num_tokens - 1) // seq_len
         tokens = f"{documents.num_tokens:,} tokens"
@@ -149,6 +150,54 @@ class SequenceReader(Reader):
             return self._streams[key]
 
 
+def as_integers(weights: Sequence[float]) -> list[int]:
+    """The smallest integers with the same ratios as `weights`, which are read as decimals by their repr."""
+    fractions = [Fraction(repr(weight)) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    integers = [int(fraction * scale) for fraction in fractions]
+    return [number // math.gcd(*integers) for number in integers]
+
+
+class Mixture:
+    """Distributes the positions 0, 1, 2, … of a run's stream over stores in proportion to their weights.
+
+    Positions are grouped into blocks of b = ⌈1 / the smallest share⌉. Store j gets ⌊t·b·W_j⌋ − ⌊t·b·W_{j−1}⌋ of the
+    first t·b positions, W being the running sum of the shares: after every block it is within one of its exact share,
+    without drift, in integer arithmetic. (b is large enough that no store's count ever decreases.) Positions are
+    shuffled within a block, so that no period of the training loop, such as the logging interval, always hits the same
+    store. Constant time and memory per position. Each store's indices 0, 1, 2, … occur exactly once, in order except
+    for the shuffle within blocks.
+
+    Args:
+        weights: positive integers, one per store.
+        seed: seed of the order within blocks.
+    """
+
+    def __init__(self, weights: Sequence[int], seed: int) -> None:
+        assert weights, weights
+        assert min(weights) > 0, weights
+        self._seed = seed
+        self._sums = [sum(weights[: j + 1]) for j in range(len(weights))]
+        self.shares = [Fraction(weight, self._sums[-1]) for weight in weights]
+        self.block = -(-self._sums[-1] // min(weights))
+
+    def place(self, position: int) -> tuple[int, int]:
+        """The store of the sequence at `position`, and the sequence's index within that store."""
+        if len(self._sums) == 1:
+            return 0, position
+        block, slot = divmod(position, self.block)
+        slot = Permutation(self.block, self._seed, block, of="stores")(slot)
+        before, after = self._dealt(block), self._dealt(block + 1)
+        store = next(j for j in range(len(self._sums)) if slot < after[j] - before[j])
+        if store == 0:
+            return 0, before[0] + slot
+        return store, before[store] - before[store - 1] + slot - (after[store - 1] - before[store - 1])
+
+    def _dealt(self, blocks: int) -> list[int]:
+        """Cumulative number of positions of stores 0 … j in the first `blocks` blocks, for each j."""
+        return [blocks * self.block * partial // self._sums[-1] for partial in self._sums]
+
+
 class Place(NamedTuple):
     """Address of a sequence of the endless stream: the store, its epoch, and the sequence in that epoch."""
 
@@ -225,7 +274,6 @@ class SequenceLoader:
         return self.readers[bisect.bisect_right(self._first_ids, sequence_id) - 1]
 
     def _count_step_labels(self, consumed: int) -> int | None:
-        """Number of counted labels in the step after `consumed` sequences; None if every token has one."""
         if not any(reader.has_labels for reader in self.readers):
             return None
         places = [self.place(consumed + i) for i in range(self.global_batch)]

@@ -48,7 +48,7 @@ def ids_of(tokenizer: Tokenizer) -> dict[str, Any]:
 class StoreWriter:
     """Writes one store, document by document, into a folder, which is a valid store only after `finish` returns.
 
-    Memory does not grow with the corpus. Creates the folder if missing; use `data.atomic` to put it into place.
+    Memory does not grow with the corpus. Creates the folder if missing; use `atomic_folder` to put it into place.
 
     Args:
         vocab_size, eos_id, tokenizer: as in StoreMeta.
@@ -222,7 +222,6 @@ class StoreWriter:
             beyond += 1
 
     def _write(self, data: memoryview) -> None:
-        """Append bytes, starting a new shard whenever one is full."""
         while data:
             if self._shard is None:
                 self._shard = (self.folder / shard_name(len(self._full_shards))).open("wb")
@@ -248,7 +247,6 @@ class StoreWriter:
         return np.memmap(self.folder / OFFSETS_FILE, dtype=np.int64, mode="r", offset=_HEADER_BYTES)
 
     def _blocks_from(self, position: int) -> Iterator[bytes]:
-        """The bytes of all tokens from `position` on."""
         self.checkpoint()
         shard, first = divmod(position, self.shard_tokens)
         for index in range(shard, len(self._full_shards) + (self._shard is not None)):

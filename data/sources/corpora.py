@@ -6,7 +6,7 @@ from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.
-    run_command("data.corpora")
+    run_command("data.sources.corpora")
 
 import hashlib
 import logging
@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.atomic import atomic_folder, check_replaceable
-from data.store import VALIDATION_FOLDER, VERSION, TokenStore
-from data.store_writer import StoreWriter, ids_of
+from data.config import default_cache_dir
+from data.store import VALIDATION_FOLDER, VERSION, TokenStore, check_replaceable
+from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
 from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
-from zeco_train.system.files import read_errors
+from zeco_train.system.files import atomic_folder, read_errors
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +82,6 @@ def standard_library_documents(folder: Path | None = None) -> Corpus:
     return Corpus(documents, not_utf8, digest.hexdigest())
 
 
-def default_cache_dir() -> Path:
-    """$ZECO_CACHE, else zeco-train in $XDG_CACHE_HOME, else ~/.cache/zeco-train."""
-    if cache := os.environ.get("ZECO_CACHE"):
-        return Path(cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeco-train"
-
-
 def prepare_embedded(
     cache_dir: Path | None = None,
     validation_fraction: float = DEFAULT_VALIDATION_FRACTION,
@@ -117,7 +110,7 @@ def prepare_embedded(
             damaged = True
             logger.warning("%s; preparing the embedded corpus again", error)
     try:
-        with atomic_folder(out, replace=damaged, remedy=_CACHE_REMEDY) as folder:
+        with atomic_folder(out, replace=check_replaceable if damaged else None, remedy=_CACHE_REMEDY) as folder:
             _write(folder, corpus, validation_fraction)
     except DataError:
         # Another process may have finished first; its store is identical.
@@ -158,7 +151,7 @@ def _is_held_out(name: str, fraction: float) -> bool:
 @errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Prepare the embedded corpus and print its path; takes no arguments. Returns the exit status."""
-    Parser(prog="python -m data.corpora", description=docstring(main)).parse_args(arguments)
+    Parser(prog="python -m data.sources.corpora", description=docstring(main)).parse_args(arguments)
     corpus = standard_library_documents()
     path = prepare_embedded(corpus=corpus)
     size = TokenStore.open(path).num_tokens

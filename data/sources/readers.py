@@ -99,7 +99,6 @@ def _lines(file: IO[bytes], most: int, position: int = 0, stop: float = math.inf
 
 @contextmanager
 def _arrow_errors(subject: object, problem: str, *others: type[Exception]) -> Iterator[None]:
-    """Convert pyarrow's exceptions, and those of types `others`, to SourceProblem."""
     import pyarrow
 
     try:
@@ -114,7 +113,6 @@ class _LineProblem(Exception):
 
 
 def _documents_of_line(line: bytes | None, path: Path, position: int, text_field: str) -> Iterator[Document]:
-    """Yield the document of a line, if it is not blank. Raises SourceProblem, or _LineProblem."""
     if line is None:
         yield LeftOut.large
     elif (text := decode(line, path, position)) and not text.isspace():
@@ -122,7 +120,6 @@ def _documents_of_line(line: bytes | None, path: Path, position: int, text_field
 
 
 def _field_of_line(line: str, text_field: str) -> Document:
-    """The text field of a line. Raises _LineProblem."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -151,7 +148,6 @@ def listed(names: Sequence[str] | dict[str, Any]) -> str:
 
 
 def _line_number(path: Path, position: int) -> int:
-    """The number of the line that begins at byte `position`, counted from 1."""
     count, left = 1, position
     with path.open("rb") as file:
         while left > 0 and (block := file.read(min(left, READ_BYTES))):
@@ -205,7 +201,6 @@ def check_column(source: object, schema: Any, text_field: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether an Arrow type is text, a dictionary of text, or null, the type of a column without values."""
     import pyarrow
 
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind

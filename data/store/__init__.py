@@ -1,4 +1,4 @@
-"""The token store: tokenised documents on disk (docs/data.md). Written by `data.store_writer`.
+"""The token store: tokenised documents on disk (docs/data.md). Written by `data.store.writer`.
 
 A store is a folder:
 
@@ -24,29 +24,28 @@ import queue
 import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from data.digests import COPY_AGAIN as _COPY_AGAIN
-from data.digests import file_version, verify_file
-from data.npy import map_array
-from data.tokenizer import BYTES, info_problem
-from data.tokenizer_files import TOKENIZER_FOLDER
+from data.tokenizer import BYTES, TOKENIZER_FOLDER, info_problem
 from zeco_train import __version__
 from zeco_train.errors import ConfigError, DataError, check_open_files
-from zeco_train.system.files import FILES_OF_A_PROCESS, OPEN_SHARDS, allow_open_files, read_errors
-from zeco_train.system.small_files import read_json
+from zeco_train.system.files import FILES_OF_A_PROCESS, OPEN_SHARDS, allow_open_files, read_errors, sha256_of
+from zeco_train.system.small_files import check_regular, read_json
 
 FORMAT = "zeco-train token store"
 VERSION = 2
 OFFSETS_FILE = "doc_offsets.npy"
 META_FILE = "meta.json"
 VALIDATION_FOLDER = "validation"
+COPY_AGAIN = "copy the store again or prepare it again"
 PREPARE_HINT = "prepare one with: python -m data.prepare SOURCE --out STORE"
 
 _VERSION_1_TOKENS = "tokens.bin"
@@ -54,11 +53,15 @@ _VERSION_1_TOKENS = "tokens.bin"
 _SHARD_NAME = re.compile(r"tokens-[0-9]{5,}\.bin")
 _OTHER_NAMES = frozenset({OFFSETS_FILE, META_FILE, VALIDATION_FOLDER, TOKENIZER_FOLDER, _VERSION_1_TOKENS})
 _OFFSETS_BLOCK = 1 << 20
+# Bytes read and hashed at a time.
+_PART_BYTES = 1 << 22
 # A place for each shard that stays open, of all stores of this process; further ones are opened for each read. A
 # finalizer, which interrupts other code, may use a queue of this kind, but no lock.
 _places: queue.SimpleQueue[None] = queue.SimpleQueue()
 for _ in range(OPEN_SHARDS):
     _places.put(None)
+
+Version = tuple[int, int, int]
 
 
 def shard_name(index: int) -> str:
@@ -87,7 +90,7 @@ class StoreMeta:
         num_tokens, num_documents: counts, the end-of-sequence ids included.
         shards: the shards, in stream order.
         doc_offsets_sha256: digest of doc_offsets.npy.
-        sources_sha256: digest of the manifest of the input (see `data.prepare`, `data.corpora`).
+        sources_sha256: digest of the manifest of the input (see `data.prepare`, `data.sources.corpora`).
         created_by: name and version of the program.
         preparation: source and options of the text, as given to `data.prepare`; empty if unknown.
     """
@@ -170,11 +173,11 @@ class TokenStore:
         for shard in meta.shards:
             file = folder / shard.name
             # Reads compare with this, although a shard's file is opened at its first read only.
-            with read_errors(file, _COPY_AGAIN):
+            with read_errors(file, COPY_AGAIN):
                 stats.append(file.stat())
             if (size := stats[-1].st_size) != (expected := shard.num_tokens * itemsize):
                 problem = f"{'truncated' if size < expected else 'too long'}: {size} bytes, meta.json says {expected}"
-                raise DataError(file, problem, _COPY_AGAIN)
+                raise DataError(file, problem, COPY_AGAIN)
         return cls(folder, meta, _load_offsets(folder / OFFSETS_FILE, meta), stats)
 
     def longest_document(self) -> int:
@@ -212,7 +215,7 @@ class TokenStore:
                 wrong = int(np.argmax(part >= self.vocab_size))
                 position = first - shard_start + wrong
                 problem = f"token {position} is {part[wrong]}, meta.json has ids below {self.vocab_size}"
-                raise DataError(self._where(index, first - shard_start, part), problem, _COPY_AGAIN)
+                raise DataError(self._where(index, first - shard_start, part), problem, COPY_AGAIN)
         # `+=` is not atomic, and several threads may read.
         with self._lock:
             self.bytes_requested += tokens.nbytes
@@ -246,7 +249,6 @@ class TokenStore:
             _close_all(self._descriptors)
 
     def _read_shard(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> None:
-        """Fill `tokens` from a shard, starting at its token `first`."""
         view = tokens.view(np.uint8).data
         offset, done, problem, remedy = first * self.itemsize, 0, "", "leave a store alone while a run uses it"
         try:
@@ -267,18 +269,16 @@ class TokenStore:
                 problem = "was changed or replaced since it was opened"
         except OSError as error:
             check_open_files(error)
-            problem, remedy = f"cannot be read ({error.strerror})", _COPY_AGAIN
+            problem, remedy = f"cannot be read ({error.strerror})", COPY_AGAIN
         if problem:
             raise DataError(self._where(index, first, tokens), problem, remedy)
 
     def _where(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> str:
-        """Location of `tokens`, which start at token `first` of a shard, for messages."""
         start = first * self.itemsize
         return f"{self.shard_path(index)}, bytes {start} to {start + tokens.nbytes}"
 
     @contextlib.contextmanager
     def _shard(self, index: int) -> Iterator[int]:
-        """Context manager: a descriptor of a shard, which stays open while there is a place."""
         with self._lock:
             descriptor = self._descriptors.get(index)
             if descriptor is None and _take_place():
@@ -310,6 +310,13 @@ def is_store(folder: Path) -> bool:
         return False
     known = all(name in _OTHER_NAMES or _SHARD_NAME.fullmatch(name) for name in names)
     return known and isinstance(record, dict) and record.get("format") == FORMAT
+
+
+def check_replaceable(out: Path) -> None:
+    """Raise DataError unless `out` is the folder of a token store, the only kind that is ever replaced."""
+    if out.is_symlink() or not is_store(out):
+        problem = "exists and is a link" if out.is_symlink() else "exists and is not a token store"
+        raise DataError(out, problem, "choose another folder; nothing was changed")
 
 
 def _take_place() -> bool:
@@ -358,7 +365,7 @@ def read_meta(folder: Path) -> StoreMeta:
     if meta.num_tokens < 1 or meta.num_documents < 1:
         raise DataError(folder, "holds no tokens", "prepare it again")
     if (total := sum(shard.num_tokens for shard in meta.shards)) != meta.num_tokens:
-        raise DataError(path, f"its shards have {total} tokens, num_tokens says {meta.num_tokens}", _COPY_AGAIN)
+        raise DataError(path, f"its shards have {total} tokens, num_tokens says {meta.num_tokens}", COPY_AGAIN)
     if not 0 <= meta.eos_id < meta.vocab_size or meta.dtype != token_dtype(meta.vocab_size).name:
         problem = f"eos_id {meta.eos_id}, vocab_size {meta.vocab_size} and dtype {meta.dtype} do not fit together"
         raise DataError(path, problem, "prepare it again")
@@ -392,7 +399,7 @@ def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
     except (OSError, ValueError) as error:
         check_open_files(error)
         problem = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise DataError(path, f"cannot be read ({problem})", _COPY_AGAIN) from error
+        raise DataError(path, f"cannot be read ({problem})", COPY_AGAIN) from error
     problem = ""
     if offsets.dtype != np.int64 or offsets.shape != (meta.num_documents + 1,):
         problem = f"{offsets.dtype} {list(offsets.shape)}, expected int64 [{meta.num_documents + 1}]"
@@ -403,7 +410,62 @@ def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
         if any((np.diff(offsets[start : start + _OFFSETS_BLOCK + 1]) <= 0).any() for start in blocks):
             problem = "its offsets do not increase"
     if problem:
-        raise DataError(path, f"does not fit meta.json: {problem}", _COPY_AGAIN)
+        raise DataError(path, f"does not fit meta.json: {problem}", COPY_AGAIN)
     # The checks above accept wrong borders too, and this digest is the key of cached indices.
     verify_file(path, meta.doc_offsets_sha256)
     return offsets
+
+
+def file_version(stat: os.stat_result) -> Version:
+    """Detects replacement and writes: (inode number, size, modification time in ns)."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def verify_file(path: Path, expected: str) -> None:
+    """Read a file whole and compare its sha256 with `expected`.
+
+    Raises:
+        DataError: it cannot be read, or its contents differ.
+    """
+    with read_errors(path, COPY_AGAIN):
+        digest = sha256_of(path)
+    if digest != expected:
+        raise DataError(path, "its contents differ from what was prepared", COPY_AGAIN)
+
+
+def hash_in_parts(path: Path, version: Version | None = None) -> Generator[int, None, str]:
+    """Compute the sha256 of a file incrementally: yields the size of each part read, returns the digest.
+
+    Args:
+        path: the file.
+        version: the expected `file_version`, checked at the end.
+
+    Raises:
+        DataError: the file cannot be read, or was changed.
+    """
+    digest = hashlib.sha256()
+    with read_errors(path, COPY_AGAIN), path.open("rb", buffering=0) as file:
+        while part := file.read(_PART_BYTES):
+            digest.update(part)
+            yield len(part)
+        # Of the descriptor: what was hashed, even if the path leads to another file by now.
+        now = file_version(os.fstat(file.fileno()))
+    if version is not None and now != version:
+        raise DataError(path, "was changed or replaced since it was opened", "leave a store alone while a run uses it")
+    return digest.hexdigest()
+
+
+def map_array(path: Path) -> NDArray:
+    """Memory-map the array in an .npy file, read-only, with the dtype and shape of its header.
+
+    Raises:
+        OSError: not a regular file, or cannot be read.
+        ValueError: not an .npy file of plain numbers, or shorter than its header requires.
+    """
+    check_regular(path)
+    try:
+        # Not np.load, which would also open archives.
+        return open_memmap(path, mode="r")
+    except (TypeError, ArithmeticError, MemoryError, RecursionError, SyntaxError, TokenError) as error:
+        # Raised by numpy and by Python's parser for a malformed header.
+        raise ValueError(f"not the header of an array ({type(error).__name__})") from error

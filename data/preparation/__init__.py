@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,23 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from data.atomic import check_replaceable
-from data.display import Display
-from data.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
-from data.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
-from data.readers import LeftOut, SourceProblem
+from data.preparation.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
+from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
 from data.sources import DOCUMENT_BYTES, UNIT_BYTES, FileSource, Source, Unit
-from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, read_meta
-from data.store_writer import SHARD_TOKENS, StoreWriter, ids_of
+from data.sources.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
+from data.sources.readers import LeftOut, SourceProblem
+from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, check_replaceable, read_meta
+from data.store.writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
-from data.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
 from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.system.amounts import clock, compact
 from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_path
 
 _SMALL_CORPUS_BYTES = 1 << 23
 _BLOCK_BYTES = 1 << 22
+_LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,6 @@ class _Preparation:
         return open_dataset(spec, options.text_field, options.unit_bytes)
 
     def _read_all(self, writer: StoreWriter) -> None:
-        """Tokenise the rest of the source."""
         options, source, state = self._options, self.source, self._work.state
         small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
         self.workers = options.workers or (1 if small else _available_cpus())
@@ -234,14 +235,12 @@ class _Preparation:
         self._save(writer, READ)
 
     def _units_left(self) -> Iterator[tuple[int, Unit]]:
-        """The numbered units, starting from the saved state."""
         for index, unit in enumerate(self.source.units()):
             self._stamps[index] = _next_stamp(self._stamps[index - 1], unit)
             if index >= self._work.state.unit:
                 yield index, unit
 
     def _take(self, writer: StoreWriter, part: Part) -> bool:
-        """Move a part into the store. Returns whether the store has reached `max_tokens`."""
         tokens_path, lengths_path = part.paths(self._work.parts)
         lengths = np.load(lengths_path)
         most = self._options.max_tokens
@@ -271,7 +270,6 @@ class _Preparation:
                     path.unlink(missing_ok=True)
 
     def _split(self, writer: StoreWriter) -> None:
-        """Copy the last documents into the validation part, then truncate the store."""
         work = self._work
         if self._options.validation_fraction > 0:
             kept = writer.tail_state(self._options.validation_fraction)
@@ -294,7 +292,6 @@ class _Preparation:
 
 
 def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -> Prepared:
-    """Move the finished store into place and describe it; `facts` are `_Preparation.facts` of this run."""
     work.move_to(out, options.overwrite)
     held_out = out / VALIDATION_FOLDER
     validation = read_meta(held_out) if held_out.exists() else None
@@ -303,7 +300,6 @@ def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -
 
 @contextmanager
 def _source_errors() -> Iterator[None]:
-    """Convert a `SourceProblem` in the block to the `DataError` that it describes."""
     try:
         yield
     except SourceProblem as problem:
@@ -366,7 +362,6 @@ def _next_stamp(before: str, unit: Unit) -> str:
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Raise DataError if `out` exists, unless it is an empty folder, or a store with `overwrite`."""
     with read_errors(out, "choose another --out"):
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return
@@ -376,13 +371,55 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _available_cpus() -> int:
-    """CPUs available to this process (Linux), else all CPUs."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _blocks(path: Path, size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file."""
     with path.open("rb") as file:
         while size > 0 and (block := file.read(min(_BLOCK_BYTES, size))):
             size -= len(block)
             yield block
+
+
+class Display:
+    """Shows progress on stderr: a bar on a terminal, else a plain line every 10 s.
+
+    Args:
+        total: total work, in units of `amount` ("bytes", "documents", "shards").
+        done, tokens: work done by earlier runs.
+    """
+
+    def __init__(self, total: float, amount: str, done: float = 0.0, tokens: int = 0) -> None:
+        self._total, self._done, self._unit = total, done, "B" if amount == "bytes" else f" {amount}"
+        self._first_done, self._first_tokens = done, tokens
+        self._start = self._last = time.monotonic()
+        self._bar: tqdm[None] | None = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=done, unit=self._unit, unit_scale=True, desc="prepare")
+
+    def close(self) -> None:
+        """Close the bar, and leave it on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, amount: float, tokens: int) -> None:
+        """Add `amount` to the work done; `tokens` is the total so far."""
+        self._done += amount
+        now = time.monotonic()
+        rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
+        speed = f"{tokens:,} tokens, {compact(rate)} tokens/s"
+        if self._bar is not None:
+            # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
+            self._bar.set_postfix_str(speed, refresh=False)
+            self._bar.update(amount)
+        elif now - self._last >= _LINE_SECONDS:
+            self._last = now
+            print(f"prepare: {self._share(now - self._start)}, {speed}", file=sys.stderr, flush=True)
+
+    def _share(self, seconds: float) -> str:
+        done, total = (compact(value) for value in (self._done, self._total))
+        share = f"{done} of {total}{self._unit} ({self._done / max(self._total, 1e-9):.1%})"
+        if self._done > self._first_done:
+            left = (self._total - self._done) * seconds / (self._done - self._first_done)
+            share += f", {clock(max(0.0, left))} left"
+        return share

@@ -29,8 +29,8 @@ class Batch:
     Attributes:
         input_ids: [B, T] int64.
         labels: [B, T] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences,
-            and documents (see `DataSplit`); of a masked-token task (`data.masking`) the original token at t. −100 for
-            labels excluded from the loss.
+            and documents (see `DataSplit`); of a masked-token task (data.loader.masking) the original token at t. −100
+            for labels excluded from the loss.
         position: of the tokens in their sequences, with documents for `reset_state_at_document`.
         sequence_ids: numbers of the sequences within their epochs; those of a second store continue after those of the
             first. Empty for padding.

@@ -3,6 +3,8 @@
 Without streaming the library writes an Arrow copy of the whole data set to its cache, and a unit is a range of its
 rows. With streaming nothing is copied, and a unit is a `datasets` shard: a row group of a parquet file, else a file.
 Only preparation uses this module; training never accesses the hub.
+
+A recipe is a YAML file of values, in configs/recipes or anywhere; options of `data.prepare` override it.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.display import announce_hub
-from data.readers import ROWS_AT_ONCE, Document, SourceProblem, check_column, listed, texts_of_column
 from data.sources import UNIT_BYTES, Source, Unit
-from zeco_train.errors import DataError
-from zeco_train.system.paths import is_within
+from data.sources.readers import ROWS_AT_ONCE, Document, SourceProblem, check_column, listed, texts_of_column
+from data.tokenizer import announce_hub
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.system.paths import check_path, is_within
 
 _SAVED_DATASET = ("dataset_info.json", "state.json")
 _SAVED_SPLITS = "dataset_dict.json"
 # The library resolves a hub data set's files to hf://datasets/NAME@COMMIT/FILE.
 _HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 _ROWS_OF_A_UNIT = 1 << 16
+RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,67 @@ class DatasetSpec:
     data_files: str | None = None
     revision: str | None = None
     streaming: bool = False
+
+
+@dataclass
+class Recipe:
+    """Contents of a recipe file: data set, text field and amount.
+
+    Attributes:
+        description: of the text.
+        homepage: of the data set.
+        licence: the terms in a few words; read them yourself.
+        size: approximate amount of text.
+        dataset, config, split, data_dir, data_files, revision, streaming: as in `DatasetSpec`.
+        text_field: the field with the text.
+        tokenizer: "bytes", or a tokenizer's name on the hub or path.
+        min_tokens, validation_fraction: as in `PrepareOptions`.
+    """
+
+    description: str
+    homepage: str
+    licence: str
+    size: str
+    dataset: str
+    tokenizer: str
+    text_field: str = "text"
+    config: str | None = None
+    split: str = "train"
+    data_dir: str | None = None
+    data_files: str | None = None
+    revision: str | None = None
+    streaming: bool = True
+    min_tokens: int = 1
+    validation_fraction: float = 0.0
+
+
+def recipe_names() -> list[str]:
+    """Names of the bundled recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_recipe(name: str) -> Recipe:
+    """Read a recipe by its name or its file.
+
+    Raises:
+        ConfigError: no such recipe, or a file whose fields or types do not match `Recipe`.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from zeco_train.system.stored_values import read_values
+
+    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    check_path("--recipe", path)
+    if not path.is_file():
+        raise ConfigError("--recipe", name, f"allowed: {', '.join(recipe_names())}, or the path of a .yaml file")
+    try:
+        values: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), read_values(path)))
+    except (OmegaConfBaseException, ValueError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError("--recipe", name, f"{path}: {reason}") from error
+    assert isinstance(values, Recipe)
+    return values
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -166,7 +230,6 @@ class StreamSource:
 # Cutting a parquet file opens it; the units of one file come one after another.
 @functools.lru_cache(maxsize=64)
 def _cut(source: StreamSource, shard: int) -> Any:
-    """A shard, resharded where the library supports it (parquet: row groups)."""
     return source._stream.shard(source._stream.num_shards, shard).reshard()
 
 
@@ -196,7 +259,6 @@ def _check_places(spec: DatasetSpec, paths: Iterable[str]) -> None:
 
 
 def _library() -> Any:
-    """Import `datasets` with its logging off: problems are reported as one-line DataErrors."""
     try:
         import datasets
         import huggingface_hub.utils
@@ -210,7 +272,6 @@ def _library() -> Any:
 
 
 def _check_features(spec: DatasetSpec, features: Any, text_field: str) -> None:
-    """Check the text field, if the library knows the fields before reading."""
     if features is None:
         return
     if text_field not in features:

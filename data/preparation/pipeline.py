@@ -20,8 +20,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.readers import Document, LeftOut, SourceProblem
 from data.sources import DOCUMENT_BYTES, Source, Unit
+from data.sources.readers import Document, LeftOut, SourceProblem
 from data.store import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 from zeco_train.errors import DataError
@@ -136,7 +136,6 @@ class UnitTokenizer:
         return Part(index, unit.stamp, first, documents, ended, name, sum(lengths), dict(counts), amount)
 
     def _write(self, file: BinaryIO, found: list[Document], lengths: list[int]) -> Counter[str]:
-        """Append the documents and their lengths; returns `Part.counts`."""
         tokenizer = self._tokenizer
         counts = Counter(document.name for document in found if isinstance(document, LeftOut))
         texts = [document for document in found if isinstance(document, str)]
@@ -339,7 +338,6 @@ def _worker_died() -> DataError:
 
 
 def _take(texts: Iterator[Document], most: int, most_bytes: int) -> tuple[list[Document], int]:
-    """The next documents until they have `most` characters, and their total size; empty at the end."""
     taken: list[Document] = []
     size = 0
     for text in texts:

@@ -2,8 +2,8 @@
 
 `.NAME.preparing` beside the store NAME holds
 
-    store/         the partial store (data.store_writer), without its meta.json
-    parts/         tokenised parts not yet in the store (data.pipeline)
+    store/         the partial store (data.store.writer), without its meta.json
+    parts/         tokenised parts not yet in the store (data.preparation.pipeline)
     state.json     State: the valid contents of the two; replaced atomically, after those are fsynced
 
 A process owns it while it holds the lock on `.NAME.preparing.lock`.
@@ -22,12 +22,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.atomic import make_parent, move_into_place
-from data.pipeline import Part
-from data.store import META_FILE
-from data.store_writer import WriterState
+from data.preparation.pipeline import Part
+from data.store import META_FILE, check_replaceable
+from data.store.writer import WriterState
 from zeco_train.errors import DataError
-from zeco_train.system.files import sync_file, sync_folder, take_lock, write_durably, write_errors
+from zeco_train.system.files import (
+    make_parent,
+    move_into_place,
+    sync_file,
+    sync_folder,
+    take_lock,
+    write_durably,
+    write_errors,
+)
 from zeco_train.system.paths import is_plain_name
 from zeco_train.system.small_files import read_json
 
@@ -100,7 +107,7 @@ class WorkFolder:
     def move_to(self, out: Path, replace: bool) -> None:
         """Move the complete store into place. May be repeated after an interruption."""
         if meta_sha256(out) != self.state.meta_sha256:
-            move_into_place(self.store, out, replace)
+            move_into_place(self.store, out, check_replaceable if replace else None)
             sync_folder(out.parent)
 
 
@@ -186,7 +193,6 @@ def _check_own(folder: Path) -> None:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, State]:
-    """The saved arguments and state; None and a new state if there are none."""
     try:
         record = read_json(folder / "state.json")
         if record["version"] != _VERSION:

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.config import DataConfig, DataKind, StorePaths, check_seq_len, locate_stores
-from data.documents import Documents
-from data.loader import Source
-from data.mixture import as_integers
-from data.reader import TRAINING, VALIDATION, OpenedData
-from data.store import TokenStore, check_vocabulary
+from data.config import DataConfig, DataKind, check_seq_len, required_path, store_name
+from data.loader import Source, as_integers
+from data.loader.batches import TRAINING, VALIDATION, OpenedData
+from data.sources.corpora import prepare_embedded
+from data.store import VALIDATION_FOLDER, TokenStore, check_vocabulary
+from data.store.documents import Documents
 from data.synthetic.source import open_synthetic
-from data.tokenizer import comparable, same_tokenizer
-from data.tokenizer_files import tokenizer_files
+from data.tokenizer import comparable, same_tokenizer, tokenizer_files
 from zeco_train.errors import ConfigError, DataError
 
 
@@ -126,8 +125,58 @@ def open_held_out(
     return found
 
 
+@dataclass(frozen=True)
+class StorePaths:
+    """The folders of a training store and of its validation store, if any.
+
+    Attributes:
+        name: label of the store's metrics; empty for a single store.
+        weight: sampling weight of its sequences among all stores.
+        min_document_tokens: shorter documents are dropped.
+    """
+
+    train: Path
+    validation: Path | None
+    name: str = ""
+    weight: float = 1.0
+    min_document_tokens: int = 0
+
+
+def locate_stores(config: DataConfig) -> list[StorePaths]:
+    """Find the stores; prepare the embedded corpus on first use. Ranks may call this concurrently.
+
+    Raises:
+        ConfigError: `tokens` without a path.
+        DataError: no corpus, or a cache folder that cannot be written.
+    """
+    shortest = config.min_document_tokens
+    if config.kind is DataKind.embedded:
+        cache_dir = Path(config.cache_dir) if config.cache_dir else None
+        train = prepare_embedded(cache_dir, validation_fraction=config.validation_fraction)
+        return [StorePaths(train, _held_out(train), min_document_tokens=shortest)]
+    if config.kind is DataKind.tokens:
+        train = Path(required_path(config))
+        return [StorePaths(train, _held_out(train, config.validation_path), min_document_tokens=shortest)]
+    return [
+        StorePaths(
+            Path(store.path),
+            _held_out(Path(store.path), store.validation_path),
+            store_name(store),
+            store.weight,
+            shortest if store.min_document_tokens is None else store.min_document_tokens,
+        )
+        for store in config.stores
+    ]
+
+
+def _held_out(train: Path, validation_path: str | None = None) -> Path | None:
+    if validation_path is not None:
+        return Path(validation_path)
+    folder = train / VALIDATION_FOLDER
+    return folder if folder.is_dir() else None
+
+
 def _open(folder: Path, paths: StorePaths, config: DataConfig, vocab_size: int, others: Sequence[Source]) -> Documents:
-    """Open a store; its ids must fit the model and match the other stores."""
     store = TokenStore.open(folder)
     check_vocabulary(store, vocab_size)
     if others:
@@ -144,7 +193,6 @@ def _check_filter(documents: Documents) -> None:
 
 
 def _check_same_ids(store: TokenStore, first: TokenStore) -> None:
-    """Check that both stores have the same tokenizer and ids."""
     for what in ("tokenizer", "vocab_size", "eos_id"):
         own, expected = (comparable(getattr(one.meta, what)) for one in (store, first))
         if own != expected and not (what == "tokenizer" and same_tokenizer(_tokenizer(store), _tokenizer(first))):

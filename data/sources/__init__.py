@@ -5,7 +5,7 @@
 .jsonl.gz .jsonl.zst     the same, compressed
 .parquet .arrow          each row of the text column is a document
 
-`data.hugging_face` provides the same for data sets of the `datasets` library.
+`data.sources.hugging_face` provides the same for data sets of the `datasets` library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from data.readers import (
+from data.sources.readers import (
     Document,
     LeftOut,
     SourceProblem,
@@ -62,7 +62,7 @@ class Unit:
     Attributes:
         paths: text files, or a single file of another kind; empty for a data set.
         start, stop: byte range of a .jsonl file (the lines that begin there); [row group, row group + 1) of a .parquet
-            file; for data sets see `data.hugging_face`.
+            file; for data sets see `data.sources.hugging_face`.
         size: approximate share of the source's `total`, for the progress display.
         stamp: digest of its files' names, sizes and modification times, to detect changes.
     """
@@ -243,7 +243,6 @@ def _source_file(path: Path, name: str) -> SourceFile:
 
 
 def _kind(path: Path) -> str:
-    """The suffix that determines a file's format; both suffixes for compressed formats."""
     double = "".join(path.suffixes[-2:]).lower()
     return double if double in COMPRESSED_SUFFIXES else path.suffix.lower()
 
