@@ -22,7 +22,7 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import ProcessMesh, host_group
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
+from zeco_train.hf.folder import ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
@@ -166,7 +166,7 @@ def _of_checkpoint(path: Path) -> Trained:
 
 
 def _of_export(path: Path) -> Trained:
-    model = checked_fla_model(path).model
+    model = checked_model(path).model
     info = tokenizer_info(path) or {}
     if not (path / ORIGIN_FILE).is_file():
         return Trained(path, model, None, None, info, (path,))

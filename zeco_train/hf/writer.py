@@ -20,7 +20,7 @@ from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.weights import read_state
 from zeco_train.errors import CheckpointError, system_errors
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
-from zeco_train.hf.names import FileTensors, FlaModel
+from zeco_train.hf.names import FileTensors, StoredModel
 from zeco_train.ops import accumulation_dtype
 from zeco_train.system.files import make_readable, sync_file, write_durably
 
@@ -74,7 +74,7 @@ def _dtypes(checkpoint: Path, metadata: Mapping[str, Any], shapes: Mapping[str, 
     return dtypes
 
 
-def write_weights(checkpoint: Path, written: FlaModel, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
+def write_weights(checkpoint: Path, written: StoredModel, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
     """Write the weights, converted to `dtype`, under the names of the format; verify each file by reading it back.
 
     Wide parameters (`ParameterRule`) are written in fp32 if `dtype` is narrower.
