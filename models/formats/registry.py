@@ -34,4 +34,4 @@ FORMATS: tuple[ModelFormat, ...] = (
 
 def formats_of(config: LanguageModelConfig) -> list[ModelFormat]:
     """The formats for models with a configuration's mixer; empty: they cannot be exported."""
-    return [one for one in FORMATS if isinstance(config, one.mixer.config_class)]
+    return [one for one in FORMATS if one.mixer.config_class.mixer == config.mixer]

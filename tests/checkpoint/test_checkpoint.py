@@ -266,7 +266,7 @@ def test_old_checkpoint_that_is_a_link_is_unlinked_only(tmp_path: Path) -> None:
     assert train_here(*settings, "train.steps=1").code == 0
     (folder / "step_00000001").rename(disk)
     (folder / "step_00000001").symlink_to(disk)
-    # As an earlier version left one.
+    # As a save that failed leaves one.
     (folder / "step_00000000.tmp").symlink_to(disk)
     before = snapshot(disk)
     outcome = train_here(*settings, "train.steps=3")
@@ -434,8 +434,8 @@ def test_only_what_the_run_has_saved_is_removed(tmp_path: Path) -> None:
     ]
     CheckpointWriter(folder / "step_00000010", "", 1, is_staged=True)._make_folder()
     assert names(tmp_path)[1:] == ["step_00000004", "step_00000009", "step_00000010.tmp", "step_by_step.tmp"]
-    # Of an older version, without a list.
-    (tmp_path / RECORD_FILE).write_text('{"step": 2}')
+    # Removed, as a damaged one has to be.
+    (tmp_path / RECORD_FILE).unlink()
     assert [path.name for path in saved_checkpoints(tmp_path)] == ["step_00000002", "step_00000004", "step_00000009"]
 
 

@@ -241,7 +241,7 @@ def unmet_need(key: str, config: Config) -> str | None:
 
 
 def read_config(path: Path) -> Config:
-    """Read a run's stored configuration; keys that an older run lacks get their defaults.
+    """Read a run's stored configuration.
 
     Raises:
         ConfigError: it cannot be read, or is not a run's configuration.
@@ -264,11 +264,7 @@ def config_of(plain: Any) -> Config:
     check_values(plain)
     try:
         schema = schema_of(stored_class(plain))
-        config = _to_config(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain)))
-        if "labels_across_documents" not in (plain.get("data") or {}):
-            # Of a run from before the key, which had all labels.
-            config.data.labels_across_documents = True
-        return config
+        return _to_config(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain)))
     except ConfigError as error:
         # An unknown mixer, or from a section's own checks in its constructor; the caller names the file.
         raise ValueError(str(error)) from error

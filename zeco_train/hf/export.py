@@ -26,7 +26,7 @@ from zeco_train.config.schema import Config, Dtype, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.card import last_losses, model_card
 from zeco_train.hf.config_json import from_config_json, to_config_json
-from zeco_train.hf.folder import ORIGIN_FILE, checked_model
+from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
@@ -117,6 +117,7 @@ def _fill(
     write_tokenizer(trained.tokenizer, folder)
     progress, run_dir = read_progress(trained.path), trained.path.parent.parent
     origin = {
+        "format": EXPORT_FORMAT,
         "version": __version__,
         "step": progress.step,
         "sequences": progress.sequences,

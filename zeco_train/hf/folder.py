@@ -21,8 +21,8 @@ from zeco_train.hf.names import FileTensors, StoredModel, renamed
 from zeco_train.system import small_files
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Provenance of an export by this package.
-ORIGIN_FILE = "zeco_train.json"
+# Provenance of an export by this package, and its format; version 0.2 wrote no number, which means the same.
+ORIGIN_FILE, EXPORT_FORMAT = "zeco_train.json", 1
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # A tied head equals the embedding; files may include it or not.
 _HEAD = "lm_head.weight"
