@@ -70,6 +70,36 @@ def write_common(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
     }
 
 
+def plain(
+    values: Mapping[str, Any],
+    *,
+    only: Mapping[str, tuple[Any, str]],
+    written: tuple[str, ...],
+    optional: tuple[str, ...] = (),
+    layers: int = 24,
+) -> dict[str, Any]:
+    """`read` and `write` of a class whose keys are named as our fields.
+
+    Args:
+        values: the keys, with the library's defaults.
+        only: see `Keys.only`.
+        written: those of `only` that an export writes.
+        optional: keys of whole numbers that may be null, which is their default.
+        layers: see `read_common`.
+    """
+
+    def read(keys: Keys) -> dict[str, Any]:
+        keys.only(only)
+        nullable = {key: keys.optional(key) for key in optional}
+        return {**read_common(keys, layers=layers), **keys.values(values), **nullable}
+
+    def write(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
+        own = {key: getattr(model, key) for key in (*values, *optional)}
+        return {**write_common(model, seq_len), **own, **{key: only[key][0] for key in written}}
+
+    return {"read": read, "write": write}
+
+
 def read_kv_heads(keys: Keys, num_heads: int, meaning: str) -> None:
     """Refuse heads of keys and values that serve several heads of queries, where our layer has none."""
     if (found := keys.record.get("num_kv_heads")) not in (None, num_heads):

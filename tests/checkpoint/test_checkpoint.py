@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +33,7 @@ from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import (
     PROGRESS_FILE,
     RECORD_FILE,
+    RUN_FORMAT,
     Progress,
     complete_checkpoints,
     find_weights,
@@ -395,7 +398,7 @@ def test_damaged_and_foreign_folders_are_not_checkpoints(tmp_path: Path) -> None
         damaged.mkdir(parents=True)
         assert set_aside(damaged).name == name
     sound.mkdir()
-    (sound / PROGRESS_FILE).touch()
+    (sound / PROGRESS_FILE).write_text(json.dumps({"format": RUN_FORMAT, **asdict(Progress(2))}))
     (folder / "step_00000002 of May 3").mkdir()
     assert complete_checkpoints(tmp_path) == [sound]
     (folder / "latest").symlink_to(sound.name)

@@ -86,7 +86,6 @@ def model_card(
 
 
 def _softmax(model: LanguageModelConfig) -> dict[str, str]:
-    """A row on the softmax layers of a hybrid."""
     attn = model.canonical().attn
     if attn.layers is None:
         return {}

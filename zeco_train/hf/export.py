@@ -101,7 +101,6 @@ def _config_record(trained: Trained, config: Config, dtype: torch.dtype, model_t
 
 
 def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
-    """Raise `ConfigError` unless the disk of `folder`, which becomes `out`, has room for the weights."""
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
         raise ConfigError("OUT", out, sizes)

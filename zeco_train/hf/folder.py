@@ -90,7 +90,6 @@ def checked_tensors(folder: Path) -> tuple[StoredModel, list[StoredTensors]]:
 
 
 def _by_own_names(folder: Path, parsed: StoredModel, stored: Mapping[str, Stored]) -> dict[str, tuple[str, Stored]]:
-    """The tensors by the library's names: `ModelFormat.other_names`."""
     found: dict[str, tuple[str, Stored]] = {}
     for name, one in stored.items():
         own = renamed(name, parsed.format.other_names)
@@ -101,7 +100,6 @@ def _by_own_names(folder: Path, parsed: StoredModel, stored: Mapping[str, Stored
 
 
 def _check_shapes(folder: Path, stored: Sequence[tuple[str, Stored]], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise `CheckpointError` unless the tensors together have the rows of our parameters, and can be read."""
     rows, (_, *rest) = sum(shape[0] for shape in shapes), shapes[0]
     for name, one in stored:
         # Of several, each may have any number of the rows.
@@ -133,7 +131,6 @@ def stored_weights(folder: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> list[str]:
-    """The names of the weight files."""
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / INDEX_FILE).is_file():
         table = read_record(folder / INDEX_FILE).get("weight_map")

@@ -63,7 +63,6 @@ def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
 
 
 def _dtypes(checkpoint: Path, metadata: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> set[torch.dtype]:
-    """The dtypes of weights; raises `CheckpointError` unless all are there, with these shapes."""
     dtypes = set()
     for name, shape in shapes.items():
         stored = metadata.get(f"{_MODEL}.{name}")
@@ -126,7 +125,6 @@ def _dtype(name: str, dtype: torch.dtype, wide: Collection[str]) -> torch.dtype:
 def _parts(
     tensors: Iterable[FileTensors], shapes: Mapping[str, torch.Size], itemsize: int, file_bytes: int
 ) -> Iterator[list[FileTensors]]:
-    """The tensors in model order, packed into files."""
     part: list[FileTensors] = []
     filled = 0
     for one in tensors:
@@ -147,7 +145,6 @@ def _file_names(count: int) -> list[str]:
 
 
 def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fsync a file, and compare it bit by bit with the tensors."""
     sync_file(path)
     # Readable by others: weights are not secret.
     make_readable(path)
