@@ -64,8 +64,7 @@ def describe_mixers() -> str:
 
 
 def _title(mixer: type[Mixer]) -> str:
-    """The title of fla's format, or else the first line of the docstring."""
-    return mixer.fla.title if mixer.fla is not None else docstring(mixer).partition("\n")[0]
+    return mixer.title or docstring(mixer).partition("\n")[0]
 
 
 def longest_document(config: LanguageModelConfig) -> int | None:

@@ -1,3 +1,3 @@
 """ZeCO-Train: exact long-context training of gated linear attention models with sequence parallelism."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

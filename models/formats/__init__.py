@@ -1,1 +1,1 @@
-"""Formats of further classes for models of a mixer, beside `Mixer.fla`: hybrids in transformers itself."""
+"""Formats of language models in fla and transformers, one file each; `models.formats.registry` has the list."""

@@ -1,4 +1,4 @@
-"""OLMo Hybrid (transformers' `OlmoHybridForCausalLM`): Gated DeltaNet and softmax layers, 3:1 in the published models.
+"""OLMo Hybrid in transformers: Gated DeltaNet and softmax layers, 3:1 in the published models.
 
 Its softmax layers normalise the outputs of attention and MLP, and all heads of queries, and of keys, at once. The norm
 of a Gated DeltaNet layer's output has an eps of its own in the code. Files have the names of the published ones, not
@@ -8,69 +8,68 @@ widths of queries, keys and values are, and names a norm of softmax layers as on
 
 from __future__ import annotations
 
-from models.fla import FlaFormat, Rows, SoftmaxLayers
+from typing import Any
 
+from models.formats.format import ModelFormat, Names, Rows
+from models.formats.hybrids import SoftmaxLayers, read_common, write_common
+from models.formats.keys import Keys
+from models.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
+
+_SOFTMAX = SoftmaxLayers(
+    fixed={"window": None, "qk_norm": True, "qk_norm_all_heads": True, "gate": False, "norm_after": True},
+    num_heads=30,
+    num_kv_heads=None,
+    head_dim=None,
+    always_rotates=False,
+    rotates_parts=False,
+)
+_DEFAULTS = {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008}
+_FIXED = {"use_gate": True, "o_norm_eps": 1e-5, "zero_centred_norms": False}
 _CONVOLUTIONS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
 
-OLMO_HYBRID = FlaFormat(
+
+def _read(keys: Keys) -> dict[str, Any]:
+    common = read_common(keys, _SOFTMAX, _DEFAULTS, _FIXED)
+    return {**common, "allow_neg_eigval": keys.value("linear_allow_neg_eigval", bool, True)}
+
+
+def _write(model: GatedDeltaNetConfig, seq_len: int) -> dict[str, Any]:
+    common = write_common(model, _SOFTMAX, OLMO_HYBRID.label, seq_len)
+    return {**common, "linear_allow_neg_eigval": model.allow_neg_eigval}
+
+
+OLMO_HYBRID = ModelFormat(
     model_type="olmo_hybrid",
     architecture="OlmoHybridForCausalLM",
-    title="OLMo Hybrid: Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464) and softmax attention",
     library="transformers",
-    defaults={"vocab_size": 100352, "hidden_size": 3840, "num_hidden_layers": 32},
-    keys={
-        "norm_eps": "rms_norm_eps",
-        "num_heads": "linear_num_key_heads",
-        "num_v_heads": "linear_num_value_heads",
-        "head_dim": "linear_key_head_dim",
-        "conv_size": "linear_conv_kernel_dim",
-        "allow_neg_eigval": "linear_allow_neg_eigval",
-    },
-    needed={"num_heads": int, "num_v_heads": int, "head_dim": int},
-    ratios={"expand_v": ("linear_value_head_dim", "head_dim")},
-    computed={
-        "linear_num_value_heads": lambda model: model.heads.values,
-        "linear_value_head_dim": lambda model: model.heads.value_dim,
-    },
-    numbers={"conv_size": 4},
-    optional_defaults={"intermediate_size": 11008},
-    switches={"allow_neg_eigval": True},
-    fixed={"use_gate": True, "o_norm_eps": 1e-5},
-    refused={
-        "attention_bias": (False, "biases in softmax layers"),
-        "attention_dropout": (0.0, "dropout"),
-        "hidden_act": ("silu", "another activation"),
-    },
-    written={"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"},
-    softmax=SoftmaxLayers(
-        fixed={"window": None, "qk_norm": True, "qk_norm_all_heads": True, "gate": False, "norm_after": True},
-        num_heads=30,
-        num_kv_heads=None,
-        head_dim=None,
-        always_rotates=False,
-        rotates_parts=False,
-        parts={
+    mixer=GatedDeltaNet,
+    title="OLMo Hybrid: Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464) and softmax attention",
+    read=_read,
+    write=_write,
+    names=Names(
+        {
+            "model.embeddings.": "model.embed_tokens.",
+            ".attn_norm.": ".attention_layer_norm.",
+            ".mlp_norm.": ".feedforward_layer_norm.",
+            ".attn.decay.": ".linear_attn.",
+            ".attn.": ".linear_attn.",
+        },
+        rows=(
+            Rows(
+                tuple(f"attn.{name}" for name in _CONVOLUTIONS), tuple(f"linear_attn.{name}" for name in _CONVOLUTIONS)
+            ),
+        ),
+    ),
+    softmax_names=Names(
+        {
             "model.embeddings.": "model.embed_tokens.",
             ".attn_norm.": ".post_attention_layernorm.",
             ".mlp_norm.": ".post_feedforward_layernorm.",
             ".attn.": ".self_attn.",
-        },
+        }
     ),
-    rows=(
-        Rows(
-            tuple(f"attn.{name}" for name in _CONVOLUTIONS),
-            tuple(f"linear_attn.{name}" for name in _CONVOLUTIONS),
-        ),
-    ),
-    former={
+    other_names={
         ".attention_layer_norm.": ".input_layernorm.",
         ".feedforward_layer_norm.": ".post_attention_layernorm.",
-    },
-    parts={
-        "model.embeddings.": "model.embed_tokens.",
-        ".attn_norm.": ".attention_layer_norm.",
-        ".mlp_norm.": ".feedforward_layer_norm.",
-        ".attn.decay.": ".linear_attn.",
-        ".attn.": ".linear_attn.",
     },
 )

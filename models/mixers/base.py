@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from models.activations import Activations, TokenTensor
 from models.config import LanguageModelConfig
-from models.fla import FlaFormat
 from models.parameters import ParameterRule
 from models.states import StateOf, TokenCache
 from zeco_train.ops.position import SequencePosition
@@ -56,8 +55,7 @@ class Mixer(nn.Module, ABC):
     Attributes:
         config_class: configuration class of a language model with this mixer.
         can_be_unmasked: the mixer follows `LanguageModelConfig.causal`: without decays it has an unmasked form.
-        fla: fla's format of such a model; None if fla has none, and the model cannot be exported.
-        other_formats: formats of further classes, with other variants of the model (`models.formats`).
+        title: of such a model, with its paper, for `--help` and model cards; "": the docstring's first line.
         shared: the parameter of the whole model that the layers read, or None.
         needs_halo: whether it exchanges states that cross one border only (`Operator.state_is_halo`).
         reads_positions: whether the layer needs the positions of its tokens (`SequencePosition.positions`).
@@ -66,8 +64,7 @@ class Mixer(nn.Module, ABC):
 
     config_class: ClassVar[type[LanguageModelConfig]]
     can_be_unmasked: ClassVar[bool] = False
-    fla: ClassVar[FlaFormat | None] = None
-    other_formats: ClassVar[tuple[FlaFormat, ...]] = ()
+    title: ClassVar[str] = ""
     shared: ClassVar[Shared | None] = None
     needs_halo: ClassVar[bool] = False
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.fla import FlaFormat
 from models.heads import ExpandedHeadsConfig
 from models.mixers.delta_base import DeltaHeads, DeltaMixer, Projected, check_conv_size, describe_heads
 from models.modules import GateFunction
@@ -62,29 +61,7 @@ class DeltaNet(DeltaMixer):
 
     config_class = DeltaNetConfig
     operator = "delta"
-    fla = FlaFormat(
-        model_type="delta_net",
-        architecture="DeltaNetForCausalLM",
-        title="DeltaNet (Yang et al., 2024, arXiv 2406.06484)",
-        numbers={"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "conv_size": 4},
-        switches={"use_gate": False, "allow_neg_eigval": False},
-        refused={
-            "use_short_conv": (True, "layers without short convolutions"),
-            "conv_bias": (False, "convolutions with a bias"),
-            "use_beta": (True, "a rule that writes all of each value"),
-            "use_output_norm": (True, "layers without a norm"),
-            "qk_norm": ("l2", "keys of another norm, with which the state may grow without bound"),
-            "qk_activation": ("silu", "another function of queries and keys"),
-        },
-        written={
-            "attn_mode": "chunk",
-            "use_short_conv": True,
-            "use_beta": True,
-            "use_output_norm": True,
-            "qk_norm": "l2",
-            "qk_activation": "silu",
-        },
-    )
+    title = "DeltaNet (Yang et al., 2024, arXiv 2406.06484)"
 
     def __init__(self, config: DeltaNetConfig, layer: int) -> None:
         super().__init__(config, layer, config.heads)

@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 from models.activations import TokenTensor
 from models.decays import StepDecay, step_log_decays
-from models.fla import FlaFormat
-from models.formats.olmo_hybrid import OLMO_HYBRID
-from models.formats.qwen3_5 import QWEN3_5
 from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import Projection, project
@@ -67,24 +64,7 @@ class GatedDeltaNet(DeltaMixer):
 
     config_class = GatedDeltaNetConfig
     operator = "gated_delta"
-    fla = FlaFormat(
-        model_type="gated_deltanet",
-        architecture="GatedDeltaNetForCausalLM",
-        title="Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464)",
-        defaults={"num_hidden_layers": 21},
-        numbers={"num_heads": 6, "head_dim": 256, "expand_v": 2.0, "conv_size": 4},
-        optional={"num_v_heads": int},
-        switches={"use_gate": True, "allow_neg_eigval": False},
-        fixed={"o_norm_eps": None},
-        refused={
-            "use_short_conv": (True, "layers without short convolutions"),
-            "conv_bias": (False, "convolutions with a bias"),
-            "output_gate_activation": ("swish", "another function of the output gate"),
-        },
-        written={"attn_mode": "chunk", "use_short_conv": True, "output_gate_activation": "swish"},
-        parts={".attn.decay.": ".attn."},
-    )
-    other_formats = (OLMO_HYBRID, QWEN3_5)
+    title = "Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464)"
 
     def __init__(self, config: GatedDeltaNetConfig, layer: int) -> None:
         super().__init__(config, layer, config.heads)

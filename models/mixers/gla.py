@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.activations import Activations, TokenTensor, Traffic
-from models.fla import FlaFormat
 from models.heads import ExpandedHeadsConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import GatedRMSNorm, RMSNorm
@@ -136,20 +135,7 @@ class GatedLinearAttention(Mixer):
     """
 
     config_class = GLAConfig
-    fla = FlaFormat(
-        model_type="gla",
-        architecture="GLAForCausalLM",
-        title="gated linear attention (Yang et al., 2023, arXiv 2312.06635)",
-        numbers={"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0},
-        optional={"num_kv_heads": int, "clamp_min": float},
-        switches={"use_output_gate": True},
-        choices={"feature_map": FeatureMap},
-        aliases={"swish": FeatureMap.silu},
-        fixed={"gate_low_rank_dim": 16, "gate_logit_normalizer": 16},
-        refused={"use_short_conv": (False, "short convolutions before the operator")},
-        written={"attn_mode": "chunk", "use_short_conv": False},
-        plain_norm={"g_norm_swish_gate": "g_norm"},
-    )
+    title = "gated linear attention (Yang et al., 2023, arXiv 2312.06635)"
 
     def __init__(self, config: GLAConfig, layer: int) -> None:
         super().__init__(config, layer)

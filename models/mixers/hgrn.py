@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
-from models.fla import FlaFormat
 from models.mixers.base import Mixer, OperatorFLOPs, Shared
 from models.mixers.hgrn_base import forget_gate, lower_bounds
 from models.modules import GatedRMSNorm, swiglu
@@ -79,18 +78,7 @@ class HGRN(Mixer):
     """
 
     config_class = HGRNConfig
-    fla = FlaFormat(
-        model_type="hgrn",
-        architecture="HGRNForCausalLM",
-        title="HGRN (Qin et al., 2023, arXiv 2311.04823)",
-        numbers={"expand_ratio": 1},
-        fixed={"num_heads": 1},
-        refused={
-            "use_lower_bound": (True, "no lower bounds of the forget gates"),
-            "use_short_conv": (False, "short convolutions before the operator"),
-        },
-        written={"attn_mode": "chunk", "use_lower_bound": True, "use_short_conv": False},
-    )
+    title = "HGRN (Qin et al., 2023, arXiv 2311.04823)"
     shared = Shared(
         name="lower_bounds",
         shape=lambda config: (config.num_layers, config.width),

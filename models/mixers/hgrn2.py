@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
-from models.fla import Derived, FlaFormat
 from models.mixers.base import Mixer, OperatorFLOPs, Shared
 from models.mixers.hgrn_base import forget_gate, lower_bounds
 from models.modules import RMSNorm
@@ -70,14 +69,6 @@ class HGRN2Config(LanguageModelConfig):
         return {"heads": f"{self.num_heads} of K and V {self.head_dim}", "variants": variants}
 
 
-def _num_heads(values: Mapping[str, Any]) -> int | None:
-    """Heads as fla's layers have them: with an `expand_ratio`, whatever `num_heads` says."""
-    width, ratio = values["hidden_size"], values["expand_ratio"]
-    if ratio is None:
-        return values["num_heads"]
-    return width // ratio if ratio > 0 and width % ratio == 0 else None
-
-
 class HGRN2(Mixer):
     """One HGRN2 layer: x [B, T, D] → [B, T, D].
 
@@ -88,21 +79,7 @@ class HGRN2(Mixer):
     """
 
     config_class = HGRN2Config
-    fla = FlaFormat(
-        model_type="hgrn2",
-        architecture="HGRN2ForCausalLM",
-        title="HGRN2 (Qin et al., 2024, arXiv 2404.07904)",
-        optional={"num_heads": int, "expand_ratio": int},
-        optional_defaults={"expand_ratio": 128},
-        derived={
-            "num_heads": Derived("expand_ratio", _num_heads, "must divide hidden_size, or be null beside num_heads")
-        },
-        refused={
-            "use_lower_bound": (True, "no lower bounds of the forget gates"),
-            "use_short_conv": (False, "short convolutions before the operator"),
-        },
-        written={"attn_mode": "chunk", "use_lower_bound": True, "use_short_conv": False},
-    )
+    title = "HGRN2 (Qin et al., 2024, arXiv 2404.07904)"
     shared = Shared(
         name="lower_bounds",
         shape=lambda config: (config.num_layers, config.hidden_size),

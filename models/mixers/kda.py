@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from models.activations import TokenTensor
 from models.decays import StepDecay, step_log_decays
-from models.fla import FlaFormat
 from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import project
@@ -43,22 +42,7 @@ class KimiDeltaAttention(DeltaMixer):
 
     config_class = KDAConfig
     operator = "kda"
-    fla = FlaFormat(
-        model_type="kda",
-        architecture="KDAForCausalLM",
-        title="Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692)",
-        numbers={"num_heads": 16, "head_dim": 128, "expand_v": 1.0, "conv_size": 4},
-        optional={"num_v_heads": int},
-        switches={"allow_neg_eigval": False},
-        refused={
-            "use_short_conv": (True, "layers without short convolutions"),
-            "conv_bias": (False, "convolutions with a bias"),
-            "safe_gate": (False, "decays with a lower bound"),
-            "lower_bound": (None, "decays with a lower bound"),
-        },
-        written={"attn_mode": "chunk", "use_short_conv": True, "safe_gate": False, "lower_bound": None},
-        parts={".attn.decay.": ".attn."},
-    )
+    title = "Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692)"
 
     def __init__(self, config: KDAConfig, layer: int) -> None:
         super().__init__(config, layer, config.heads)

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.activations import TokenTensor
-from models.fla import FlaFormat
 from models.heads import ExpandedHeadsConfig
 from models.mixers.linear_base import FeatureMapAttention, HeadWidths
 from zeco_train.ops import accumulation_dtype
@@ -87,23 +86,7 @@ class LinearAttention(FeatureMapAttention):
     """
 
     config_class = LinearAttentionConfig
-    fla = FlaFormat(
-        model_type="linear_attn",
-        architecture="LinearAttentionForCausalLM",
-        title="linear attention (Katharopoulos et al., 2020, arXiv 2006.16236)",
-        numbers={"num_heads": 4, "expand_k": 1.0, "expand_v": 1.0},
-        switches={"normaliser": False},
-        choices={"feature_map": LinearFeatureMap},
-        choice_defaults={"feature_map": "elementwise_product"},
-        refused={
-            "num_kv_heads": (None, "shared heads of keys and values"),
-            "norm_q": (False, "queries divided by their sum"),
-            "norm_k": (False, "keys divided by their sum"),
-        },
-        equals={"num_kv_heads": "num_heads"},
-        written={"attn_mode": "chunk", "norm_q": False, "norm_k": False, "tie_feature_map_qk": False},
-        keys={"normaliser": "norm_feature_map"},
-    )
+    title = "linear attention (Katharopoulos et al., 2020, arXiv 2006.16236)"
 
     def __init__(self, config: LinearAttentionConfig, layer: int) -> None:
         scale = config.head.query**-0.5

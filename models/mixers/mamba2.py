@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.decays import initial_rates, initial_steps
-from models.fla import FlaFormat
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import RMSNormOfGated, ShortConvolution
 from models.parameters import ParameterRule
@@ -185,55 +184,7 @@ class Mamba2(Mixer):
 
     config_class = Mamba2Config
     needs_halo = True
-    fla = FlaFormat(
-        model_type="mamba2",
-        architecture="Mamba2ForCausalLM",
-        title="Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060)",
-        library="transformers",
-        defaults={
-            "vocab_size": 32768,
-            "hidden_size": 4096,
-            "num_hidden_layers": 64,
-            "norm_eps": 1e-5,
-            "initializer_range": 0.1,
-        },
-        keys={"norm_eps": "layer_norm_epsilon"},
-        numbers={
-            "num_heads": 128,
-            "head_dim": 64,
-            "state_size": 128,
-            "n_groups": 8,
-            "expand": 2,
-            "conv_kernel": 4,
-            "time_step_min": 0.001,
-            "time_step_max": 0.1,
-            "time_step_floor": 1e-4,
-        },
-        pairs={"time_step_limit": (0.0, math.inf)},
-        remarks={
-            "n_groups": (1, "Its gated norm is of each group of channels, as in mamba_ssm: use transformers ≥ 5.23.0."),
-        },
-        switches={"use_conv_bias": True, "residual_in_fp32": True},
-        refused={
-            "use_bias": (False, "biases of the projections"),
-            "hidden_act": ("silu", "another activation"),
-            # Of fla's model of the same name.
-            "D_has_hdim": (False, "a skip connection by channel"),
-            "norm_before_gate": (False, "a norm before the gate"),
-            "rmsnorm": (True, "layers without a norm"),
-        },
-        fixed={"intermediate_size": 0},
-        # fla's model of the same name reads these.
-        copies={"norm_eps": "norm_eps", "time_step_limit": "dt_limit"},
-        written={"chunk_size": 256, "hidden_act": "silu", "rescale_prenorm_residual": False, "use_bias": False},
-        parts={
-            "model.norm.": "backbone.norm_f.",
-            "model.": "backbone.",
-            ".attn_norm.": ".norm.",
-            ".attn.decay.": ".mixer.",
-            ".attn.": ".mixer.",
-        },
-    )
+    title = "Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060)"
 
     def __init__(self, config: Mamba2Config, layer: int) -> None:
         super().__init__(config, layer)

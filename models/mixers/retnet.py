@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from models.activations import Activations, TokenTensor, Traffic
-from models.fla import FlaFormat
 from models.mixers.fixed_decay_base import FixedDecayAttention, FixedDecayConfig
 from models.modules import GatedRMSNorm
 
@@ -54,30 +53,7 @@ class MultiScaleRetention(FixedDecayAttention):
     """
 
     config_class = RetNetConfig
-    fla = FlaFormat(
-        model_type="retnet",
-        architecture="RetNetForCausalLM",
-        title="retention (Sun et al., 2023, arXiv 2307.08621)",
-        numbers={"num_heads": 8, "expand_k": 1.0, "expand_v": 2.0},
-        optional_defaults={"hidden_ratio": 2},
-        fixed={"rope_theta": 10000.0},
-        refused={
-            "feature_map": (None, "a feature map of queries and keys"),
-            "num_kv_heads": (None, "heads of keys and values that serve several heads of queries"),
-            "use_output_gate": (True, "no output gate"),
-            "use_short_conv": (False, "short convolutions before the operator"),
-        },
-        equals={"num_kv_heads": "num_heads"},
-        most={"head_k_dim": 256},
-        written={
-            "attn_mode": "chunk",
-            "feature_map": None,
-            "num_kv_heads": None,
-            "use_output_gate": True,
-            "use_short_conv": False,
-        },
-        plain_norm={"g_norm_swish_gate": "g_norm"},
-    )
+    title = "retention (Sun et al., 2023, arXiv 2307.08621)"
 
     def __init__(self, config: RetNetConfig, layer: int) -> None:
         super().__init__(config, layer, scale=config.head_k_dim**-0.5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.registry import mixer_of
+from models.formats.registry import formats_of
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from zeco_train.bench import figures, model, peer
@@ -121,9 +121,7 @@ def test_softmax_layers_of_hybrids_are_checked_and_measured_on_two_ranks(tmp_pat
 @pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn", "hgrn2"])
 def test_peer_of_a_mixer_has_our_parameters_and_set_buffers(mixer: str) -> None:
     config = load_config(["model=gla_tiny", f"model.mixer={mixer}", "model.num_layers=1"]).model
-    format_ = mixer_of(config).fla
-    assert format_ is not None
-    assert format_.library == "fla"
+    assert formats_of(config)[0].library == "fla"
     ours = {name: p.detach() for name, p in ModelSpec(config).build().named_parameters()}
     theirs = peer._build(config, ours, torch.device("cpu"))
     assert all(torch.equal(p, ours[name]) for name, p in theirs.named_parameters())

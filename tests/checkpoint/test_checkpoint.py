@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +33,7 @@ from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import (
     PROGRESS_FILE,
     RECORD_FILE,
+    RUN_FORMAT,
     Progress,
     complete_checkpoints,
     find_weights,
@@ -266,7 +269,7 @@ def test_old_checkpoint_that_is_a_link_is_unlinked_only(tmp_path: Path) -> None:
     assert train_here(*settings, "train.steps=1").code == 0
     (folder / "step_00000001").rename(disk)
     (folder / "step_00000001").symlink_to(disk)
-    # As an earlier version left one.
+    # As a save that failed leaves one.
     (folder / "step_00000000.tmp").symlink_to(disk)
     before = snapshot(disk)
     outcome = train_here(*settings, "train.steps=3")
@@ -395,7 +398,7 @@ def test_damaged_and_foreign_folders_are_not_checkpoints(tmp_path: Path) -> None
         damaged.mkdir(parents=True)
         assert set_aside(damaged).name == name
     sound.mkdir()
-    (sound / PROGRESS_FILE).touch()
+    (sound / PROGRESS_FILE).write_text(json.dumps({"format": RUN_FORMAT, **asdict(Progress(2))}))
     (folder / "step_00000002 of May 3").mkdir()
     assert complete_checkpoints(tmp_path) == [sound]
     (folder / "latest").symlink_to(sound.name)
@@ -434,8 +437,8 @@ def test_only_what_the_run_has_saved_is_removed(tmp_path: Path) -> None:
     ]
     CheckpointWriter(folder / "step_00000010", "", 1, is_staged=True)._make_folder()
     assert names(tmp_path)[1:] == ["step_00000004", "step_00000009", "step_00000010.tmp", "step_by_step.tmp"]
-    # Of an older version, without a list.
-    (tmp_path / RECORD_FILE).write_text('{"step": 2}')
+    # Removed, as a damaged one has to be.
+    (tmp_path / RECORD_FILE).unlink()
     assert [path.name for path in saved_checkpoints(tmp_path)] == ["step_00000002", "step_00000004", "step_00000009"]
 
 

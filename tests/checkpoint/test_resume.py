@@ -15,7 +15,6 @@ from tests.support.commands import snapshot, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from zeco_train.checkpoint.files import complete_checkpoints
-from zeco_train.config.schema import read_config
 from zeco_train.errors import CheckpointError
 
 pytestmark = pytest.mark.numeric
@@ -197,15 +196,10 @@ def test_changed_settings_are_told_with_their_first_step(tmp_path: Path) -> None
 
 
 def test_run_goes_on_with_its_rule_of_labels(tmp_path: Path) -> None:
-    """One from before `data.labels_across_documents` had all labels, as the default was then with resets, too."""
+    """Null is the rule that the run began with, and for a new one that of its documents."""
     reset, key = ["data.reset_state_at_document=true", "checkpoint.every=0"], "labels_across_documents"
     old, new = (tmp_path / name for name in ("old", "new"))
     assert train_here(f"run_dir={old}", *reset, f"data.{key}=true", "train.steps=1").code == 0
-    identity = json.loads((old / "identity.json").read_text())
-    assert identity.pop(f"data.{key}") is True
-    (old / "identity.json").write_text(json.dumps(identity))
-    (old / "config.yaml").write_text((old / "config.yaml").read_text().replace(f"  {key}: true\n", ""))
-    assert read_config(old / "config.yaml").data.has_labels_across
     refused = train_here(f"run_dir={old}", *reset, f"data.{key}=false", "train.steps=2")
     assert refused.errors[0].startswith(f"data.{key}=False: the run in {old} has True and can only go on with that;")
     for run, steps, rule in ((old, 2, "true"), (new, 1, "false"), (new, 2, "false")):

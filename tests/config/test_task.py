@@ -19,7 +19,7 @@ from zeco_train.config.schema import config_of, load_config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
-from zeco_train.hf.fla_config import to_fla
+from zeco_train.hf.config_json import to_config_json
 from zeco_train.hf.trained import Trained
 from zeco_train.tracking.run_folder import RunFolder
 
@@ -137,4 +137,4 @@ def test_generation_refuses_unmasked_models() -> None:
 
 def test_export_refuses_unmasked_models() -> None:
     with pytest.raises(ConfigError, match=r"^model\.causal=false: fla's GLA is causal"):
-        to_fla(GLAConfig(causal=False), ByteTokenizer(), 0, 16, "float32")
+        to_config_json(GLAConfig(causal=False), ByteTokenizer(), 0, 16, "float32")

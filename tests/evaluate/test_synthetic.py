@@ -23,7 +23,7 @@ from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.tasks.scores import Cut, Scores, score
-from zeco_train.evaluate.tasks.zeroed import ZeroedScan
+from zeco_train.evaluate.tasks.synthetic import ZeroedScan
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import connect, local_exchange

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from models.registry import MIXERS
+from models.formats.registry import FORMATS
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_delta_references
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
-from zeco_train.hf.fla_config import from_fla
+from zeco_train.hf.config_json import from_config_json
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
@@ -44,11 +44,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def fla_model(name: str, settings: dict[str, Any]) -> Any:
     """fla's model with weights larger than initialised and none at 0 or 1, so that every path matters."""
-    package, fla = importlib.import_module("fla.models"), MIXERS[name].fla
-    assert fla is not None
-    kind = getattr(package, fla.architecture.replace("ForCausalLM", "Config"))
+    package = importlib.import_module("fla.models")
+    (form,) = (one for one in FORMATS if one.model_type == name)
+    kind = getattr(package, form.architecture.replace("ForCausalLM", "Config"))
     torch.manual_seed(0)
-    model = getattr(package, fla.architecture)(kind(**{**SMALL, **settings})).eval()
+    model = getattr(package, form.architecture)(kind(**{**SMALL, **settings})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(6 if parameter.ndim > 1 else 1).add_(0.1 * torch.randn_like(parameter))
@@ -110,6 +110,6 @@ def test_training_from_checkpoint_of_fla_and_export_keep_its_weights(case: str, 
 )
 def test_settings_without_an_equal_here_are_refused(name: str, key: str, value: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
-        from_fla({"model_type": name, "num_hidden_layers": 2, key: value}, HERE)
+        from_config_json({"model_type": name, "num_hidden_layers": 2, key: value}, HERE)
     assert f"{key}=" in error.value.line
     assert problem in error.value.line

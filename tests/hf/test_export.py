@@ -23,10 +23,10 @@ from tests.support.model_card import run_snippet, snippet
 from tests.support.training import full, train
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
+from zeco_train.hf.config_json import from_config_json
 from zeco_train.hf.export import ExportSettings, export
-from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
-from zeco_train.hf.names import FlaModel
+from zeco_train.hf.names import StoredModel
 from zeco_train.hf.parity import HEADER, ParitySettings, check_states_are_passed, compare, line
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.hf.writer import write_weights
@@ -205,6 +205,6 @@ def test_sharded_export_loads_on_any_split(
                 assert torch.equal(tensor, expected[name].to(dtype.compute)), name
 
 
-def find_model(folder: Path) -> FlaModel:
+def find_model(folder: Path) -> StoredModel:
     """The model of config.json, whether or not weights exist."""
-    return from_fla(json.loads((folder / "config.json").read_text()), folder)
+    return from_config_json(json.loads((folder / "config.json").read_text()), folder)

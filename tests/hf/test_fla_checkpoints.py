@@ -17,15 +17,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.fla import FlaFormat
+from models.formats.registry import FORMATS as ALL_FORMATS
 from models.mixers.retnet import RetNetConfig
-from models.registry import MIXERS
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_decay_references, use_fp64
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
-from zeco_train.hf.fla_config import from_fla, to_fla
+from zeco_train.hf.config_json import from_config_json, to_config_json
 from zeco_train.hf.folder import INDEX_FILE
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
@@ -39,11 +38,9 @@ pytestmark = pytest.mark.numeric
 HERE = Path("model")
 TOKENS, VOCABULARY = 40, 61
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 3}
-FORMATS: dict[str, FlaFormat] = {
-    name: mixer.fla for name, mixer in MIXERS.items() if mixer.fla is not None and mixer.fla.library == "fla"
-}
+FORMATS = {one.model_type: one for one in ALL_FORMATS if one.library == "fla"}
 # What each format needs besides its type: we do not support the default feature map of fla's linear attention.
-NEEDED: dict[str, dict[str, Any]] = {"linear": {"feature_map": "elu"}}
+NEEDED: dict[str, dict[str, Any]] = {"linear_attn": {"feature_map": "elu"}}
 UNFUSED = {"fuse_norm": False, "fuse_swiglu": False, "norm_eps": 1e-3, "intermediate_size": 40}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "retnet": ("retnet", {"num_heads": 4}),
@@ -179,16 +176,16 @@ HARMLESS = {
     *("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
     # Of short convolutions, which are refused.
     "conv_size",
+    # Names of weights, of which both are read.
+    "fuse_norm",
 }
 HARMLESS_IN: dict[str, set[str]] = {
     # fla's layer does not read them.
     "gla": {"use_gk", "use_gv"},
-    # fla's names are the same with plain norms, and its layers do not read num_heads beside expand_ratio.
-    "hgrn": {"fuse_norm"},
-    "hgrn2": {"fuse_norm", "num_heads"},
+    # Its layers do not read it beside expand_ratio.
+    "hgrn2": {"num_heads"},
     # Without parameters in the feature maps that are supported.
-    "linear": {"tie_feature_map_qk", "fuse_norm"},
-    **{name: {"fuse_norm"} for name in ("gated_deltanet", "delta_net", "kda")},
+    "linear_attn": {"tie_feature_map_qk"},
 }
 
 
@@ -204,10 +201,10 @@ def test_every_key_of_fla_is_read_refused_or_known_to_change_nothing(name: str) 
     declared = inspect.signature(kind.__init__).parameters.keys() - {"self", "kwargs"}
     record = {**kind(**NEEDED.get(name, {})).to_dict(), "architectures": [FORMATS[name].architecture]}
     assert declared <= record.keys()
-    whole, unread = from_fla(record, HERE), set()
+    whole, unread = from_config_json(record, HERE), set()
     for key in sorted(declared):
         with contextlib.suppress(ConfigError):
-            if from_fla({**record, key: another(record[key])}, HERE) == whole:
+            if from_config_json({**record, key: another(record[key])}, HERE) == whole:
                 unread.add(key)
     assert unread <= HARMLESS | HARMLESS_IN.get(name, set())
 
@@ -263,7 +260,7 @@ def test_settings_that_we_lack_are_refused_by_name(mixer: str, key: str, value: 
     # Otherwise HGRN2's layers do not read num_heads.
     record |= {"expand_ratio": None} if mixer == "hgrn2" and key == "num_heads" else {}
     with pytest.raises(ConfigError) as caught:
-        from_fla({**record, key: value}, HERE)
+        from_config_json({**record, key: value}, HERE)
     assert any(f"{key}{sign}" in caught.value.line for sign in "=:.")
     assert problem in caught.value.line
     assert "\n" not in caught.value.line
@@ -272,7 +269,7 @@ def test_settings_that_we_lack_are_refused_by_name(mixer: str, key: str, value: 
 def test_retnet_with_wider_heads_than_fla_takes_is_not_exported() -> None:
     wide = RetNetConfig(hidden_size=1024, num_heads=2)
     with pytest.raises(ConfigError, match=r"model\.head_k_dim=512: fla's RetNet takes at most 256"):
-        to_fla(wide, SimpleNamespace(eos_id=2), None, 128, "float32")
+        to_config_json(wide, SimpleNamespace(eos_id=2), None, 128, "float32")
     kind, model = fla_classes("retnet")
     with torch.device("meta"), pytest.raises(AssertionError, match="less than or equal to 256"):
         model(kind(hidden_size=1024, num_heads=2, num_hidden_layers=1))

@@ -24,10 +24,10 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import main
 from zeco_train.hf import parity
+from zeco_train.hf.config_json import from_config_json
 from zeco_train.hf.continuing import other_tokenizer
 from zeco_train.hf.export import ExportSettings, export
-from zeco_train.hf.fla_config import from_fla
-from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
+from zeco_train.hf.folder import WEIGHTS_FILE, checked_model
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
@@ -52,11 +52,11 @@ HERE = Path("model")
 
 
 def test_published_fla_config_is_read() -> None:
-    model = from_fla(PUBLISHED, HERE).model
+    model = from_config_json(PUBLISHED, HERE).model
     assert (model.head_k_dim, model.head_v_dim, model.intermediate_size) == (256, 512, 5632)
-    assert from_fla({"model_type": "gla"}, HERE).model == model
-    assert from_fla({**PUBLISHED, "num_kv_heads": 4}, HERE).model == model
-    assert from_fla({**PUBLISHED, "feature_map": "swish"}, HERE).model.feature_map is FeatureMap.silu
+    assert from_config_json({"model_type": "gla"}, HERE).model == model
+    assert from_config_json({**PUBLISHED, "num_kv_heads": 4}, HERE).model == model
+    assert from_config_json({**PUBLISHED, "feature_map": "swish"}, HERE).model.feature_map is FeatureMap.silu
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_published_fla_config_is_read() -> None:
 )
 def test_unsupported_fla_settings_are_refused_by_name(key: str, value: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
-        from_fla({**PUBLISHED, key: value}, HERE)
+        from_config_json({**PUBLISHED, key: value}, HERE)
     assert len(error.value.line) < 500
     assert "config.json" in str(error.value)
     assert f"{key}=" in str(error.value)
@@ -102,7 +102,7 @@ def test_unsupported_fla_settings_are_refused_by_name(key: str, value: Any, prob
 def test_largest_numbers_of_fla_config_make_a_model() -> None:
     """Sizes of tensors stay below 2^63 bytes, beyond which torch raises."""
     largest = dict.fromkeys(["hidden_size", "vocab_size", "expand_k", "expand_v", "hidden_ratio"], 1 << 20)
-    shapes = spec_of(from_fla({**PUBLISHED, **largest, "num_hidden_layers": 1}, HERE).model).parameter_shapes
+    shapes = spec_of(from_config_json({**PUBLISHED, **largest, "num_hidden_layers": 1}, HERE).model).parameter_shapes
     assert max(map(max, shapes.values())) == 1 << 40
 
 
@@ -266,7 +266,7 @@ def test_damaged_model_folders_are_refused(damage: Callable[[Path], str], export
     assert expected in str(error.value)
     if damage is not other_origin:
         with pytest.raises(CheckpointError):
-            checked_fla_model(exported)
+            checked_model(exported)
 
 
 def test_layers_are_compared_with_the_files_before_a_model_is_built(exported: Path) -> None:

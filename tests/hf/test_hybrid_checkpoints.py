@@ -15,17 +15,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.attn import AttnConfig
+from models.formats.format import ModelFormat
+from models.formats.registry import FORMATS
 from models.mixers.gla import GLAConfig
 from models.mixers.mamba2 import Mamba2Config
-from models.registry import MIXERS
 from tests.hf.test_fla_checkpoints import error, fla_model, our_logits, their_logits
 from tests.support.commands import train_here
 from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
 from zeco_train.hf.card import _memory, _softmax
+from zeco_train.hf.config_json import from_config_json, to_config_json
 from zeco_train.hf.continuing import check_continuation
-from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
@@ -109,14 +110,11 @@ def test_export_of_a_hybrid_keeps_all_bits_and_is_read_by_fla(tmp_path: Path) ->
     assert "'transformers<5.24' flash-attn (" in card
 
 
-@pytest.mark.parametrize("name", [name for name in MIXERS if name not in ("mamba2", "lightning")])
-def test_configuration_of_a_hybrid_survives_the_round_trip(name: str) -> None:
-    mixer = MIXERS[name]
-    if mixer.fla is None:
-        pytest.skip("fla has no such model")
+@pytest.mark.parametrize("form", [one for one in FORMATS if one.library == "fla"], ids=lambda form: form.model_type)
+def test_configuration_of_a_hybrid_survives_the_round_trip(form: ModelFormat) -> None:
     attn = AttnConfig(every=2, offset=0, num_heads=4, num_kv_heads=4, head_dim=32, window=1 << 30, rope_theta=1e7)
-    model = mixer.config_class(name="model", num_layers=5, attn=attn)
-    record = json.loads(json.dumps(to_fla(model, TOKENIZER, None, 128, "float32")))
+    model = form.mixer.config_class(name="model", num_layers=5, attn=attn)
+    record = json.loads(json.dumps(to_config_json(model, TOKENIZER, None, 128, "float32")))
     assert record["attn"] == {
         "layers": [0, 2, 4],
         "num_heads": 4,
@@ -125,16 +123,16 @@ def test_configuration_of_a_hybrid_survives_the_round_trip(name: str) -> None:
         "rope_theta": 1e7,
         "window_size": 1 << 30,
     }
-    assert from_fla(record, HERE).model == model.canonical()
+    assert from_config_json(record, HERE).model == model.canonical()
     assert model.canonical().attn == AttnConfig(layers=[0, 2, 4], num_heads=4, window=1 << 30, rope_theta=1e7)
     assert model.canonical().canonical() == model.canonical()
 
 
 def test_no_layers_are_no_hybrid() -> None:
     plain = GLAConfig(name="model")
-    record = to_fla(plain, TOKENIZER, None, 128, "float32")
+    record = to_config_json(plain, TOKENIZER, None, 128, "float32")
     assert record["attn"] is None
-    assert from_fla({**record, "attn": {"layers": [], "num_heads": 4}}, HERE).model == plain
+    assert from_config_json({**record, "attn": {"layers": [], "num_heads": 4}}, HERE).model == plain
     assert dataclasses.replace(plain, attn=AttnConfig(gate=True)).canonical() == plain
     assert _softmax(plain) == {}
     assert "state of one size: it knows no longest sequence" in _memory(plain)
@@ -156,18 +154,18 @@ def test_no_layers_are_no_hybrid() -> None:
 def test_what_fla_cannot_say_is_not_exported(change: dict[str, Any], problem: str) -> None:
     model = GLAConfig(attn=AttnConfig(**{"every": 2, **change}))
     with pytest.raises(ConfigError) as caught:
-        to_fla(model, TOKENIZER, None, 128, "float32")
+        to_config_json(model, TOKENIZER, None, 128, "float32")
     assert caught.value.line.startswith(f"error: {problem}")
     assert "\n" not in caught.value.line
 
 
 def test_models_of_transformers_have_no_softmax_layers() -> None:
     model = Mamba2Config(attn=AttnConfig(every=2, num_heads=4))
-    with pytest.raises(ConfigError, match=r"model\.attn\.layers=\[1, 3\]: transformers' Mamba2 has no softmax layers"):
-        to_fla(model, TOKENIZER, None, 128, "float32")
-    record = to_fla(Mamba2Config(), TOKENIZER, None, 128, "float32")
+    with pytest.raises(ConfigError, match=r"model\.attn\.layers=\[1, 3\]: transformers' Mamba2 knows null only"):
+        to_config_json(model, TOKENIZER, None, 128, "float32")
+    record = to_config_json(Mamba2Config(), TOKENIZER, None, 128, "float32")
     with pytest.raises(ConfigError, match=r"attn=.*layers of softmax attention: not supported, only None"):
-        from_fla({**record, "attn": {"layers": [1], "num_heads": 4}}, HERE)
+        from_config_json({**record, "attn": {"layers": [1], "num_heads": 4}}, HERE)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +192,9 @@ def test_models_of_transformers_have_no_softmax_layers() -> None:
     ids=lambda value: f"{value!s:.20}",
 )
 def test_unsupported_softmax_layers_are_refused_by_name(change: dict[str, Any], problem: str) -> None:
-    record = to_fla(GLAConfig(), TOKENIZER, None, 128, "float32")
+    record = to_config_json(GLAConfig(), TOKENIZER, None, 128, "float32")
     with pytest.raises(ConfigError) as caught:
-        from_fla({**record, "attn": {"layers": [1], "num_heads": 4, **change}}, HERE)
+        from_config_json({**record, "attn": {"layers": [1], "num_heads": 4, **change}}, HERE)
     assert problem in caught.value.line
     assert len(caught.value.line) < 500
     assert "\n" not in caught.value.line
@@ -204,15 +202,15 @@ def test_unsupported_softmax_layers_are_refused_by_name(change: dict[str, Any], 
 
 @pytest.mark.parametrize("value", [[{"layers": [1], "num_heads": 4}, {"layers": [2], "num_heads": 2}], "all", 3])
 def test_several_shapes_of_softmax_layers_are_refused(value: Any) -> None:
-    record = to_fla(GLAConfig(), TOKENIZER, None, 128, "float32")
+    record = to_config_json(GLAConfig(), TOKENIZER, None, 128, "float32")
     with pytest.raises(ConfigError, match="must be null or one mapping: all softmax layers have one shape"):
-        from_fla({**record, "attn": value}, HERE)
+        from_config_json({**record, "attn": value}, HERE)
 
 
 @pytest.mark.usefixtures("with_attention")
 def test_continuation_compares_layers_and_names_overrides(tmp_path: Path) -> None:
     fla_model("gla", {"num_heads": 4, "attn": ATTENTION}).save_pretrained(tmp_path)
-    found = from_fla(json.loads((tmp_path / "config.json").read_text()), tmp_path).model
+    found = from_config_json(json.loads((tmp_path / "config.json").read_text()), tmp_path).model
     every = AttnConfig(every=3, offset=1, num_kv_heads=2, window=7, rope_theta=500.0)
     check_continuation(tmp_path, dataclasses.replace(found, attn=every))
     with pytest.raises(ConfigError) as caught:

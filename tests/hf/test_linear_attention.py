@@ -18,7 +18,7 @@ from models.mixers.linear import LinearAttentionConfig, LinearFeatureMap
 from models.mixers.rebased import RebasedConfig
 from models.registry import MIXERS
 from zeco_train.errors import ConfigError
-from zeco_train.hf.fla_config import from_fla, to_fla
+from zeco_train.hf.config_json import from_config_json, to_config_json
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
@@ -40,16 +40,16 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "plain")
 def test_configuration_survives_the_round_trip(variant: dict[str, Any]) -> None:
     model = dataclasses.replace(LINEAR, **variant)
-    record = to_fla(model, TOKENIZER, None, 128, "float32")
+    record = to_config_json(model, TOKENIZER, None, 128, "float32")
     assert (record["model_type"], record["norm_feature_map"]) == ("linear_attn", model.normaliser)
     assert "normaliser" not in record
-    assert from_fla(record, HERE).model == model
+    assert from_config_json(record, HERE).model == model
 
 
 def test_fla_reads_every_key_that_an_export_writes() -> None:
     from fla.models import LinearAttentionConfig as FlaConfig
 
-    record = to_fla(LINEAR, TOKENIZER, None, 128, "float32")
+    record = to_config_json(LINEAR, TOKENIZER, None, 128, "float32")
     theirs = FlaConfig().to_dict()
     assert set(record) - {"architectures", "dtype", "hidden_ratio"} <= theirs.keys()
 
@@ -67,23 +67,23 @@ def test_fla_reads_every_key_that_an_export_writes() -> None:
     ids=lambda value: str(value)[:20],
 )
 def test_other_settings_of_fla_are_refused_by_name(change: dict[str, Any], problem: str) -> None:
-    record = to_fla(LINEAR, TOKENIZER, None, 128, "float32") | change
+    record = to_config_json(LINEAR, TOKENIZER, None, 128, "float32") | change
     with pytest.raises(ConfigError) as error:
-        from_fla(record, HERE)
+        from_config_json(record, HERE)
     assert problem in error.value.line
 
 
 def test_missing_feature_map_means_that_of_fla_and_is_refused() -> None:
-    record = to_fla(LINEAR, TOKENIZER, None, 128, "float32")
+    record = to_config_json(LINEAR, TOKENIZER, None, 128, "float32")
     del record["feature_map"]
     with pytest.raises(ConfigError, match="feature_map=elementwise_product: not supported"):
-        from_fla(record, HERE)
+        from_config_json(record, HERE)
 
 
 @pytest.mark.parametrize("name", ["based", "rebased", "cosformer"])
 def test_models_that_fla_lacks_are_not_exported(name: str) -> None:
     with pytest.raises(ConfigError, match=f"fla has no model with {name}"):
-        to_fla(MIXERS[name].config_class(), TOKENIZER, None, 128, "float32")
+        to_config_json(MIXERS[name].config_class(), TOKENIZER, None, 128, "float32")
 
 
 def _compare(config: Any, theirs: nn.Module, call: Callable[[Tensor], Tensor]) -> float:

@@ -20,9 +20,9 @@ from tests.support.model_card import run_snippet
 from tests.support.transformers_alone import in_transformers
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.hf.config_json import from_config_json
 from zeco_train.hf.export import ExportSettings, export
-from zeco_train.hf.fla_config import from_fla
-from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
+from zeco_train.hf.folder import WEIGHTS_FILE, checked_model
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
@@ -116,7 +116,7 @@ def test_model_of_transformers_gives_its_logits(settings: dict[str, Any], tmp_pa
     # Rounding of weights and activations; measured 2.3e-2.
     assert error(our_logits(folder, Dtype.bf16, None), expected) <= 4e-2
     stored = load_file(folder / WEIGHTS_FILE)
-    names = checked_fla_model(folder)
+    names = checked_model(folder)
     assert {names.name_of(name) for name in spec_of(names.model).parameter_shapes} == stored.keys() - (
         {"lm_head.weight"} if names.model.tie_word_embeddings else set()
     )
@@ -169,15 +169,15 @@ def test_our_export_gives_our_logits_in_transformers(run: Path, dtype: Dtype | N
 
 
 def test_config_of_transformers_is_read_with_its_defaults() -> None:
-    model = from_fla({"model_type": "mamba2"}, Path("model")).model
+    model = from_config_json({"model_type": "mamba2"}, Path("model")).model
     assert isinstance(model, Mamba2Config)
     assert (model.num_heads, model.head_dim, model.hidden_size, model.num_layers) == (128, 64, 4096, 64)
     assert (model.n_groups, model.norm_eps, model.initializer_range, model.intermediate_size) == (8, 1e-5, 0.1, 0)
     assert model.time_step_limit == (0.0, float("inf"))
     for limit in ([0.0, {"__float__": "Infinity"}], [0.0, float("inf")], [0, float("inf")]):
-        assert from_fla({"model_type": "mamba2", "time_step_limit": limit}, Path("model")).model == model
+        assert from_config_json({"model_type": "mamba2", "time_step_limit": limit}, Path("model")).model == model
     # fla's model of the same name has other names for these.
-    assert from_fla({"model_type": "mamba2", "norm_eps": 1e-3}, Path("model")).model.norm_eps == 1e-3
+    assert from_config_json({"model_type": "mamba2", "norm_eps": 1e-3}, Path("model")).model.norm_eps == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_config_of_transformers_is_read_with_its_defaults() -> None:
 )
 def test_unsupported_settings_are_refused_by_name(key: str, value: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as found:
-        from_fla({"model_type": "mamba2", "layer_norm_epsilon": 1e-5, key: value}, Path("model"))
+        from_config_json({"model_type": "mamba2", "layer_norm_epsilon": 1e-5, key: value}, Path("model"))
     assert f"{key}=" in str(found.value)
     assert problem in str(found.value)
 
@@ -227,4 +227,4 @@ def test_missing_weight_is_named_as_in_the_file(run: Path, tmp_path: Path) -> No
     stored = load_file(out / WEIGHTS_FILE)
     save_file({name: x for name, x in stored.items() if not name.endswith("1.mixer.D")}, out / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match=r"backbone\.layers\.1\.mixer\.D is missing"):
-        checked_fla_model(out)
+        checked_model(out)

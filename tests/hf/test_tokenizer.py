@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from models.registry import MIXERS
+from models.formats.registry import FORMATS
 from tests.data.test_tokenizer import LINES, TEXT, byte_pairs, folder_of
 from zeco_train.errors import DataError
 from zeco_train.hf.tokenizer import tokenizer_info, write_tokenizer
 
-FORMATS = [fla.model_type for mixer in MIXERS.values() for fla in (mixer.fla, *mixer.other_formats) if fla is not None]
 
-
-@pytest.mark.parametrize("model_type", FORMATS)
+@pytest.mark.parametrize("model_type", [one.model_type for one in FORMATS])
 def test_any_export_encodes_by_default_as_training_did(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -25,8 +25,8 @@ from tests.support.transformers_alone import in_transformers
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.export import main
-from zeco_train.hf.fla_config import from_fla, to_fla
-from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model, stored_weights
+from zeco_train.hf.config_json import from_config_json, to_config_json
+from zeco_train.hf.folder import WEIGHTS_FILE, checked_model, stored_weights
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
@@ -214,9 +214,9 @@ def test_training_on_from_an_export_keeps_its_weights(exported: tuple[str, Path,
 def random_folder(kind: str, folder: Path) -> dict[str, Tensor]:
     """An export without a run, of random weights; returns them."""
     folder.mkdir()
-    record = to_fla(small(kind), TOKENIZER, None, 64, "float32")
+    record = to_config_json(small(kind), TOKENIZER, None, 64, "float32")
     (folder / "config.json").write_text(json.dumps(record))
-    found, generator = from_fla(record, folder), torch.Generator().manual_seed(0)
+    found, generator = from_config_json(record, folder), torch.Generator().manual_seed(0)
     model = spec_of(found.model)
     own = {name: torch.randn(shape, generator=generator) for name, shape in model.parameter_shapes.items()}
     tensors = {one.theirs[0]: one.join([own[name] for name in one.ours]) for one in found.written()}
@@ -269,13 +269,13 @@ def test_joined_rows_are_read_on_any_split(kind: str, tmp_path: Path) -> None:
 def test_configuration_survives_the_round_trip(kind: str) -> None:
     for change in ({}, {"num_v_heads": None, "attn": {"layers": [0, 2], "every": None}}, {"expand_v": 0.375}):
         model = small(kind, name="model", **change)
-        record = json.loads(json.dumps(to_fla(model, TOKENIZER, None, 128, "float32")))
+        record = json.loads(json.dumps(to_config_json(model, TOKENIZER, None, 128, "float32")))
         assert record["model_type"] == kind
-        assert from_fla(record, HERE).model == model.canonical()
+        assert from_config_json(record, HERE).model == model.canonical()
     for rotated in range(2, 50, 2):
         if kind == "qwen3_5_text":
             model = small(kind, name="model", attn={"head_dim": 49, "rotary_dim": rotated})
-            factor = to_fla(model, TOKENIZER, None, 128, "float32")["rope_parameters"]["partial_rotary_factor"]
+            factor = to_config_json(model, TOKENIZER, None, 128, "float32")["rope_parameters"]["partial_rotary_factor"]
             assert int(49 * factor) == rotated
 
 
@@ -304,7 +304,7 @@ def test_configuration_survives_the_round_trip(kind: str) -> None:
 def test_what_a_class_cannot_say_is_not_exported(kind: str, change: dict[str, Any], problem: str) -> None:
     model = small(kind, **change)
     with pytest.raises(ConfigError) as caught:
-        to_fla(model, TOKENIZER, None, 128, "float32", kind)
+        to_config_json(model, TOKENIZER, None, 128, "float32", kind)
     assert problem in caught.value.line
     assert caught.value.line.endswith("so this model cannot be exported")
 
@@ -312,7 +312,7 @@ def test_what_a_class_cannot_say_is_not_exported(kind: str, change: dict[str, An
 def test_a_model_of_no_class_is_refused_with_every_reason() -> None:
     model = small("qwen3_5_text", allow_neg_eigval=True)
     with pytest.raises(ConfigError) as caught:
-        to_fla(model, TOKENIZER, None, 128, "float32")
+        to_config_json(model, TOKENIZER, None, 128, "float32")
     for reason in (
         "as gated_deltanet: model.zero_centred_norms",
         "as olmo_hybrid: ",
@@ -321,7 +321,7 @@ def test_a_model_of_no_class_is_refused_with_every_reason() -> None:
         assert reason in caught.value.line
     assert "\n" not in caught.value.line
     with pytest.raises(ConfigError, match="model_type=kda: a model with gated_deltanet can be: gated_deltanet, olmo_"):
-        to_fla(model, TOKENIZER, None, 128, "float32", "kda")
+        to_config_json(model, TOKENIZER, None, 128, "float32", "kda")
 
 
 @pytest.mark.parametrize(
@@ -368,9 +368,9 @@ def test_a_model_of_no_class_is_refused_with_every_reason() -> None:
     ids=lambda value: f"{value!s:.40}",
 )
 def test_unsupported_settings_are_refused_by_name(kind: str, change: dict[str, Any], problem: str) -> None:
-    record = to_fla(small(kind), TOKENIZER, None, 128, "float32")
+    record = to_config_json(small(kind), TOKENIZER, None, 128, "float32")
     with pytest.raises(ConfigError) as caught:
-        from_fla({**record, **change}, HERE)
+        from_config_json({**record, **change}, HERE)
     assert problem in caught.value.line
     assert "\n" not in caught.value.line
 
@@ -380,18 +380,18 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     stored, name = load_file(folder / WEIGHTS_FILE), "model.layers.0.linear_attn.k_conv1d.weight"
     save_file({**stored, name: stored[name][:-1].clone()}, folder / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match=r"v_conv1d.weight have 79 rows, config.json makes them 80"):
-        checked_fla_model(folder)
+        checked_model(folder)
     save_file({**stored, name: stored[name][:, :, :2].clone()}, folder / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match=r"k_conv1d.weight is \[16, 1, 2\], config.json makes it \[16, 1, 4\]"):
-        checked_fla_model(folder)
+        checked_model(folder)
     norm = "model.layers.0.input_layernorm.weight"
     save_file({**stored, norm: torch.ones(32)}, folder / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match=r"are the same weights"):
-        checked_fla_model(folder)
+        checked_model(folder)
     random_folder("qwen3_5_text", folder := tmp_path / "qwen")
     stored, name = load_file(folder / WEIGHTS_FILE), "model.layers.3.self_attn.q_proj.weight"
     assert stored_weights(folder)[name].shape == (80, 32)
     del stored[name]
     save_file(stored, folder / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match=r"layers.3.self_attn.q_proj.weight is missing"):
-        checked_fla_model(folder)
+        checked_model(folder)

@@ -13,12 +13,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from models.config import LanguageModelConfig
+from models.formats.registry import formats_of
 from models.language_model import LanguageModel
 from models.mixers.hgrn import HGRNConfig
 from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningAttention, LightningConfig
 from models.mixers.retnet import RetNetConfig
-from models.registry import MIXERS, mixer_of
+from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_decay_references
 from zeco_train.ops.position import SequencePosition
@@ -43,7 +44,6 @@ PARAMETERS = {
     "hgrn2_1b": 1_158_842_368,
 }
 # Keys of our configurations that fla's take under the same name.
-SAME = ("vocab_size", "hidden_size", "num_heads", "intermediate_size", "norm_eps", "tie_word_embeddings")
 SMALL: dict[str, LanguageModelConfig] = {
     "retnet": RetNetConfig(
         vocab_size=29, hidden_size=24, num_layers=2, num_heads=3, expand_v=1.25, intermediate_size=20, norm_eps=1e-3
@@ -65,13 +65,11 @@ def load_config(name: str) -> LanguageModelConfig:
 
 def fla_model(config: LanguageModelConfig) -> Any:
     """fla's model of the same shape, by the names in its format."""
-    fla = mixer_of(config).fla
-    assert fla is not None
+    fla = formats_of(config)[0]
     models = importlib.import_module("fla.models")
     kind = getattr(models, fla.architecture.replace("ForCausalLM", "Config"))
     assert kind.model_type == fla.model_type
-    own = {key: getattr(config, key) for key in (*SAME, *fla.numbers, *fla.optional)}
-    return getattr(models, fla.architecture)(kind(num_hidden_layers=config.num_layers, **{**own, **fla.written}))
+    return getattr(models, fla.architecture)(kind(**fla.write(config, 128), num_hidden_layers=config.num_layers))
 
 
 def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

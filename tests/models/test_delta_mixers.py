@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
 from models.decays import step_log_decays
+from models.formats.registry import formats_of
 from models.language_model import LanguageModel
 from models.mixers.delta_base import DeltaMixer
 from models.mixers.delta_net import DeltaNetConfig
@@ -22,7 +23,7 @@ from models.mixers.gated_deltanet import GatedDeltaNetConfig
 from models.mixers.kda import KDAConfig
 from models.modules import l2_normalised
 from models.parameters import cast, parameter_rules
-from models.registry import MIXERS, mixer_of
+from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_delta_references
 from zeco_train.errors import ConfigError
@@ -253,21 +254,17 @@ def test_files_hold_the_parameters_that_they_name(name: str) -> None:
 
 def fla_model(config: LanguageModelConfig) -> Any:
     """fla's model of the same shape, by the names in its format."""
-    fla = mixer_of(config).fla
-    assert fla is not None
+    fla = formats_of(config)[0]
     models = importlib.import_module("fla.models")
     kind = getattr(models, fla.architecture.replace("ForCausalLM", "Config"))
     assert kind.model_type == fla.model_type
-    same = ("vocab_size", "hidden_size", "intermediate_size", "norm_eps", "tie_word_embeddings")
-    own = {key: getattr(config, key) for key in (*same, *fla.numbers, *fla.optional, *fla.switches)}
-    return getattr(models, fla.architecture)(kind(num_hidden_layers=config.num_layers, **{**own, **fla.written}))
+    return getattr(models, fla.architecture)(kind(**fla.write(config, 128), num_hidden_layers=config.num_layers))
 
 
 def in_fla(config: LanguageModelConfig, name: str) -> str:
     """fla's name of a parameter."""
-    fla = mixer_of(config).fla
-    assert fla is not None
-    for own, theirs in fla.parts.items():
+    fla = formats_of(config)[0]
+    for own, theirs in fla.names.parts.items():
         name = name.replace(own, theirs)
     return name
 

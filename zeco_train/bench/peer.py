@@ -21,21 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from models.config import LanguageModelConfig
-from models.fla import FlaFormat
+from models.formats.format import ModelFormat
+from models.formats.registry import formats_of
 from models.parameters import ParameterRule, parameter_rules
-from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
+from zeco_train.hf.config_json import check_expressible
 from zeco_train.hf.names import renamed
 from zeco_train.training.config import Dtype
 from zeco_train.training.optim.registry import build_optimizer
-
-# Keys with the same name and meaning in both configurations.
-_SAME = ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,12 @@ def check_peer(run: Config, session: Session) -> None:
     session.import_fla("fla.models")
     if run.train.dtype is not Dtype.bf16:
         raise ConfigError("variants", "fla", "is trained in bf16; take dtype=bf16")
-    fla_format = mixer_of(run.model).fla
-    if fla_format is None or fla_format.library != "fla":
+    form = _format(run.model)
+    if form is None:
         raise ConfigError("variants", "fla", f"has no model with {run.model.mixer} here")
     if run.model.attn.chosen(run.model.num_layers):
         raise ConfigError("variants", "fla", "is measured without softmax layers: fla's need the package flash-attn")
-    for name, value in fla_format.decided.items():
-        if getattr(run.model, name) != value:
-            raise ConfigError(f"model.{name}", getattr(run.model, name), f"fla's model has {value}")
+    check_expressible(run.model, form)
 
 
 class Peer:
@@ -124,20 +120,20 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
     """Build fla's model with these parameters, in fp32."""
     import fla.models
 
-    fla_format = mixer_of(config).fla
-    assert fla_format is not None
-    peer_model = getattr(fla.models, fla_format.architecture)
+    form = _format(config)
+    assert form is not None
+    peer_model = getattr(fla.models, form.architecture)
     with torch.device("meta"), warnings.catch_warnings():
         # Silence the warning that the fused loss rounds differently: fla's users train with the fused loss.
         warnings.simplefilter("ignore", UserWarning)
         model = peer_model(
             peer_model.config_class(
-                num_hidden_layers=config.num_layers,
-                tie_word_embeddings=config.tie_word_embeddings,
-                fuse_cross_entropy=False,
-                fuse_linear_cross_entropy=True,
-                **{name: getattr(config, name) for name in _SAME},
-                **_own_keys(config, fla_format),
+                **{
+                    **form.write(config, 2048),
+                    "num_hidden_layers": config.num_layers,
+                    "fuse_cross_entropy": False,
+                    "fuse_linear_cross_entropy": True,
+                }
             )
         )
     model.to_empty(device=device)
@@ -146,7 +142,7 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
         model.lm_head.weight = model.model.embeddings.weight
     _set_buffers(model)
     own = dict(model.named_parameters())
-    ours = {renamed(name, fla_format.parts): value for name, value in parameters.items()}
+    ours = {renamed(name, form.names.parts): value for name, value in parameters.items()}
     assert own.keys() == ours.keys(), own.keys() ^ ours.keys()
     with torch.no_grad():
         for name, parameter in own.items():
@@ -154,16 +150,9 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
     return model
 
 
-def _own_keys(config: LanguageModelConfig, fla_format: FlaFormat) -> dict[str, Any]:
-    """The mixer's own keys of fla's configuration."""
-    names = (*fla_format.numbers, *fla_format.pairs, *fla_format.optional, *fla_format.switches)
-    values = {name: getattr(config, name) for name in names if name not in fla_format.fixed}
-    choices = {name: getattr(config, name) for name in fla_format.choices}
-    return {
-        **{fla_format.keys.get(name, name): value for name, value in values.items()},
-        **{name: None if choice is None else choice.value for name, choice in choices.items()},
-        **fla_format.written,
-    }
+def _format(config: LanguageModelConfig) -> ModelFormat | None:
+    """Fla's class for a model, or None."""
+    return next((one for one in formats_of(config) if one.library == "fla"), None)
 
 
 def _set_buffers(model: nn.Module) -> None:
@@ -179,11 +168,11 @@ def _set_buffers(model: nn.Module) -> None:
 
 def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
     """The parameters of fla's model with the rules of our model's parameters of the same names."""
-    fla_format = mixer_of(run.model).fla
-    assert fla_format is not None
+    form = _format(run.model)
+    assert form is not None
     with torch.device("meta"):
         rules = parameter_rules(spec_of(run.model).build())
-        ours = {renamed(name, fla_format.parts): rule for name, _, rule in rules}
+        ours = {renamed(name, form.names.parts): rule for name, _, rule in rules}
     for name, parameter in model.named_parameters():
         # A compiled block adds a prefix to parameter names.
         name = name.replace("_orig_mod.", "")

@@ -35,6 +35,7 @@ from zeco_train.checkpoint.files import (
     CHECKPOINT_FOLDER,
     HF_PREFIX,
     LATEST,
+    RUN_FORMAT,
     Progress,
     check_nothing_is_missing,
     checkpoint_name,
@@ -263,7 +264,7 @@ class Checkpointer:
         """Start a save, or with `wait` do all of it; `written` holds the outcome."""
         began = time.monotonic()
         final = self.folder / checkpoint_name(progress.step)
-        text = json.dumps(asdict(progress), indent=2)
+        text = json.dumps({"format": RUN_FORMAT, **asdict(progress)}, indent=2)
         writer = CheckpointWriter(final, text, self._config.keep, is_staged=not wait)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         state = {"model": model_state, "optim": optimizer_state, "rng": torch.get_rng_state()}
@@ -341,7 +342,7 @@ class Checkpointer:
 
     def _go_on_from(self, sound: Path, damage: dict[Path, str]) -> None:
         """Rename newer, damaged checkpoints, and warn if a newer one has been removed."""
-        # Runs from before the record existed have none.
+        # A user may have removed a damaged record.
         with suppress(FileNotFoundError):
             last = recorded_checkpoint(self._run_dir) or 0
             if last > max(step_of(path) for path in [sound, *damage]):

@@ -17,12 +17,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from zeco_train import __version__
 from zeco_train.errors import CheckpointError, ConfigError, check_open_files
 from zeco_train.system.files import sha256_of, take_lock, write_durably, write_locked
 from zeco_train.system.paths import is_plain_name
 from zeco_train.system.run_files import IDENTITY_FILE, METRICS_FILE
 from zeco_train.system.small_files import read_json
 
+# Of a run's folder (in identity.json) and of its checkpoints (in run.json). Version 0.2 wrote no number, which means 1.
+RUN_FORMAT = 2
 METADATA_FILE = ".metadata"
 CHECKPOINT_FOLDER = "checkpoints"
 PROGRESS_FILE = "run.json"
@@ -138,7 +141,7 @@ def take_checkpoints(run_dir: Path) -> tuple[int, str | None]:
         in_use = f"another process saves in its {CHECKPOINT_FOLDER}; end it first"
         raise ConfigError("run_dir", run_dir, in_use) from error
     marked = Path(os.fsdecode(os.pread(lock, _LONGEST_PATH, 0)))
-    # A run that has moved is not where the mark says any more. Older versions left no mark.
+    # A run that has moved is not where the mark says any more.
     for owner in (marked, folder.resolve().parent):
         if _is_another_runs(folder, owner, run_dir):
             os.close(lock)
@@ -165,13 +168,36 @@ def read_progress(path: Path) -> Progress:
     """The progress stored in a checkpoint.
 
     Raises:
-        CheckpointError: `run.json` is missing or invalid.
+        CheckpointError: `run.json` is missing or invalid, or another version wrote it.
     """
     try:
-        return parse_progress(read_json(path / PROGRESS_FILE))
+        stored = read_json(path / PROGRESS_FILE)
+        if isinstance(stored, dict):
+            check_format(stored, path)
+        return parse_progress(stored)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: run.json cannot be read: {reason}") from error
+
+
+def check_format(stored: Mapping[str, Any], path: Path) -> None:
+    """Check the number of the format of a run or a checkpoint.
+
+    Args:
+        stored: the contents of identity.json or run.json.
+        path: of the run or the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: an earlier or a later version wrote it.
+    """
+    if (found := stored.get("format", 1)) == RUN_FORMAT:
+        return
+    if found == 1:
+        way = f"python -m zeco_train.export {path} OUT with 0.2, then a new run with checkpoint.load=hf:OUT"
+        raise CheckpointError(f"{path}: was written by version 0.2, and only 0.2 reads it; the way on: {way}")
+    raise CheckpointError(
+        f"{path}: has format {found!s:.40}; version {__version__} reads format {RUN_FORMAT}: take the one that wrote it"
+    )
 
 
 def parse_progress(stored: Any) -> Progress:
@@ -182,8 +208,6 @@ def parse_progress(stored: Any) -> Progress:
     """
     if not isinstance(stored, dict):
         raise ValueError("not a JSON object")
-    # Older checkpoints, from before steps could be skipped, lack these fields.
-    stored = {"skipped": 0, "skipped_in_row": 0} | stored
     if missing := [f.name for f in fields(Progress) if f.name not in stored]:
         raise ValueError(f"{missing[0]} is missing")
     progress = Progress(**{f.name: stored[f.name] for f in fields(Progress)})
@@ -211,6 +235,7 @@ def find_weights(load: str) -> Path:
 
     Raises:
         ConfigError: there is none.
+        CheckpointError: see `read_progress`.
     """
     if load.startswith(HF_PREFIX):
         path = Path(load.removeprefix(HF_PREFIX))
@@ -224,6 +249,7 @@ def find_weights(load: str) -> Path:
     if not candidates:
         ways = "name a run's folder, a step_… folder, or hf:PATH for a Hugging Face model"
         raise ConfigError("checkpoint.load", load, f"holds no complete checkpoint; {ways}")
+    read_progress(candidates[-1])
     return candidates[-1]
 
 
@@ -306,16 +332,15 @@ def record_checkpoint(run_dir: Path, step: int | None) -> None:
 
 
 def saved_checkpoints(run_dir: Path) -> list[Path]:
-    """The complete checkpoints that this run itself has saved, oldest first; of a run of an older version, all.
+    """The complete checkpoints that this run itself has saved, oldest first; without a record, all.
 
     Raises:
         CheckpointError: the record cannot be read; or see `complete_checkpoints`.
     """
     complete, path = complete_checkpoints(run_dir), run_dir / RECORD_FILE
-    saved = read_record(path).get("saved") if path.exists() else None
-    if saved is None:
+    if not path.exists():
         return complete
-    if not isinstance(saved, list):
+    if not isinstance(saved := read_record(path).get("saved"), list):
         raise CheckpointError(f"{path}: has no list of saved steps; remove it if it is damaged")
     return [checkpoint for checkpoint in complete if step_of(checkpoint) in saved]
 
@@ -324,7 +349,7 @@ def recorded_checkpoint(run_dir: Path) -> int | None:
     """The step of the last checkpoint that a run has completed; None if it has completed none.
 
     Raises:
-        FileNotFoundError: an older run, from before this record existed.
+        FileNotFoundError: the record was removed.
         CheckpointError: the record cannot be read.
     """
     path = run_dir / RECORD_FILE

@@ -137,13 +137,13 @@ def config_class(mixer: Any) -> type[LanguageModelConfig]:
 
 
 def stored_class(plain: Mapping[str, Any]) -> type[LanguageModelConfig]:
-    """The class of section `model` of a stored configuration; one without `model.mixer` is older than the key.
+    """The class of section `model` of a stored configuration.
 
     Raises:
         ConfigError: there is no such mixer.
     """
     section = plain.get(GROUP)
-    return config_class(section.get("mixer", _UNNAMED) if isinstance(section, dict) else _UNNAMED)
+    return config_class(section.get("mixer") if isinstance(section, dict) else None)
 
 
 def choose_files(overrides: Sequence[str], groups: Mapping[str, Collection[str]]) -> list[str]:

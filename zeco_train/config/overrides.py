@@ -223,15 +223,6 @@ def _check_group(override: Override, shown: str, options: Collection[str], has_d
         raise ConfigError("argument", override.input_line, f"write {'' if has_default else '+'}{group}={shown}")
 
 
-def drop_removed(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A stored configuration without the keys of `REMOVED`."""
-    return {
-        name: drop_removed(value, f"{prefix}{name}.") if isinstance(value, dict) else value
-        for name, value in plain.items()
-        if f"{prefix}{name}" not in REMOVED
-    }
-
-
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Flatten an override, whose value may be a dictionary, to keys and values."""
     if not isinstance(value, dict):

@@ -30,7 +30,7 @@ from zeco_train.config.composing import (
     explain,
     stored_class,
 )
-from zeco_train.config.overrides import apply_overrides, check_groups, drop_removed, find_value, of_groups
+from zeco_train.config.overrides import apply_overrides, check_groups, find_value, of_groups
 from zeco_train.config.rules import check_attention, check_task
 from zeco_train.config.rules import needs as attention_needs
 from zeco_train.distributed.parallelize import ParallelConfig
@@ -162,7 +162,7 @@ def unmet_need(key: str, config: Config) -> str | None:
 
 
 def read_config(path: Path) -> Config:
-    """Read a run's stored configuration; keys that an older run lacks get their defaults.
+    """Read a run's stored configuration.
 
     Raises:
         ConfigError: it cannot be read, or is not a run's configuration.
@@ -184,11 +184,7 @@ def config_of(plain: Any) -> Config:
         raise ValueError("not a mapping")
     check_values(plain)
     try:
-        config = _to_config(OmegaConf.merge(defaults_of(stored_class(plain)), OmegaConf.create(drop_removed(plain))))
-        if "labels_across_documents" not in (plain.get("data") or {}):
-            # Of a run from before the key, which had all labels.
-            config.data.labels_across_documents = True
-        return config
+        return _to_config(OmegaConf.merge(defaults_of(stored_class(plain)), OmegaConf.create(plain)))
     except ConfigError as error:
         # An unknown mixer, or from a section's own checks in its constructor; the caller names the file.
         raise ValueError(str(error)) from error

@@ -76,7 +76,7 @@ def _section(text: str) -> str:
 
 
 def _check_override(text: str) -> None:
-    """Reject arguments without "=", which are probably paths of a second model, and misspelt task names."""
+    # One without "=" is probably the path of a second model.
     if "=" not in text:
         raise ConfigError("argument", text, "is neither KEY=VALUE nor an option; one model at a time is evaluated")
     key, _, value = text.partition("=")

@@ -83,11 +83,6 @@ def _evaluate(arguments: list[str], job: Job) -> int:
 
 
 def _check_causal(trained: Trained, tasks: Sequence[str]) -> None:
-    """Refuse tasks that ask for next tokens, if the model is unmasked.
-
-    Raises:
-        ConfigError: names the task.
-    """
     for task in tasks:
         if not trained.model.causal and task != "validation":
             problem = "asks for next tokens, which this model (model.causal=false) reads; only validation is possible"
@@ -113,7 +108,6 @@ def _run(evaluation: Evaluation, tasks: Mapping[str, Task], folder: ResultsFolde
 
 
 def _facts(evaluation: Evaluation, tasks: Mapping[str, Task]) -> dict[str, Any]:
-    """The model, environment and settings of the evaluation."""
     trained = evaluation.trained
     return {
         "model": str(trained.path.resolve()),

@@ -92,7 +92,6 @@ class HeldOut:
         return _result(by_length, evaluation)
 
     def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
-        """The validation at a length, and lines about the used and unused parts of the stores."""
         config = evaluation.config
         data, segments = config.data, config.train.segments
         # One token more than the length: the label of the last.
@@ -113,11 +112,7 @@ class HeldOut:
 
 
 def _tokenizer(trained: Trained) -> Mapping[str, str]:
-    """The model's tokenizer info, including its digest, which for an export is computed from its files.
-
-    Raises:
-        DataError: the files cannot be loaded.
-    """
+    # With its digest, which for an export is computed from its files.
     info = trained.tokenizer_info
     is_told = not info or info.get("kind") == BYTES or "sha256" in info
     return info if is_told else trained.tokenizer.info
@@ -157,7 +152,6 @@ def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluatio
 
 
 def _spoken(losses: PositionLosses) -> str:
-    """Format up to six buckets with a label, evenly spaced from the first to the last."""
     buckets = list(zip(pairwise(losses.edges), losses.losses, strict=True))
     buckets = [bucket for bucket in buckets if not math.isnan(bucket[1])] or buckets
     some = sorted({round(index * (len(buckets) - 1) / 5) for index in range(6)})

@@ -98,11 +98,6 @@ class LanguageModel(TemplateLM):
         return texts
 
     def _settings(self, wanted: Mapping[str, Any]) -> tuple[Sampling, Limits]:
-        """Convert lm_eval's generation settings.
-
-        Raises:
-            ConfigError: an unsupported setting.
-        """
         if unknown := sorted({*wanted} - _GENERATION):
             allowed = f"generation has no such setting; allowed: {', '.join(sorted(_GENERATION))}"
             raise ConfigError("generation_kwargs", unknown[0], allowed)

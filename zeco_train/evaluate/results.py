@@ -19,7 +19,8 @@ from zeco_train.system.files import write_durably, write_errors
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.paths import check_output_folder
 
-RESULTS_FILE = "results.json"
+# The number changes with the meaning or the place of a value.
+RESULTS_FILE, RESULTS_FORMAT = "results.json", 1
 
 
 class ResultsFolder:
@@ -39,7 +40,7 @@ class ResultsFolder:
 
     def __init__(self, out: Path | None, trained: Trained, facts: Mapping[str, Any]) -> None:
         self._wanted, self._is_named = (out, True) if out is not None else (_beside(trained), False)
-        self._results: dict[str, Any] = {**facts, "tasks": {}}
+        self._results: dict[str, Any] = {"format": RESULTS_FORMAT, **facts, "tasks": {}}
         self.path: Path | None = None
         with self._refused():
             check_output_folder("--out", self._wanted, "name a folder with --out")

@@ -77,11 +77,6 @@ class StandardTasks:
                 raise ConfigError("--tasks", name, f"neither we nor lm_eval have such a task; {hint}")
 
     def _harness(self, evaluation: Evaluation, service: Any) -> Mapping[str, Any]:
-        """Run lm_eval and return its results.
-
-        Raises:
-            DataError: a task or its data set cannot be loaded.
-        """
         from lm_eval import simple_evaluate
 
         from zeco_train.evaluate.language_model import LanguageModel

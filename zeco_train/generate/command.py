@@ -119,7 +119,6 @@ def _join(config: Config, options: Options, launch: Launch, timeout: timedelta) 
 def _share_prompts(
     options: Options, generator: Generator, trained: Trained, mesh: ProcessMesh
 ) -> tuple[list[str], list[Tensor]]:
-    """Read the prompts on rank 0 and broadcast their ids; returns the texts (rank 0 only) and the ids."""
 
     def read() -> tuple[list[str], list[Tensor]]:
         texts = read_prompts(options.prompts)
@@ -149,7 +148,6 @@ def _facts(options: Options, trained: Trained, mesh: ProcessMesh, speed: Speed) 
 
 
 def _summary(completions: Sequence[Completion], speed: Speed) -> str:
-    """One-line summary for the terminal."""
     tokens = sum(len(completion.tokens) for completion in completions)
     ends = [completion.ended_by for completion in completions]
     reasons = ", ".join(f"{ends.count(reason)} by {reason}" for reason in dict.fromkeys(ends))

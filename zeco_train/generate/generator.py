@@ -97,8 +97,6 @@ class _Key(NamedTuple):
 
 
 class _Row:
-    """State of one text being generated."""
-
     def __init__(self, key: _Key, limits: Limits, tokenizer: Tokenizer, prompt: Tensor) -> None:
         self.key, self._limits = key, limits
         self._eos = tokenizer.eos_id if limits.at_eos else None
@@ -136,8 +134,6 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Request:
-    """Arguments of `Generator.generate`."""
-
     sampling: Sampling
     limits: Limits
     samples: int
@@ -264,7 +260,6 @@ class Generator:
         return most
 
     def _groups(self, num_prompts: int, samples: int, dp_rank: int) -> Iterator[Sequence[int]]:
-        """Numbers of the prompts that an SP group processes together."""
         own = range(num_prompts)[dp_rank :: self._mesh.dp_size]
         at_once = max(1, self._batch * self._mesh.sp_size // samples)
         for start in range(0, len(own), at_once):

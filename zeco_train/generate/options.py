@@ -115,7 +115,6 @@ def _read(path: Path) -> str:
 
 
 def _check_text(name: str, text: str | Path) -> None:
-    """Reject command-line text that is not valid UTF-8."""
     try:
         str(text).encode()
     except UnicodeEncodeError as error:

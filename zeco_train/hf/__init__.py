@@ -1,1 +1,1 @@
-"""Reads and writes Hugging Face folders with the models of flash-linear-attention."""
+"""Reads and writes Hugging Face folders with the models of `models.formats`."""

@@ -9,7 +9,7 @@ from typing import Any
 from data.config import DataConfig, DataKind
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
-from models.fla import FlaFormat
+from models.formats.format import ModelFormat
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config
@@ -47,13 +47,13 @@ With ZeCO-Train, also without a GPU: `python -m zeco_train.generate PATH --promp
 
 
 def model_card(
-    config: Config, fla: FlaFormat, progress: Progress, losses: Mapping[str, float], origin: Mapping[str, Any]
+    config: Config, form: ModelFormat, progress: Progress, losses: Mapping[str, float], origin: Mapping[str, Any]
 ) -> str:
     """The text of README.md.
 
     Args:
         config: of the run.
-        fla: the format of the export.
+        form: the format of the export.
         progress: at the exported checkpoint.
         losses: the known losses; see `last_losses`.
         origin: contents of ORIGIN_FILE.
@@ -76,17 +76,16 @@ def model_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n"
-        f"- {fla.model_type}\n- linear-attention\n---\n\n"
+        f"- {form.model_type}\n- linear-attention\n---\n\n"
         f"# {config.name}, step {progress.step}\n\n"
-        f"A language model with {fla.title}, trained with ZeCO-Train "
+        f"A language model with {form.title or form.mixer.title}, trained with ZeCO-Train "
         f"{origin['version']}. {_memory(model)}, but it was trained on {data.seq_len:,} tokens at once.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(model, fla)}\n\n{_remarks(model, fla)}"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(model, form)}\n\n{_remark(model, form)}"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
 
 
 def _softmax(model: LanguageModelConfig) -> dict[str, str]:
-    """A row on the softmax layers of a hybrid."""
     attn = model.canonical().attn
     if attn.layers is None:
         return {}
@@ -103,17 +102,16 @@ def _memory(model: LanguageModelConfig) -> str:
     return f"Its memory is a state of one size in most layers, and keys and values of {kept} in softmax layers"
 
 
-def _remarks(model: LanguageModelConfig, fla: FlaFormat) -> str:
-    """A paragraph on what not all versions of the library compute alike."""
-    found = [text for name, (value, text) in fla.remarks.items() if getattr(model, name) != value]
-    return " ".join(found) + "\n\n" if found else ""
+def _remark(model: LanguageModelConfig, form: ModelFormat) -> str:
+    remark = form.remark(model)
+    return f"{remark}\n\n" if remark else ""
 
 
-def _use(model: LanguageModelConfig, fla: FlaFormat) -> str:
+def _use(model: LanguageModelConfig, form: ModelFormat) -> str:
     beginning = _OF_TRANSFORMERS
-    if fla.library == "fla":
+    if form.library == "fla":
         packages = " flash-attn" if model.attn.chosen(model.num_layers) else ""
-        beginning = _OF_FLA.format(name=fla.name, packages=packages)
+        beginning = _OF_FLA.format(name=form.name, packages=packages)
     return _USE.format(beginning=beginning)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ from data.tokenizer import BYTES, HuggingFaceTokenizer
 from models.config import LanguageModelConfig
 from zeco_train.config.overrides import as_override
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.hf.folder import checked_fla_model
+from zeco_train.hf.config_json import model_fields
+from zeco_train.hf.folder import checked_model
 from zeco_train.hf.tokenizer import tokenizer_info
-
-# Name and initialisation: not part of the trained model.
-_NOT_OF_THE_MODEL = ("name", "initializer_range")
 
 
 def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
@@ -25,24 +22,21 @@ def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
         ConfigError: it differs; the message names the overrides that it needs.
         CheckpointError: its files cannot be read, or do not match its own configuration.
     """
-    found = checked_fla_model(folder).model
+    found = checked_model(folder).model
     # Keys of `found`: a model with another mixer has other ones, and `mixer` is the first.
-    theirs, own = _keys(found), _keys(model.canonical())
+    theirs, own = _trained_fields(found), _trained_fields(model.canonical())
     different = [key for key, value in theirs.items() if key not in own or own[key] != value]
     if different:
         overrides = " ".join(f"model.{key}={as_override(theirs[key])}" for key in different)
-        value = as_override(_keys(model).get(different[0]))
+        value = as_override(_trained_fields(model).get(different[0]))
         raise ConfigError(
             f"model.{different[0]}", value, f"the model in {folder} is another one; it takes: {overrides}"
         )
 
 
-def _keys(model: LanguageModelConfig) -> dict[str, Any]:
-    """The values of a configuration by key, `attn.layers` and its like among them."""
-    values = {entry.name: getattr(model, entry.name) for entry in dataclasses.fields(model)}
-    del values["attn"]
-    values |= {f"attn.{entry.name}": getattr(model.attn, entry.name) for entry in dataclasses.fields(model.attn)}
-    return {key: value for key, value in values.items() if key not in _NOT_OF_THE_MODEL}
+def _trained_fields(model: LanguageModelConfig) -> dict[str, Any]:
+    # Its initialisation is not part of a trained model.
+    return {key: value for key, value in model_fields(model).items() if key != "initializer_range"}
 
 
 def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:

@@ -24,8 +24,8 @@ from zeco_train.checkpoint.weights import problem_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.card import last_losses, model_card
-from zeco_train.hf.fla_config import from_fla, to_fla
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
+from zeco_train.hf.config_json import from_config_json, to_config_json
+from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
@@ -82,7 +82,7 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     stored = stored_dtype(trained.path, trained.model)
     dtype = stored if settings.dtype is None else settings.dtype.compute
     # Run all checks before anything is written.
-    record = _fla_record(trained, trained.config, dtype, settings.model_type)
+    record = _config_record(trained, trained.config, dtype, settings.model_type)
     with atomic_folder(out, remedy="name another OUT") as folder:
         _check_room(out, folder, spec_of(trained.model).num_parameters * dtype.itemsize)
         written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
@@ -91,9 +91,9 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     return f"{out}: step {trained.step} of {trained.config.name}, {count}, {written.num_bytes / 1e6:,.1f} MB in {files}"
 
 
-def _fla_record(trained: Trained, config: Config, dtype: torch.dtype, model_type: str | None) -> dict[str, Any]:
+def _config_record(trained: Trained, config: Config, dtype: torch.dtype, model_type: str | None) -> dict[str, Any]:
     pad_id = _PAD_OF_BYTES if isinstance(trained.tokenizer, ByteTokenizer) else None
-    record = to_fla(trained.model, trained.tokenizer, pad_id, config.data.seq_len, _name(dtype), model_type)
+    record = to_config_json(trained.model, trained.tokenizer, pad_id, config.data.seq_len, _name(dtype), model_type)
     if trained.tokenizer.vocab_size > trained.model.vocab_size:
         sizes = f"the run's tokenizer has {trained.tokenizer.vocab_size} ids"
         raise ConfigError("model.vocab_size", trained.model.vocab_size, f"{sizes}, which is not the one it began with")
@@ -101,7 +101,6 @@ def _fla_record(trained: Trained, config: Config, dtype: torch.dtype, model_type
 
 
 def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
-    """Raise `ConfigError` unless the disk of `folder`, which becomes `out`, has room for the weights."""
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
         raise ConfigError("OUT", out, sizes)
@@ -110,13 +109,14 @@ def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
 def _fill(
     folder: Path, trained: Trained, config: Config, record: dict[str, Any], dtype: torch.dtype, file_bytes: int
 ) -> Written:
-    fla = from_fla(record, folder)
+    written_model = from_config_json(record, folder)
     write_durably(folder / HF_CONFIG_FILE, _json(record))
     ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
     write_durably(folder / "generation_config.json", _json({**ids, "use_cache": True}))
     write_tokenizer(trained.tokenizer, folder)
     progress, run_dir = read_progress(trained.path), trained.path.parent.parent
     origin = {
+        "format": EXPORT_FORMAT,
         "version": __version__,
         "step": progress.step,
         "sequences": progress.sequences,
@@ -127,8 +127,8 @@ def _fill(
     }
     write_durably(folder / ORIGIN_FILE, _json(origin))
     losses = last_losses(run_dir, progress.step)
-    write_durably(folder / "README.md", model_card(config, fla.fla, progress, losses, origin))
-    written = write_weights(trained.path, fla, folder, dtype, file_bytes)
+    write_durably(folder / "README.md", model_card(config, written_model.format, progress, losses, origin))
+    written = write_weights(trained.path, written_model, folder, dtype, file_bytes)
     _check_round_trip(folder, trained)
     # Checksums of the weights only: other files are small, checked on reading, and may be edited by users.
     weights = [folder / name for name in written.files]
@@ -138,7 +138,7 @@ def _fill(
 
 def _check_round_trip(folder: Path, trained: Trained) -> None:
     """Assert that the written folder reads back as the same model; a failure is a bug in this package."""
-    found = dataclasses.replace(checked_fla_model(folder).model, name=trained.model.name)
+    found = dataclasses.replace(checked_model(folder).model, name=trained.model.name)
     wanted = trained.model.canonical()
     assert found == wanted, (found, wanted)
 

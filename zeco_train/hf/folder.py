@@ -16,13 +16,13 @@ from models.spec import spec_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.checkpoint.files import read_record
 from zeco_train.errors import CheckpointError, check_open_files
-from zeco_train.hf.fla_config import from_fla
-from zeco_train.hf.names import FileTensors, FlaModel, renamed
+from zeco_train.hf.config_json import from_config_json
+from zeco_train.hf.names import FileTensors, StoredModel, renamed
 from zeco_train.system import small_files
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Provenance of an export by this package.
-ORIGIN_FILE = "zeco_train.json"
+# Provenance of an export by this package, and its format; version 0.2 wrote no number, which means the same.
+ORIGIN_FILE, EXPORT_FORMAT = "zeco_train.json", 1
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # A tied head equals the embedding; files may include it or not.
 _HEAD = "lm_head.weight"
@@ -51,32 +51,32 @@ class StoredTensors(NamedTuple):
     shapes: list[tuple[int, ...]]
 
 
-def checked_fla_model(folder: Path) -> FlaModel:
+def checked_model(folder: Path) -> StoredModel:
     """The model of config.json, checked against the headers of the weight files.
 
     They must hold exactly its parameters, with matching shapes and readable dtypes.
 
     Raises:
-        ConfigError: an unsupported model; see `from_fla`.
+        ConfigError: an unsupported model; see `from_config_json`.
         CheckpointError: names the first mismatched parameter, or the file that cannot be read.
     """
     return checked_tensors(folder)[0]
 
 
-def checked_tensors(folder: Path) -> tuple[FlaModel, list[StoredTensors]]:
-    """As `checked_fla_model`, with the tensors in the order of our parameters."""
-    fla = from_fla(read_record(folder / CONFIG_FILE), folder)
-    found = _by_own_names(folder, fla, stored_weights(folder))
-    if fla.model.num_layers > len(found):
+def checked_tensors(folder: Path) -> tuple[StoredModel, list[StoredTensors]]:
+    """As `checked_model`, with the tensors in the order of our parameters."""
+    parsed = from_config_json(read_record(folder / CONFIG_FILE), folder)
+    found = _by_own_names(folder, parsed, stored_weights(folder))
+    if parsed.model.num_layers > len(found):
         # Before the model is built, whose number of layers a stranger may have chosen.
         raise CheckpointError(
-            f"{folder}: {len(found)} tensors are no model of the {fla.model.num_layers} layers of {CONFIG_FILE}"
+            f"{folder}: {len(found)} tensors are no model of the {parsed.model.num_layers} layers of {CONFIG_FILE}"
         )
-    if fla.model.tie_word_embeddings:
+    if parsed.model.tie_word_embeddings:
         found.pop(_HEAD, None)
-    shapes, tensors = spec_of(fla.model).parameter_shapes, []
-    for expected in fla.tensors():
-        names = [renamed(name, fla.fla.former) for name in expected.theirs]
+    shapes, tensors = spec_of(parsed.model).parameter_shapes, []
+    for expected in parsed.tensors():
+        names = [renamed(name, parsed.format.other_names) for name in expected.theirs]
         for name, theirs in zip(names, expected.theirs, strict=True):
             if name not in found:
                 raise CheckpointError(f"{folder}: {theirs} is missing, which {CONFIG_FILE} asks for")
@@ -86,14 +86,13 @@ def checked_tensors(folder: Path) -> tuple[FlaModel, list[StoredTensors]]:
     if found:
         extra = min(name for name, _ in found.values())
         raise CheckpointError(f"{folder}: has {extra}, of which {CONFIG_FILE} knows nothing")
-    return fla, tensors
+    return parsed, tensors
 
 
-def _by_own_names(folder: Path, fla: FlaModel, stored: Mapping[str, Stored]) -> dict[str, tuple[str, Stored]]:
-    """The tensors by the library's names: `FlaFormat.former`."""
+def _by_own_names(folder: Path, parsed: StoredModel, stored: Mapping[str, Stored]) -> dict[str, tuple[str, Stored]]:
     found: dict[str, tuple[str, Stored]] = {}
     for name, one in stored.items():
-        own = renamed(name, fla.fla.former)
+        own = renamed(name, parsed.format.other_names)
         if own in found:
             raise CheckpointError(f"{folder}: {name} and {found[own][0]} are the same weights")
         found[own] = name, one
@@ -101,7 +100,6 @@ def _by_own_names(folder: Path, fla: FlaModel, stored: Mapping[str, Stored]) -> 
 
 
 def _check_shapes(folder: Path, stored: Sequence[tuple[str, Stored]], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise `CheckpointError` unless the tensors together have the rows of our parameters, and can be read."""
     rows, (_, *rest) = sum(shape[0] for shape in shapes), shapes[0]
     for name, one in stored:
         # Of several, each may have any number of the rows.
@@ -133,7 +131,6 @@ def stored_weights(folder: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> list[str]:
-    """The names of the weight files."""
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / INDEX_FILE).is_file():
         table = read_record(folder / INDEX_FILE).get("weight_map")

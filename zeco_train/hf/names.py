@@ -1,4 +1,4 @@
-"""Names and layouts of a model's parameters in the files of its format (`models.fla`)."""
+"""Names and layouts of a model's parameters in the files of its format (`models.formats`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
-from models.fla import FlaFormat, Rows
+from models.formats.format import ModelFormat, Rows
 from models.spec import spec_of
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -46,18 +46,11 @@ class FileTensors:
 
 
 @dataclass(frozen=True)
-class FlaModel:
-    """The contents of a config.json.
-
-    Attributes:
-        model: the shape.
-        fla: the format.
-        renamed: parts of parameter names that differ: this package's to the file's; softmax layers have their own.
-    """
+class StoredModel:
+    """The contents of a config.json: the shape, and the format."""
 
     model: LanguageModelConfig
-    fla: FlaFormat
-    renamed: Mapping[str, str]
+    format: ModelFormat
 
     def name_of(self, parameter: str) -> str:
         """The name in the file of one of this package's parameters; of several in one tensor, of that tensor."""
@@ -83,17 +76,18 @@ class FlaModel:
                 yield tensors
 
     def _tensors_at(self, parameter: str, softmax: set[int]) -> FileTensors:
-        layer = _LAYER.match(parameter)
-        own = self.fla.softmax if layer is not None and int(layer[1]) in softmax else None
-        prefix, rows = "" if layer is None else layer[0], self.fla.rows if own is None else own.rows
-        for group in rows:
+        layer, names = _LAYER.match(parameter), self.format.names
+        if layer is not None and int(layer[1]) in softmax:
+            names = self.format.softmax_names or names
+        prefix = "" if layer is None else layer[0]
+        for group in names.rows:
             if parameter.removeprefix(prefix) == group.ours[0]:
                 return FileTensors(
                     tuple(prefix + name for name in group.ours),
                     tuple(prefix + name for name in group.theirs),
                     self._blocks(group),
                 )
-        return FileTensors((parameter,), (renamed(parameter, self.renamed if own is None else own.parts),))
+        return FileTensors((parameter,), (renamed(parameter, names.parts),))
 
     def _blocks(self, group: Rows) -> int:
         model = self.model

@@ -31,7 +31,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.hf.folder import checked_fla_model
+from zeco_train.hf.folder import checked_model
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import local_exchange
@@ -120,7 +120,7 @@ def compare(
     """
     from transformers import AutoModelForCausalLM
 
-    if checked_fla_model(trained.path).fla.library == "fla":
+    if checked_model(trained.path).format.library == "fla":
         import fla  # noqa: F401 - registers its models with transformers
 
     draw = torch.Generator().manual_seed(settings.seed)
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     trained = find_trained(arguments[0])
     if not is_hf_folder(trained.path):
         raise ConfigError("EXPORT", arguments[0], "is none; make one with: python -m zeco_train.export RUN OUT")
-    is_of_fla = checked_fla_model(trained.path).fla.library == "fla"
+    is_of_fla = checked_model(trained.path).format.library == "fla"
     has_softmax = bool(trained.model.attn.chosen(trained.model.num_layers))
     if is_of_fla and has_softmax and importlib.util.find_spec("flash_attn") is None:
         raise ConfigError("EXPORT", arguments[0], "fla's softmax layers need the package flash-attn, which is missing")

@@ -75,7 +75,6 @@ def _is_of_bytes(folder: Path) -> bool:
 
 
 def _file_of_bytes() -> str:
-    """The tokenizer.json of one token a byte."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     # The names of bytes in the `tokenizers` library: of those that cannot be shown, the characters from 256 on.
     hidden = [byte for byte in range(256) if byte not in shown]

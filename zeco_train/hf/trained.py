@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_name
@@ -15,13 +17,15 @@ from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import cast
 from models.spec import spec_of
+from zeco_train import __version__
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
-from zeco_train.config.schema import Config, config_of, load_config, read_config
+from zeco_train.config.composing import stored_class
+from zeco_train.config.schema import Config, config_of, defaults_of, load_config, read_config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import ProcessMesh, host_group
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
+from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
@@ -154,7 +158,7 @@ def load_trained(
 
 
 def _of_checkpoint(path: Path) -> Trained:
-    run = path.parent.parent
+    step, run = read_progress(path).step, path.parent.parent
     if not (run / "config.yaml").is_file():
         problem = f"is a checkpoint, but {run} has no config.yaml of its run; leave it in the run's folder"
         raise ConfigError("RUN", path, problem)
@@ -162,21 +166,35 @@ def _of_checkpoint(path: Path) -> Trained:
     # Before anything is built: the configuration may ask for any number of layers, of any width.
     stored_dtype(path, config.model)
     info = read_identity(run).get("data.tokenizer")
-    return Trained(path, config.model, config, read_progress(path).step, info or {}, (run,))
+    return Trained(path, config.model, config, step, info or {}, (run,))
 
 
 def _of_export(path: Path) -> Trained:
-    model = checked_fla_model(path).model
+    model = checked_model(path).model
     info = tokenizer_info(path) or {}
     if not (path / ORIGIN_FILE).is_file():
         return Trained(path, model, None, None, info, (path,))
     origin = read_record(path / ORIGIN_FILE)
+    if (number := origin.get("format", EXPORT_FORMAT)) != EXPORT_FORMAT:
+        known = f"version {__version__} reads format {EXPORT_FORMAT}: take the one that wrote it"
+        raise CheckpointError(f"{path}: has format {number!s:.40}; {known}")
     try:
-        config, step = _without_places(config_of(origin["config"])), int(origin["step"])
-    except (KeyError, TypeError, ValueError, OverflowError, OmegaConfBaseException) as error:
+        plain = origin["config"]
+        if origin.get("version") != __version__ and isinstance(plain, dict):
+            plain = _known(plain, defaults_of(stored_class(plain)))
+        config, step = _without_places(config_of(plain)), int(origin["step"])
+    except (KeyError, TypeError, ValueError, OverflowError, ConfigError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path / ORIGIN_FILE}: cannot be read: {reason}") from error
     return Trained(path, replace(model, name=config.model.name), config, step, info, (path,))
+
+
+def _known(plain: Any, schema: Any) -> Any:
+    """Without keys that only the version of the export had; its model is that of config.json in any case."""
+    if not isinstance(plain, dict) or not isinstance(schema, DictConfig):
+        return plain
+    # Not `in schema`, which leaves out keys without a value.
+    return {key: _known(value, schema._get_node(key)) for key, value in plain.items() if key in list(schema.keys())}
 
 
 def _without_places(config: Config) -> Config:

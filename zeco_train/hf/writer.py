@@ -20,7 +20,7 @@ from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.weights import read_state
 from zeco_train.errors import CheckpointError, system_errors
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
-from zeco_train.hf.names import FileTensors, FlaModel
+from zeco_train.hf.names import FileTensors, StoredModel
 from zeco_train.ops import accumulation_dtype
 from zeco_train.system.files import make_readable, sync_file, write_durably
 
@@ -63,7 +63,6 @@ def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
 
 
 def _dtypes(checkpoint: Path, metadata: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> set[torch.dtype]:
-    """The dtypes of weights; raises `CheckpointError` unless all are there, with these shapes."""
     dtypes = set()
     for name, shape in shapes.items():
         stored = metadata.get(f"{_MODEL}.{name}")
@@ -74,7 +73,7 @@ def _dtypes(checkpoint: Path, metadata: Mapping[str, Any], shapes: Mapping[str, 
     return dtypes
 
 
-def write_weights(checkpoint: Path, written: FlaModel, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
+def write_weights(checkpoint: Path, written: StoredModel, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
     """Write the weights, converted to `dtype`, under the names of the format; verify each file by reading it back.
 
     Wide parameters (`ParameterRule`) are written in fp32 if `dtype` is narrower.
@@ -126,7 +125,6 @@ def _dtype(name: str, dtype: torch.dtype, wide: Collection[str]) -> torch.dtype:
 def _parts(
     tensors: Iterable[FileTensors], shapes: Mapping[str, torch.Size], itemsize: int, file_bytes: int
 ) -> Iterator[list[FileTensors]]:
-    """The tensors in model order, packed into files."""
     part: list[FileTensors] = []
     filled = 0
     for one in tensors:
@@ -147,7 +145,6 @@ def _file_names(count: int) -> list[str]:
 
 
 def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fsync a file, and compare it bit by bit with the tensors."""
     sync_file(path)
     # Readable by others: weights are not secret.
     make_readable(path)

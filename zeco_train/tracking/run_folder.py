@@ -11,17 +11,17 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from data.tokenizer import TOKENIZER_FOLDER, comparable, copy_tokenizer, info_problem
-from models.attn import AttnConfig
 from zeco_train.checkpoint.files import (
     CHECKPOINT_FOLDER,
     RECORD_FILE,
+    RUN_FORMAT,
+    check_format,
     complete_checkpoints,
     read_record,
     record_checkpoint,
@@ -44,20 +44,6 @@ _SECONDS_TO_APPEAR = 10.0
 _TOKENS_KEY = "data.tokens_sha256"
 # Name and initialisation: not part of the trained model.
 _NOT_OF_THE_MODEL = {"model.name", "model.initializer_range"}
-# Values implied by identities written before these keys existed.
-_ALWAYS_BEFORE = {
-    "data.shuffle": "sequences",
-    "data.weights": [1],
-    "data.labels_across_documents": True,
-    "data.min_document_tokens": 0,
-    "model.mixer": "gla",
-    "model.use_output_gate": True,
-    "model.causal": True,
-    "model.zero_centred_norms": False,
-    "task.name": "lm",
-    "train.matmul": "bf16",
-    **{f"model.attn.{key}": value for key, value in asdict(AttnConfig()).items()},
-}
 
 
 class RunFolder:
@@ -122,7 +108,7 @@ class RunFolder:
             write_locked(self._lock, b"")
             # Before all other files: without it the next start would take the folder for somebody else's.
             if not (self.path / IDENTITY_FILE).exists():
-                write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=2))
+                write_durably(self.path / IDENTITY_FILE, json.dumps({"format": RUN_FORMAT, **self._identity}, indent=2))
             self._checkpoints, problem = take_checkpoints(self.path)
             self.lock_problem = self.lock_problem or problem
             if not ((self.path / RECORD_FILE).exists() or (self.path / METRICS_FILE).exists()):
@@ -249,9 +235,11 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     """The settings that must not change between the starts of a run; see `RunFolder`.
 
     Raises:
-        CheckpointError: it cannot be read, or its tokenizer is none.
+        CheckpointError: it cannot be read, another version wrote it, or its tokenizer is none.
     """
     identity = read_record(run_dir / IDENTITY_FILE)
+    check_format(identity, run_dir)
+    del identity["format"]
     if (problem := info_problem(identity.get("data.tokenizer") or {})) is not None:
         raise CheckpointError(f"{run_dir / IDENTITY_FILE}: cannot be read: data.tokenizer: {problem}")
     return identity
@@ -266,7 +254,7 @@ def begun_with(run_dir: Path, key: str) -> Any:
     # `RunFolder` reports a folder that cannot be read.
     if not os.access(run_dir / IDENTITY_FILE, os.R_OK):
         return None
-    return (_ALWAYS_BEFORE | read_identity(run_dir)).get(key)
+    return read_identity(run_dir).get(key)
 
 
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
@@ -275,7 +263,7 @@ def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
     Shapes alone do not show that. None if they match, or if the identity cannot be read.
     """
     try:
-        stored = _ALWAYS_BEFORE | read_identity(run_dir)
+        stored = read_identity(run_dir)
     except CheckpointError:
         return None
     names = {name for name in identity if name.startswith("model.")} - _NOT_OF_THE_MODEL | {"data.tokenizer"}
@@ -286,9 +274,6 @@ def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
 
 
 def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    # The optimizer was in the configuration before it was in the identity.
-    implied = _ALWAYS_BEFORE | {"optim.name": _last_settings(run_dir).get("optim.name", "adamw")}
-    stored = {key: value for key, value in implied.items() if key in wanted} | dict(stored)
     for key in sorted({*stored, *wanted}):
         if comparable(stored.get(key)) == comparable(wanted.get(key)):
             continue

@@ -9,6 +9,7 @@ from itertools import product
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from data.config import DataKind, check_seq_len
 from data.synthetic import SyntheticConfig, Task
@@ -18,18 +19,31 @@ from data.tokenizer import ByteTokenizer
 from models.registry import check_document
 from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
-from zeco_train.evaluate.cut import Cut
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import TaskResult
+from zeco_train.evaluate.requests import Cut
 from zeco_train.evaluate.tasks.heat_map import heat_map
 from zeco_train.evaluate.tasks.scores import Scores, score
-from zeco_train.evaluate.tasks.zeroed import ZeroedScan
+from zeco_train.ops.seam import ScanRequest
+from zeco_train.sp.backend import TappedScan
 from zeco_train.system.amounts import length_name
 from zeco_train.system.arguments import docstring
 from zeco_train.system.ranges import check_least
 from zeco_train.training.forward import SequenceForward
 
 Table = dict[int, Scores]
+
+
+class ZeroedScan(TappedScan):
+    """A scan that runs, but passes on zero states, to measure a model on its own shard alone."""
+
+    def received(self, request: ScanRequest, state: Tensor) -> Tensor:
+        """See `TappedScan`."""
+        return torch.zeros_like(state)
+
+    def carried(self, request: ScanRequest, state: Tensor) -> Tensor:
+        """See `TappedScan`."""
+        return torch.zeros_like(state)
 
 
 @dataclass
@@ -115,7 +129,7 @@ class SyntheticTask:
         return [place / max(1, self.depths - 1) for place in range(self.depths)]
 
     def _table(self, evaluation: Evaluation, forward: SequenceForward) -> Table:
-        """Scores by length; the examples of a length are ordered by depth. Collective."""
+        # The examples of a length are ordered by depth.
         table = {}
         for length in self._lengths:
             examples = [partial(self._example, length, *place) for place in product(self._depths, range(self.examples))]
@@ -169,7 +183,6 @@ class SyntheticTask:
         return TaskResult(metrics, lines, {**facts, **details}, figures)
 
     def _cells(self, table: Table) -> list[list[float]]:
-        """Accuracies, indexed by depth, then length."""
         columns = [self._by_depth(scores.right.double().mean(1)) for scores in table.values()]
         return [list(row) for row in zip(*columns, strict=True)]
 
@@ -262,7 +275,6 @@ class Counting(SyntheticTask):
 
 
 def _spoken(depths: Sequence[float | None], lengths: Sequence[int], cells: Sequence[Sequence[float]]) -> list[str]:
-    """Format the table as lines of text."""
     head = f"    {'depth':>8}" + "".join(f"{length_name(length):>8}" for length in lengths)
     rows = [
         f"    {'random' if depth is None else format(depth, '.0%'):>8}" + "".join(f"{cell:>8.1%}" for cell in row)
