@@ -42,6 +42,7 @@ from zeco_train.bench.report import format_table, time_columns
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.session import Session
 from zeco_train.bench.traffic import sent_mb
+from zeco_train.bench.variants import backend_variant
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.ops.mix import mix
@@ -155,7 +156,7 @@ def _operands(inputs: Inputs) -> tuple[list[Tensor], Tensor, Tensor]:
 
 def _our_attention(name: str, session: Session, tokens: int) -> Callable[..., Tensor]:
     alone = name == "dp"
-    exchange = local_exchange() if alone else session.exchange(name, HEADS * DIM * DIM)
+    exchange = local_exchange() if alone else session.exchange(backend_variant(name), HEADS * DIM * DIM)
     position = session.position(exchange, tokens, alone=alone)
     return lambda *operands: mix("fixed_decay", operands, position, scale=1.0)[0]
 

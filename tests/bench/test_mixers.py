@@ -82,7 +82,7 @@ def test_figure_shows_ratios_of_scans() -> None:
 def _case(rank: int, world_size: int, folder: str) -> None:
     config = ModelConfig.load([*SMALL, *FAST, "variants=[dp,zeco:chain,fla]", f"out={folder}"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    model.CASE.run(config, session)
+    model.CASE.measure(config, session)
     session.drain()
 
 
@@ -104,7 +104,7 @@ def _hybrids(rank: int, world_size: int, folder: str) -> None:
     arguments = ["model=gla_tiny", "model.num_layers=2", "every=[2]", "attention=ring", "segments=1"]
     config = ModelConfig.load([*arguments, *FAST, "variants=[dp,products,zeco:chain]", f"out={folder}"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    model.CASE.run(config, session)
+    model.CASE.measure(config, session)
     session.drain()
 
 

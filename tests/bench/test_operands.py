@@ -99,13 +99,13 @@ def _some_operators(rank: int, world_size: int, folder: str) -> list[str]:
         variants = "variants=[dp,copy,zeco:chain,lasp2,fla,fla_cp]"
         config, _ = _case(f"{folder}/{name}", f"operator={name}", *more, variants)
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        operator.CASE.run(config, session)
+        operator.CASE.measure(config, session)
         session.drain()
     config, _ = _case(f"{folder}/wrong", "operator=scalar_decay", "variants=[dp,lasp2]")
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     with mock.patch.object(session, "exchange", return_value=over_all_ranks(LocalCopyScan())):
         try:
-            operator.CASE.run(config, session)
+            operator.CASE.measure(config, session)
         except WrongResultError as error:
             return [str(error)]
     return []

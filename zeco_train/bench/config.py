@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Self
 
 from zeco_train.bench import variants as known
+from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings, parse_settings
 from zeco_train.config.schema import Config, Dtype, load_config
 from zeco_train.distributed.device import Device, find_device
@@ -132,12 +133,17 @@ class CollectivesConfig(RunsConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        known.check_variants(self.variants, *known.ANCHORS, *SHARING)
+        _ = self.chosen
         check_least(self, key_dim=1, value_dim=1, graph_operations=1)
         if not self.sizes_mb:
             raise ConfigError("sizes_mb", self.sizes_mb, "must be a list of numbers > 0")
         for size in self.sizes_mb:
             self.heads(size)
+
+    @property
+    def chosen(self) -> list[Variant]:
+        """The variants; `ConfigError` for a wrong one."""
+        return parse_variants(self.variants, *known.ANCHORS, *SHARING)
 
     def heads(self, size_mb: float) -> int:
         """H for a state of `size_mb` MiB."""
@@ -181,7 +187,7 @@ class OperatorConfig(RunsConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        known.check_variants(self.variants, *known.OPERATOR_VARIANTS, known.FLA_CP)
+        _ = self.chosen
         self._check_lists(heads=1, tokens=1)
         self._check_operator()
         if not self.dims or any(len(pair) != 2 or min(pair) < 1 for pair in self.dims):
@@ -190,6 +196,11 @@ class OperatorConfig(RunsConfig):
             raise ConfigError("passes", self.passes, f"must be a list of {', '.join(PASSES)}")
         if self.check_tokens < 1 and self.check_tokens != -1:
             raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 1, or -1 for the device's default")
+
+    @property
+    def chosen(self) -> list[Variant]:
+        """The variants; `ConfigError` for a wrong one."""
+        return parse_variants(self.variants, *known.OPERATOR_VARIANTS, known.FLA_CP)
 
     def _check_operator(self) -> None:
         if self.operator not in known.BENCHED:

@@ -37,6 +37,7 @@ from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.samples import Row, Summary, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
+from zeco_train.bench.variants import backend_variant
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
@@ -121,7 +122,7 @@ class _Measurement:
         self._model.to_empty(device=session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
-        exchange = session.exchange("zeco", state_elements(self._run), with_halo=spec.needs_halo)
+        exchange = session.exchange(backend_variant("zeco"), state_elements(self._run), with_halo=spec.needs_halo)
         if (load := softmax_load(self._run.model, session.world_size)) is not None:
             exchange = exchange.replaced(attention=build_softmax(self._run.sp, session.mesh, load))
         self._prefill = Prefill(self._model, session.mesh, exchange, config.prefill_tokens)

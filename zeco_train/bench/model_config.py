@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zeco_train.bench import variants as known
 from zeco_train.bench.config import OfModelConfig
+from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import Strategy
@@ -85,7 +86,7 @@ class ModelConfig(OfModelConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        known.check_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", peer_settings=known.PEER_SETTINGS)
+        _ = self.chosen
         self._check_lists(tokens=1, **({} if self.heads is None else {"heads": 1}))
         check_least(self, seq_len=0, micro_batches=1, steps=1, segments=1, check_tokens=1)
         for tokens in (*self.tokens, self.check_tokens):
@@ -103,6 +104,11 @@ class ModelConfig(OfModelConfig):
                 raise ConfigError(name, values, "must be a list of different ones")
         for settings in self.models:
             self.run_config(settings)
+
+    @property
+    def chosen(self) -> list[Variant]:
+        """The variants; `ConfigError` for a wrong one."""
+        return parse_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", of_model=True)
 
     @property
     def models(self) -> list[ModelSettings]:

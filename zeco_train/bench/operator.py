@@ -27,7 +27,7 @@ from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.traffic import sent_mb
-from zeco_train.bench.variants import ALONE, FLA_CP, PEERS, LocalCopyScan, over_all_ranks
+from zeco_train.bench.variants import FLA_CP, LocalCopyScan, Variant, over_all_ranks
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
@@ -93,23 +93,23 @@ def run(config: OperatorConfig, session: Session) -> Report:
 CASE = Case(OperatorConfig, run)
 
 
-def sharded_operator(variant: str, shape: Shape, session: Session, purpose: str = "eager") -> Attention:
+def sharded_operator(variant: Variant, shape: Shape, session: Session, purpose: str = "eager") -> Attention:
     """The operator on a rank's tokens by a variant.
 
     Raises:
         ConfigError: this machine does not support it.
     """
-    if variant == "fla":
+    if variant.kind == "fla":
         return peer_attention(shape, session)
-    if variant == FLA_CP:
+    if variant.kind == FLA_CP:
         return context_parallel(shape, session)
-    if variant == "dp":
+    if variant.is_dp:
         exchange = local_exchange()
-    elif variant == "copy":
+    elif variant.kind == "copy":
         exchange = over_all_ranks(LocalCopyScan())
     else:
         exchange = session.exchange(variant, shape.state_elements, purpose)
-    position = session.position(exchange, shape.tokens, alone=variant == "dp")
+    position = session.position(exchange, shape.tokens, alone=variant.is_dp)
     return lambda *operands: mix(shape.operator, operands, position)[0]
 
 
@@ -132,37 +132,35 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
     expected = exact_results(OPERATORS[short.operator], whole.operands, whole.do)
     begin = session.rank * short.tokens
     checked: dict[str, Row] = {}
-    for name in config.variants:
-        if name == "copy":
+    backward = config.passes != ["forward"]
+    for variant in config.chosen:
+        if variant.kind == "copy":
             continue
         # These do not communicate: each rank takes the whole sequence.
-        alone = name in ALONE
+        name, alone = variant.name, variant.is_alone
         taken = whole if alone else own
         length = replace(short, tokens=whole.tokens) if alone else short
         try:
-            attention = session.agree(partial(sharded_operator, name, length, session))
-            if name in PEERS:
-                found = session.agree(partial(peer_results, taken, attention, config.passes != ["forward"], name))
+            attention = session.agree(partial(sharded_operator, variant, length, session))
+            if variant.is_peer:
+                found = session.agree(partial(peer_results, taken, attention, backward=backward, variant=name))
         except ConfigError as error:
             report.note(f"{name} is not measured: {error}")
             continue
-        if name not in PEERS:
+        if not variant.is_peer:
             found = taken.results(attention)
         part = {n: x if alone else x[:, begin : begin + short.tokens] for n, x in expected.items()}
         pairs = {n: (found[n], part[n]) for n in found}
-        tolerance = PEER_TOLERANCE if name in PEERS else TOLERANCE[config.dtype]
+        tolerance = PEER_TOLERANCE if variant.is_peer else TOLERANCE[config.dtype]
         try:
             own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
         except WrongResultError as error:
-            if name not in PEERS:
+            if not variant.is_peer:
                 raise
             report.fail(f"{name} is not measured, it is wrong: {error.reason}")
             continue
         largest = max(max(of_rank.values()) for of_rank in session.gather(own_errors))
-        checked[name] = {
-            "relative_error": largest,
-            "choice": session.choice(name, short.state_elements),
-        }
+        checked[name] = {"relative_error": largest, "choice": session.choice(variant, short.state_elements)}
     return checked
 
 
@@ -170,12 +168,13 @@ def _measure_shape(
     shape: Shape, config: OperatorConfig, session: Session, runner: Runner, report: Report, checked: dict[str, Row]
 ) -> None:
     inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
-    names = [name for name in config.variants if name in checked or name == "copy"]
-    attentions = {name: sharded_operator(name, shape, session) for name in names}
-    for name in [name for name in PEERS if name in attentions]:
+    variants = {each.name: each for each in config.chosen if each.name in checked or each.kind == "copy"}
+    attentions = {name: sharded_operator(variant, shape, session) for name, variant in variants.items()}
+    backward = config.passes != ["forward"]
+    for name in [name for name, variant in variants.items() if variant.is_peer]:
         # Refused at this length only: the other variants are still measured.
         try:
-            session.agree(partial(peer_results, inputs, attentions[name], config.passes != ["forward"], name))
+            session.agree(partial(peer_results, inputs, attentions[name], backward=backward, variant=name))
         except ConfigError as error:
             report.note(f"{name} is not measured, {shape}: {error}")
             del attentions[name]
@@ -189,7 +188,7 @@ def _measure_shape(
             sent[name] = sent_mb(subjects[-1], session)
         failed: list[Row] = []
         if config.graph and session.on_cuda:
-            graphed = ((name, sharded_operator(name, shape, session, "graph")) for name in attentions)
+            graphed = ((name, sharded_operator(variants[name], shape, session, "graph")) for name in attentions)
             steps = (operator_step(name, kind, attention, inputs) for name, attention in graphed)
             graphs, failed = capture_all(steps, 1, session, TOLERANCE[config.dtype])
             subjects += graphs
@@ -197,16 +196,16 @@ def _measure_shape(
         medians = {(row["variant"], row["mode"]): row["median_ms"] for row in found}
         for row in found:
             name = row["variant"]
-            row |= {**_compared(row, medians, shape), "peak_gb": peaks[name], "sent_mb": sent[name]}
+            row |= {**_compared(variants[name], row, medians, shape), "peak_gb": peaks[name], "sent_mb": sent[name]}
             row |= checked.get(name, {})
-        found = [row if row["variant"] in PEERS else marked(row, slow) for row in found]
+        found = [row if variants[row["variant"]].is_peer else marked(row, slow) for row in found]
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
     report.add(rows)
     for name, attention in attentions.items() if config.trace and session.on_cuda else ():
         size = f"{shape.operator}_h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
-        path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
+        path = report.folder / f"trace_{variants[name].file_name}_{size}.json"
         overlaps = trace.record(operator_step(name, "forward_backward", attention, inputs), path, session)
-        if name not in (*ALONE, "copy"):
+        if variants[name].has_scan or name == FLA_CP:
             report.note(f"trace of {name}, {shape}, rank 0: {overlaps[0]}")
 
 
@@ -225,16 +224,14 @@ def operator_step(name: str, kind: str, attention: Attention, inputs: Inputs) ->
     return Subject(name, forward if kind == "forward" else forward_backward, inputs.forget_grads)
 
 
-def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
+def _compared(variant: Variant, row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
     """Columns derived from other variants' medians of the same run."""
     median = row["median_ms"]
     dp, copy = (medians.get((name, row["mode"])) for name in ("dp", "copy"))
-    if row["variant"] in ("dp", "copy", *PEERS):
-        copy = None
     return {
         "tokens_per_second_per_gpu": 1e3 * shape.tokens / median,
         "ratio": median / dp if dp else None,
-        "exposed_us": 1e3 * (median - copy) if copy is not None else None,
+        "exposed_us": 1e3 * (median - copy) if variant.has_scan and copy is not None else None,
     }
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from models.config import LanguageModelConfig
 from models.spec import TokenFLOPs, spec_of
 from zeco_train.bench.steps import Contender
-from zeco_train.bench.variants import PRODUCTS
+from zeco_train.bench.variants import PRODUCTS, Variant
 
 # As in `zeco_train.ops.loss` on CUDA.
 CHUNK_TOKENS = 8192
@@ -55,7 +55,7 @@ def products_contender(
             result = products.step(number)
         return result
 
-    return Contender(PRODUCTS, step, held_gb=products.held_bytes / 1e9)
+    return Contender(Variant(PRODUCTS, PRODUCTS), step, held_gb=products.held_bytes / 1e9)
 
 
 def product_flops(config: LanguageModelConfig) -> TokenFLOPs:
