@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.report.comparison import Run, difference, draw_losses, look
-from zeco_train.system.drawing import GREY, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import GREY, finish_axes, new_figure, plain, save_figure
 
 PICTURE_FILE, TABLE_FILE, CSV_FILE = "family.png", "family.md", "family.csv"
 _HEADINGS = ("model", "parameters", "steps", "last loss", "validation loss", "largest difference", "at step", "verdict")

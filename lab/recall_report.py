@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 from zeco_train.report.comparison import look
-from zeco_train.system.drawing import GREY, label_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import GREY, label_axes, new_figure, plain, save_figure
 
 PICTURE_FILE, TABLE_FILE = "recall_family.png", "recall_family.md"
 

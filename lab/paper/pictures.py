@@ -11,7 +11,7 @@ from lab.paper.ours import ALPHA, ALPHAS, ASSUMED, DEVICES, GPUS, TOKENS, Measur
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import CURVES, GREY, finish_axes, label_axes, new_figure
+from zeco_train.system.figures import CURVES, GREY, finish_axes, label_axes, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ import pytest
 from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
 from tests.support.waiting import ENOUGH
-from zeco_train.system.drawing import label_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import label_axes, new_figure, plain, save_figure
 
 # Each figure in a process without matplotlib, forked from one with all other imports.
 _DRAW = """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zeco_train.bench.samples import Row
 from zeco_train.sp.registry import BACKENDS
-from zeco_train.system.drawing import GREY, finish_axes, new_figure, plain
+from zeco_train.system.figures import GREY, finish_axes, new_figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import PRODUCTS
 from zeco_train.sp.registry import BACKENDS
-from zeco_train.system.drawing import GREY, finish_axes, new_figure, plain
+from zeco_train.system.figures import GREY, finish_axes, new_figure, plain
 from zeco_train.system.files import write_result
 
 if TYPE_CHECKING:

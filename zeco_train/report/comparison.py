@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.amounts import compact
-from zeco_train.system.drawing import CURVES, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import CURVES, finish_axes, new_figure, plain, save_figure
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.plot import smoothed
