@@ -12,6 +12,7 @@ from typing import Any
 
 from zeco_train.report.comparison import Run, difference, draw_losses, look
 from zeco_train.system.figures import GREY, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.tables import markdown_table
 
 PICTURE_FILE, TABLE_FILE, CSV_FILE = "family.png", "family.md", "family.csv"
 _HEADINGS = ("model", "parameters", "steps", "last loss", "validation loss", "largest difference", "at step", "verdict")
@@ -74,13 +75,13 @@ class Verdict:
 
 def family_table(verdicts: Sequence[Verdict]) -> str:
     """The rows as Markdown."""
-    lines = ["| " + " | ".join(_HEADINGS) + " |", "|---" + "|---:" * 6 + "|---|"]
+    rows = []
     for each in verdicts:
         val_loss = "" if math.isnan(each.val_loss) else f"{each.val_loss:.4f}"
         verdict = f"{'within' if each.same else 'MORE than'} {each.limit:g}"
-        numbers = f"{each.parameters:,} | {each.steps} | {each.last_loss:.4f} | {val_loss} | {each.difference:.1e}"
-        lines.append(f"| {each.model} | {numbers} | {each.at_step} | {verdict} |")
-    return "\n".join(lines) + "\n"
+        losses = f"{each.last_loss:.4f}", val_loss, f"{each.difference:.1e}"
+        rows.append([each.model, f"{each.parameters:,}", each.steps, *losses, each.at_step, verdict])
+    return markdown_table(_HEADINGS, rows, ["---", *["---:"] * 6, "---"])
 
 
 def family_csv(verdicts: Sequence[Verdict]) -> str:

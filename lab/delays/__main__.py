@@ -30,7 +30,7 @@ from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import TOLERANCE, operator_step
-from zeco_train.bench.report import Report, format_table, time_columns
+from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
@@ -40,6 +40,7 @@ from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import Exchange
 from zeco_train.system.signals import run_command
+from zeco_train.system.tables import format_table
 from zeco_train.training.graphs import WARM_UP
 from zeco_train.training.machine import kernel_calls
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Inputs, Shape
-from zeco_train.bench.report import format_table, time_columns
+from zeco_train.bench.report import time_columns
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.session import Session
 from zeco_train.bench.traffic import sent_mb
@@ -50,6 +50,7 @@ from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
+from zeco_train.system.tables import format_table
 
 ON_CPU = os.environ.get("LASP_DEVICE") == "cpu"
 RANKS = 2
