@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.report.comparison import Run, difference, draw_losses, look
-from zeco_train.system.figures import GREY, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import GREY, finish_axes, new_figure, plain, save_figure, step_ticks
 from zeco_train.system.tables import markdown_table
 
 PICTURE_FILE, TABLE_FILE, CSV_FILE = "family.png", "family.md", "family.csv"
@@ -107,8 +107,6 @@ def draw_family(pairs: Sequence[Pair], limit: float, shared: str, path: Path) ->
         DataError: it cannot be written.
     """
     figure = new_figure("Models on the same data", (9, 7), dpi=130, title_size=14)
-    from matplotlib.ticker import MaxNLocator
-
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     draw_losses(upper, [Run(pair.model, pair.alone.path, pair.alone.rows) for pair in pairs])
     upper.legend(frameon=False, fontsize=8, ncols=2)
@@ -127,7 +125,7 @@ def draw_family(pairs: Sequence[Pair], limit: float, shared: str, path: Path) ->
                    textcoords="offset points", ha="right", color=GREY, fontsize=8)  # fmt: skip
     lower.set_ylabel(plain(f"|difference| of {shared},\nrelative to one rank"))
     lower.set_xlabel("step")
-    lower.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    step_ticks(lower.xaxis)
     finish_axes(upper)
     finish_axes(lower)
     figure.align_ylabels()

@@ -32,7 +32,7 @@ pictures = {
     "compare": lambda: compare.main([run, other, "--out", run]),
     "heat map": lambda: heat_map("t", [64], [0.5], [[0.5]], train_len=64, chance=0.1, caption="c"),
     "panel": lambda: panels.panel_png(panels.Panel("t", "c", lambda axes, colors: None), True),
-    "decode": lambda: figures._decode([decode], "here"),
+    "decode": lambda: list(figures._decode([decode], "here")),
     "inspect": lambda: inspect.main([store, "--png", run + "/lengths.png"]),
 }
 assert "matplotlib" not in sys.modules

@@ -21,7 +21,7 @@ Checks before timing, on untrained weights:
 - the peer's logits against ours, with the same weights.
 
 With `mixers`, or `every` for hybrids, several models are measured one after the other, each built after the last is
-freed; a table and a figure set them beside each other (`zeco_train.bench.mixers`). A hybrid's softmax layers do more
+freed; a table and a figure set them beside each other (`mixers.md`, `mixers.png`). A hybrid's softmax layers do more
 work per token the longer the sequence is: with a backend it is that of all ranks, with `dp` that of one, unless
 `seq_len` says otherwise. MFU counts it.
 """
@@ -42,7 +42,7 @@ from zeco_train.bench import parts, trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.case import Case
 from zeco_train.bench.check import check_results, gradient_norms
-from zeco_train.bench.mixers import mixer_rows, write_mixers
+from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights, check_peer
 from zeco_train.bench.products import product_flops, products_contender
@@ -56,6 +56,7 @@ from zeco_train.config.schema import Config, Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import find_slow_paths
+from zeco_train.system.files import write_result
 from zeco_train.system.numbers import relative_error
 from zeco_train.tracking.recorder import peak_flops
 from zeco_train.training.machine import kernel_calls
@@ -70,6 +71,7 @@ GUESS_TOLERANCE = 0.1
 # error of 1.4.
 PEER_TOLERANCE = 0.4
 PAPER_STEPS = 100
+MIXERS_FILE = "mixers.md"
 # Beyond any timed step's: other tokens.
 _TRACED_STEP = 1 << 16
 COLUMNS = {
@@ -121,7 +123,9 @@ def run(config: ModelConfig, session: Session) -> Report:
         measurement = _Measurement(config.run_config(settings), config, session, report)
         measurement.measure([each for each in own if not each.is_peer], [each for each in own if each.is_peer])
     if len(rows := mixer_rows(report.rows)) > 1:
-        write_mixers(rows, report.folder, session)
+        text = mixer_table(rows)
+        session.say(text)
+        session.agree(lambda: write_result(report.folder / MIXERS_FILE, text) if session.mesh.is_main else None)
     return report
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.amounts import compact
-from zeco_train.system.figures import CURVES, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import CURVES, finish_axes, new_figure, plain, save_figure, step_ticks
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.tables import format_table
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.plot import smoothed
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from zeco_train.system.figures import Axes
 
 PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
 COMPARED = ("loss", "grad_norm")
@@ -169,13 +169,11 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         DataError: it cannot be written.
     """
     figure = new_figure(" · ".join(run.name for run in runs), (9, 6.5), dpi=130, title_size=14)
-    from matplotlib.ticker import MaxNLocator
-
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     draw_losses(upper, runs)
     draw_differences(lower, runs)
     lower.set_xlabel("step")
-    lower.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    step_ticks(lower.xaxis)
     finish_axes(upper)
     finish_axes(lower)
     figure.align_ylabels()
