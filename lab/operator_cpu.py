@@ -20,11 +20,10 @@ from torch import Tensor
 
 from tests.support.recurrence import naive_gla
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
-from zeco_train.bench.samples import Row
+from zeco_train.bench.samples import Row, check_results
 from zeco_train.bench.session import Session
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from lab.delays.chains import TwoGpuChain
 from lab.delays.config import DelaysConfig
-from zeco_train.bench.check import check_results
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row
+from zeco_train.bench.samples import Row, check_results
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import backend_variant
 from zeco_train.collectives.chain import CHAIN

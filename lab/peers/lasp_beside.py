@@ -38,10 +38,10 @@ from torch import Tensor
 
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Inputs, Shape
+from zeco_train.bench.operator import sent_mb
 from zeco_train.bench.report import time_columns
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.session import Session
-from zeco_train.bench.traffic import sent_mb
 from zeco_train.bench.variants import backend_variant
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.job import Advice, Job, run_job

@@ -15,9 +15,9 @@ from tests.support.distributed import run_distributed
 from zeco_train.bench import attention, attention_variants
 from zeco_train.bench.attention import AttentionConfig, _flops
 from zeco_train.bench.attention_variants import DEFAULTS, VARIANTS, build_variant
-from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.figures import draw_attention
 from zeco_train.bench.operands import Inputs
+from zeco_train.bench.samples import WrongResultError
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch

@@ -13,8 +13,8 @@ from models.registry import mixer_of
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from zeco_train.bench import figures, model, peer
+from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.figures import mixer_rows, mixer_table
-from zeco_train.bench.model_config import ModelConfig
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch

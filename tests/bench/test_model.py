@@ -17,11 +17,10 @@ from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench import figures, model, steps
 from zeco_train.bench.backends import RandomTokens
-from zeco_train.bench.check import WrongResultError
+from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
-from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.report import Report
-from zeco_train.bench.samples import Summary
+from zeco_train.bench.samples import Summary, WrongResultError
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import LocalCopyScan, Variant, over_all_ranks

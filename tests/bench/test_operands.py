@@ -18,9 +18,9 @@ from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_of
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import operator
-from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Inputs, Shape, peer_attention
+from zeco_train.bench.samples import WrongResultError
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
 from zeco_train.config.schema import Dtype

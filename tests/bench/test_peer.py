@@ -16,7 +16,7 @@ from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
 from zeco_train.bench.backends import Backends, RandomTokens
-from zeco_train.bench.model_config import ModelConfig, ModelSettings
+from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import Variant

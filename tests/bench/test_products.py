@@ -19,8 +19,8 @@ from models.spec import ModelSpec, spec_of
 from tests.models.test_model import SCAN, SMALL, plain_products
 from tests.support.bench_settings import QUICK
 from zeco_train.bench import products
+from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
-from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender

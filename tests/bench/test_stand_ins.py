@@ -9,7 +9,7 @@ import torch
 
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
-from zeco_train.bench.model_config import ModelConfig
+from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan, backend_variant, gathered_exchange
 from zeco_train.distributed.mesh import Launch

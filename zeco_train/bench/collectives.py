@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import check_results
 from zeco_train.bench.config import CollectivesConfig
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row
+from zeco_train.bench.samples import Row, check_results
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import Variant
 from zeco_train.collectives.wire import all_gather_single

@@ -38,17 +38,16 @@ import torch
 from torch import Tensor
 
 from models.spec import spec_of
-from zeco_train.bench import parts, trace
+from zeco_train.bench import trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import check_results, gradient_norms
+from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.figures import mixer_rows, mixer_table
-from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights, check_peer
 from zeco_train.bench.products import product_flops, products_contender
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Subject
-from zeco_train.bench.samples import Row, marked
+from zeco_train.bench.samples import Row, check_results, gradient_norms, marked
 from zeco_train.bench.session import Session, choice_of
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import PRODUCTS, Variant, gathered_exchange
@@ -230,7 +229,7 @@ class _Measurement:
         found = trace.record(subject, path, self._session, replayed=replayed)[0]
         what = f"{contender.name}, {count:,} tokens, rank 0"
         self._report.note(f"trace of {what}: {found}; {found.idle}")
-        self._report.note(f"parts of {what}, ms of kernels: {parts.described(found.parts)}")
+        self._report.note(f"parts of {what}, ms of kernels: {trace.described(found.parts)}")
 
     def _measure_peer(self, variant: Variant, weights: Weights, peers: int) -> None:
         """Add the rows of a peer; `peers` is the number of peers after it."""

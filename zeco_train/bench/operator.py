@@ -4,36 +4,40 @@ Every rank has `tokens` tokens. With a backend, and with `fla_cp`, they are its 
 with `dp`, and with `fla`, its own sequence. A step is the public operator and autograd, such as
 `mix(OPERATOR, (q, k, v, g), shard)`, then `o.backward(do)` with a given `do` and no gradients to add to; `forward` is
 without autograd. Exposed communication is the step with a scan less the step in which the scan is a local copy
-(`variants.LocalCopyScan`), medians of the same run. `MB sent` is by the busiest rank (`zeco_train.bench.traffic`).
+(`variants.LocalCopyScan`), medians of the same run. `MB sent` is by the busiest rank (`sent_mb`).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench import trace
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Attention, Inputs, Shape, context_parallel, peer_attention, peer_results
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row, marked
+from zeco_train.bench.samples import Row, WrongResultError, check_results, marked
 from zeco_train.bench.session import Session
-from zeco_train.bench.traffic import sent_mb
 from zeco_train.bench.variants import FLA_CP, LocalCopyScan, Variant, over_all_ranks
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.ops.slow_paths import find_slow_paths
+from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.exchange import local_exchange
 
 # Rounding of the inputs' dtype, with fp32 accumulation; products of fp32 inputs may be in tf32 parts.
@@ -251,3 +255,41 @@ def peak_gb(subject: Subject, session: Session) -> float | None:
     peak = torch.cuda.max_memory_allocated() - before
     subject.prepare()
     return max(session.gather(peak / 1e9))
+
+
+@contextmanager
+def counted() -> Iterator[list[float]]:
+    """Within it, all scans and all-gathers of this process: the bytes that the busiest rank sends for each."""
+    sent: list[float] = []
+    launch, gather = ScanBackend.launch, dist.all_gather_into_tensor
+
+    def counted_launch(scan: ScanBackend, request: ScanRequest) -> LaunchedScan:
+        launched = launch(scan, request)
+        sent.append(scan.bytes_sent(request))
+        return launched
+
+    def counted_gather(into: Tensor, part: Tensor, group: dist.ProcessGroup | None = None, **rest: Any) -> Any:
+        sent.append(float(part.nbytes * (dist.get_world_size(group) - 1)))
+        return gather(into, part, group=group, **rest)
+
+    # The backward pass runs in another thread, so it is the functions themselves that are replaced.
+    _replace(counted_launch, counted_gather)
+    try:
+        yield sent
+    finally:
+        _replace(launch, gather)
+
+
+def _replace(launch: Any, gather: Any) -> None:
+    ScanBackend.launch = launch  # type: ignore[method-assign]
+    dist.all_gather_into_tensor = gather
+
+
+def sent_mb(subject: Subject, session: Session) -> float | None:
+    """MB that the busiest rank sends for a run of a subject; None if that is nothing. Collective."""
+    with counted() as sent:
+        subject.prepare()
+        subject.run()
+    subject.prepare()
+    session.settle()
+    return max(session.gather(sum(sent) / 1e6)) or None

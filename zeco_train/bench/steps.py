@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.bench.check import check_results
-from zeco_train.bench.samples import Row, Summary
+from zeco_train.bench.samples import Row, Summary, check_results
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import Variant
 from zeco_train.sp.exposed import ExposedMeter
