@@ -16,7 +16,6 @@ Variants are in `zeco_train.bench.attention_variants`.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -101,8 +100,6 @@ class AttentionConfig(RunsConfig):
             allowed = f"must be a list of different ones of {', '.join(VARIANTS)}"
             raise ConfigError("variants", self.variants, allowed)
         check_least(self, heads=1, head_dim=1)
-        if self.check_tokens < 2 and self.check_tokens != -1:
-            raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 2, or -1 for the device's default")
         self._check_lists(tokens=2)
         if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
             raise ConfigError("key_heads", self.key_heads, f"must be ≥ 1 and divide heads={self.heads}")
@@ -110,8 +107,7 @@ class AttentionConfig(RunsConfig):
             raise ConfigError("window", self.window, "must be ≥ 1, or null")
         if self.graph:
             raise ConfigError("graph", self.graph, "a method's messages are not captured; take graph=false")
-        if not self.passes or any(name not in PASSES for name in self.passes):
-            raise ConfigError("passes", self.passes, f"must be a list of {', '.join(PASSES)}")
+        self._check_operation(self.passes, self.check_tokens, least=2)
 
     @property
     def num_key_heads(self) -> int:
@@ -143,14 +139,8 @@ def run(config: AttentionConfig, session: Session) -> Report:
     session.enter("checks")
     checked = _check_all(config, session, report)
     runner = Runner(config, session)
-    for tokens in config.tokens:
-        if not session.within_budget():
-            report.note(f"{tokens:,} tokens a rank and more are not measured: budget_seconds={config.budget_seconds:g}")
-            break
-        session.enter(f"{tokens:,} tokens a rank")
-        started = time.monotonic()
+    for tokens in report.in_budget(config.tokens, "{:,} tokens a rank".format):
         report.add(_measure(tokens, config, session, runner, report.folder, checked))
-        session.spent(time.monotonic() - started)
     return report
 
 
@@ -206,7 +196,6 @@ def _measure(
     folder: Path,
     checked: dict[AttentionVariant, float],
 ) -> list[Row]:
-    """A row of each variant and pass."""
     variants = {variant.name: variant for variant in checked}
     built = {each: build_variant(each, config.shape(each, tokens), config.window, session) for each in checked}
     seed = config.seed + 1 + session.rank
@@ -269,7 +258,6 @@ def _compared(variant: AttentionVariant, median_ms: float, tokens: int, rates: d
 
 
 def _profiled(step: Subject, tokens: int, folder: Path, session: Session) -> Row:
-    """Exposed communication and balance, from a profile of all ranks."""
     overlaps = trace.record(step, folder / f"trace_{step.name.replace(':', '-')}_t{tokens}.json", session)
     compute = [each.compute_us for each in overlaps]
     mean = sum(compute) / len(compute)

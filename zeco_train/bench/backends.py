@@ -226,7 +226,6 @@ def state_elements(run: Config) -> int:
 
 
 def _alone(mesh: ProcessMesh) -> ProcessMesh:
-    """The same ranks, each with its own sequences."""
     return replace(mesh, devices=device_mesh(mesh.device.type, (mesh.world_size, 1), ("dp", "sp"), mesh.timeout))
 
 

@@ -8,7 +8,6 @@ algorithm lets ranks run ahead of each other, as a chain's does; one at a time t
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import torch
@@ -49,14 +48,8 @@ def run(config: CollectivesConfig, session: Session) -> Report:
     runner = Runner(config, session)
     if config.graph and not session.on_cuda:
         report.note("no CUDA graphs on a CPU: eager only")
-    for size in config.sizes_mb:
-        if not session.within_budget():
-            report.note(f"{size:g} MiB and what follows is not measured: budget_seconds={config.budget_seconds:g}")
-            break
-        session.enter(f"a state of {size:g} MiB")
-        started = time.monotonic()
+    for size in report.in_budget(config.sizes_mb, "a state of {:g} MiB".format):
         report.add(_measure_size(size, config, session, runner))
-        session.spent(time.monotonic() - started)
     return report
 
 
@@ -109,12 +102,6 @@ class _Inputs:
         self._pairs = list(zip(self._states, log_decays, strict=True))
 
     def checked(self, variant: Variant) -> tuple[Subject, float]:
-        """The variant, ready to be timed, and its error.
-
-        Raises:
-            WrongResultError: the result is wrong on this rank.
-            ConfigError: this machine does not support it.
-        """
         if variant.kind == "all_gather":
             subject, results = self._all_gather()
         elif variant.kind == "all_reduce":
@@ -158,7 +145,6 @@ class _Inputs:
         return self.subject(variant), results
 
     def subject(self, variant: Variant, purpose: str = "eager") -> Subject:
-        """A scan as a subject of timing."""
         scan = self._session.exchange(variant, self.state.numel(), purpose).states
         return Subject(variant.name, lambda: self._once(scan, False))
 

@@ -74,7 +74,6 @@ class CaseConfig:
                 raise ConfigError(name, getattr(self, name), "must be > 0 and ≤ 86400")
 
     def _check_lists(self, **least: int) -> None:
-        """Raise `ConfigError` for a list that is empty or has a value below its minimum."""
         for name, smallest in least.items():
             values = getattr(self, name)
             if not values or any(value < smallest for value in values):
@@ -117,6 +116,12 @@ class RunsConfig(BenchConfig):
         """See `CaseConfig.validate`."""
         super().validate()
         check_least(self, runs=1, flush_mb=-1)
+
+    def _check_operation(self, passes: list[str], check_tokens: int, least: int) -> None:
+        if not passes or any(name not in PASSES for name in passes):
+            raise ConfigError("passes", passes, f"must be a list of {', '.join(PASSES)}")
+        if check_tokens < least and check_tokens != -1:
+            raise ConfigError("check_tokens", check_tokens, f"must be ≥ {least}, or -1 for the device's default")
 
 
 @dataclass
@@ -198,10 +203,7 @@ class OperatorConfig(RunsConfig):
         self._check_operator()
         if not self.dims or any(len(pair) != 2 or min(pair) < 1 for pair in self.dims):
             raise ConfigError("dims", self.dims, "must be a list of pairs [K, V] of numbers ≥ 1")
-        if not self.passes or any(name not in PASSES for name in self.passes):
-            raise ConfigError("passes", self.passes, f"must be a list of {', '.join(PASSES)}")
-        if self.check_tokens < 1 and self.check_tokens != -1:
-            raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 1, or -1 for the device's default")
+        self._check_operation(self.passes, self.check_tokens, least=1)
 
     @property
     def chosen(self) -> list[Variant]:

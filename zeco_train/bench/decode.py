@@ -128,7 +128,6 @@ class _Measurement:
         self._tokens = torch.Generator().manual_seed(config.seed)
 
     def measure(self) -> None:
-        """Add all rows to the report."""
         self._session.enter("checking")
         ids = self._random(self._config.check_tokens)
         exact = copy.deepcopy(self._model).double()
@@ -150,7 +149,6 @@ class _Measurement:
         self._report.add([self._row(kind) | errors[kind.variant] for kind in kinds])
 
     def _contexts(self) -> Iterator[_Context]:
-        """The contexts that fit in the budget."""
         # No rate is measured before the first context: it counts as free.
         states, position, rate = None, 0, math.inf
         timed = self._config.warmup + self._config.steps
@@ -168,7 +166,6 @@ class _Measurement:
             yield _Context(context, logits, states, rate)
 
     def _time(self, kind: _Kind, steps: int) -> None:
-        """Decode this many steps from the context on, after the warm-up."""
         session, batch = self._session, kind.batch
         # Copies, also of a single sequence: a decoder updates them in place.
         own = [state.repeat(batch, 1, 1, 1) for state in kind.context.states]

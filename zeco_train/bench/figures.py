@@ -433,7 +433,6 @@ def _colour(variant: str) -> str:
 
 
 def _draw_all(axes: Axes, rows: list[Row], x: str, y: str = "median_ms") -> None:
-    """A line for each variant."""
     for variant in _variants(rows):
         _, *settings = variant.split(":")
         style = _LINES.get(settings[0] if settings else "", "-")

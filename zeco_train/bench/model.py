@@ -1,29 +1,25 @@
 """Case `model`: the whole training step of a model, by backend.
 
-A step is the trainer's (`zeco_train.training.step`): forward, backward, gradient reduction, clipping, AdamW over master
-weights. Every rank has `tokens` tokens a micro-batch: with a backend they are its shard of one sequence over all ranks,
-with `dp` its own sequence. With `seq_len` all have sequences of that length instead, each rank `tokens / seq_len` of
-its own with `dp`, and its shards of `ranks · tokens / seq_len` with a backend. Tokens are random, and different in each
-step.
+A step is the trainer's (`zeco_train.training.step`), with AdamW over master weights. Every rank has `tokens` random
+tokens a micro-batch: with a backend its shard of one sequence over all ranks, with `dp` its own sequence. With
+`seq_len` all sequences have that length: each rank has `tokens / seq_len` of its own with `dp`, and its shards of
+`ranks · tokens / seq_len` with a backend. A hybrid's softmax layers do more work per token the longer the sequence is,
+so only then is their work equal. MFU counts it.
 
-All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each;
-only the scan changes, so nothing else differs between them. `products` takes turns with them: it runs only the matrix
-products of the plain step (`zeco_train.bench.products`), as an upper bound on this GPU. Its MFU is computed from its
-own FLOPs, the model's less the operator's: the fraction of peak that products reach here. The peer, `fla`, is a
-separate model (`zeco_train.bench.peer`) and is measured after the first is freed. `dp:no_optimizer` is the passes
-alone: forward and backward with FSDP's copies, as replayed in the other steps.
+All backends train one model with one optimizer, sharded over all ranks alike, and take turns, a block of steps each:
+only the scan differs. `products` (`zeco_train.bench.products`) takes turns with them; its MFU is of its own FLOPs, the
+fraction of peak that products reach here. The peer, `fla` (`zeco_train.bench.peer`), is a separate model, measured
+after the first is freed. `dp:no_optimizer` is forward and backward with FSDP's copies, as replayed in the other steps.
 
 Checks before timing, on untrained weights:
-- the whole gradient of each backend on a short sequence, against that with a plain scan in float64, and softmax layers
-  over gathered keys: of a hybrid no farther from it than twice what other rounding of those layers does;
+- the whole gradient of each backend on a short sequence, against a plain scan in float64, and softmax layers over
+  gathered keys: of a hybrid no farther from it than twice what other rounding of those layers does;
 - the loss of the first step: close to log of the vocabulary size (a uniform guess), and equal for all backends, with
   `seq_len` that of `dp`, too;
 - the peer's logits against ours, with the same weights.
 
 With `mixers`, or `every` for hybrids, several models are measured one after the other, each built after the last is
-freed; a table and a figure set them beside each other (`mixers.md`, `mixers.png`). A hybrid's softmax layers do more
-work per token the longer the sequence is: with a backend it is that of all ranks, with `dp` that of one, unless
-`seq_len` says otherwise. MFU counts it.
+freed; a table and a figure (`mixers.md`, `mixers.png`) set them beside each other.
 """
 
 from __future__ import annotations
@@ -132,11 +128,6 @@ CASE = Case(ModelConfig, run)
 
 
 def _available(config: ModelConfig, session: Session, report: Report) -> dict[ModelSettings, list[Variant]]:
-    """The variants that this machine supports, by model; the others are noted.
-
-    Raises:
-        ConfigError: there is none.
-    """
     available: dict[ModelSettings, list[Variant]] = {}
     problem = None
     for settings in config.models:
@@ -176,7 +167,6 @@ class _Measurement:
         self._measured: list[int] = []
 
     def measure(self, backends: Sequence[Variant], peers: Sequence[Variant]) -> None:
-        """Add all rows to the report."""
         self._session.enter(self._shape)
         weights = self._measure_backends(backends, len(peers))
         # Only here are all references to the model gone; the next one needs its memory.
@@ -210,7 +200,6 @@ class _Measurement:
         return weights
 
     def _time_backends(self, ours: Backends, variants: Sequence[Variant], count: int, later: int) -> list[Row]:
-        """Rows of all backends with this many tokens per rank; for `later` see `_time`."""
         started = time.monotonic()
         tokens = self._tokens(count)
         contenders = [self._contender(ours, variant, tokens) for variant in variants]
@@ -222,7 +211,6 @@ class _Measurement:
         return rows
 
     def _trace(self, contender: Contender, count: int) -> None:
-        """Profile a step, and note what it shows."""
         model = self._run.model
         path = self._report.folder / f"trace_{contender.variant.file_name}_{model.name}_t{count}.json"
         subject, replayed = Subject(contender.name, partial(contender.step, _TRACED_STEP)), contender.graphs is not None
@@ -306,7 +294,6 @@ class _Measurement:
         return [self._row(contender, count, held_gb) for contender in contenders]
 
     def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
-        """A contender's row; `held_gb` is the memory held by the buffers of all contenders at the same time."""
         model, train = self._run.model, self._run.train
         row: Row = {"model": model.name, "mixer": model.mixer, "heads": model.num_heads, "tokens": count}
         row |= {"micro_batches": self._config.micro_batches}
@@ -328,7 +315,6 @@ class _Measurement:
         return marked(row, find_slow_paths(kernel_calls(self._run), self._session.target, count))
 
     def _add(self, rows: Sequence[Row]) -> None:
-        """Add rows with one number of tokens."""
         dp = self._rates.get(rows[0]["tokens"])
         self._report.add([{**row, "ratio": row["tokens_per_second_per_gpu"] / dp if dp else None} for row in rows])
 

@@ -10,7 +10,6 @@ without autograd. Exposed communication is the step with a scan less the step in
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,18 +78,17 @@ def run(config: OperatorConfig, session: Session) -> Report:
     if config.trace and not session.on_cuda:
         report.note(trace.NONE_ON_CPU)
     checked: dict[Shape, dict[str, Row]] = {}
-    for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens):
-        shape = Shape(heads, key_dim, value_dim, tokens, config.operator, config.groups, config.decay)
-        if not session.within_budget():
-            report.note(f"{shape} and what follows is not measured: budget_seconds={config.budget_seconds:g}")
-            break
-        session.enter(str(shape))
-        started = time.monotonic()
-        dims = replace(shape, tokens=_check_tokens(config, session))
+    shapes = [
+        Shape(heads, key_dim, value_dim, tokens, config.operator, config.groups, config.decay)
+        for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens)
+    ]
+    for shape in report.in_budget(shapes, str):
+        dims = replace(
+            shape, tokens=config.check_tokens if config.check_tokens > 0 else 4096 if session.on_cuda else 256
+        )
         if dims not in checked:
             checked[dims] = _check(dims, config, session, report)
         _measure_shape(shape, config, session, runner, report, checked[dims])
-        session.spent(time.monotonic() - started)
     return report
 
 
@@ -115,10 +113,6 @@ def sharded_operator(variant: Variant, shape: Shape, session: Session, purpose: 
         exchange = session.exchange(variant, shape.state_elements, purpose)
     position = session.position(exchange, shape.tokens, alone=variant.is_dp)
     return lambda *operands: mix(shape.operator, operands, position)[0]
-
-
-def _check_tokens(config: OperatorConfig, session: Session) -> int:
-    return config.check_tokens if config.check_tokens > 0 else 4096 if session.on_cuda else 256
 
 
 def _check(short: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
@@ -229,7 +223,6 @@ def operator_step(name: str, kind: str, attention: Attention, inputs: Inputs) ->
 
 
 def _compared(variant: Variant, row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
-    """Columns derived from other variants' medians of the same run."""
     median = row["median_ms"]
     dp, copy = (medians.get((name, row["mode"])) for name in ("dp", "copy"))
     return {

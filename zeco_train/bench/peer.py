@@ -115,7 +115,6 @@ class Peer:
 
 
 def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: torch.device) -> Any:
-    """Build fla's model with these parameters, in fp32."""
     import fla.models
 
     fla_format = mixer_of(config).fla
@@ -149,7 +148,6 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
 
 
 def _own_keys(config: LanguageModelConfig, fla_format: FlaFormat) -> dict[str, Any]:
-    """The mixer's own keys of fla's configuration."""
     names = (*fla_format.numbers, *fla_format.pairs, *fla_format.optional, *fla_format.switches)
     values = {name: getattr(config, name) for name in names if name not in fla_format.fixed}
     choices = {name: getattr(config, name) for name in fla_format.choices}
@@ -172,7 +170,6 @@ def _set_buffers(model: nn.Module) -> None:
 
 
 def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
-    """The parameters of fla's model with the rules of our model's parameters of the same names."""
     fla_format = mixer_of(run.model).fla
     assert fla_format is not None
     with torch.device("meta"):

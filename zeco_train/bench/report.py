@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
@@ -18,6 +19,7 @@ from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.tables import Columns, format_table
 
+T = TypeVar("T")
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
 
 
@@ -74,6 +76,18 @@ class Report:
         self._session.say(format_table(rows, self._columns, heading=not self.rows))
         self.rows += rows
         self._session.agree(self._write)
+
+    def in_budget(self, items: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
+        """The items that may be measured, as long as the longest so far would still end in time; then a note."""
+        for item in items:
+            if not self._session.within_budget():
+                budget = self._header["config"]["budget_seconds"]
+                self.note(f"{name(item)} and what follows is not measured: budget_seconds={budget:g}")
+                return
+            self._session.enter(name(item))
+            started = time.monotonic()
+            yield item
+            self._session.spent(time.monotonic() - started)
 
     def finish(self) -> None:
         """Write everything, final notes included. Errors as of `add`."""

@@ -148,7 +148,6 @@ def in_rounds(steps: int) -> Iterator[int]:
 
 
 def _block(contender: Contender, count: int, numbers: Iterator[int], session: Session) -> None:
-    """Time this many steps."""
     session.settle()
     if contender.meter is not None:
         # Drop what warm-up steps have measured.
