@@ -220,7 +220,7 @@ def _add_rows(report: Report, stalls: Stalls, first: Stalls, session: Session) -
         report.fail("an asynchronous save holds training up for too long")
 
 
-CASE = Case(CheckpointConfig, run)
+CASE = Case(CheckpointConfig, run, keeps_log=False)
 main = CASE.main
 
 if __name__ == "__main__":

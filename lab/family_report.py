@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.report.comparison import Run, difference, draw_losses, look
-from zeco_train.system.drawing import GREY, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import GREY, finish_axes, new_figure, plain, save_figure, step_ticks
+from zeco_train.system.tables import markdown_table
 
 PICTURE_FILE, TABLE_FILE, CSV_FILE = "family.png", "family.md", "family.csv"
 _HEADINGS = ("model", "parameters", "steps", "last loss", "validation loss", "largest difference", "at step", "verdict")
@@ -74,13 +75,13 @@ class Verdict:
 
 def family_table(verdicts: Sequence[Verdict]) -> str:
     """The rows as Markdown."""
-    lines = ["| " + " | ".join(_HEADINGS) + " |", "|---" + "|---:" * 6 + "|---|"]
+    rows = []
     for each in verdicts:
         val_loss = "" if math.isnan(each.val_loss) else f"{each.val_loss:.4f}"
         verdict = f"{'within' if each.same else 'MORE than'} {each.limit:g}"
-        numbers = f"{each.parameters:,} | {each.steps} | {each.last_loss:.4f} | {val_loss} | {each.difference:.1e}"
-        lines.append(f"| {each.model} | {numbers} | {each.at_step} | {verdict} |")
-    return "\n".join(lines) + "\n"
+        losses = f"{each.last_loss:.4f}", val_loss, f"{each.difference:.1e}"
+        rows.append([each.model, f"{each.parameters:,}", each.steps, *losses, each.at_step, verdict])
+    return markdown_table(_HEADINGS, rows, ["---", *["---:"] * 6, "---"])
 
 
 def family_csv(verdicts: Sequence[Verdict]) -> str:
@@ -106,8 +107,6 @@ def draw_family(pairs: Sequence[Pair], limit: float, shared: str, path: Path) ->
         DataError: it cannot be written.
     """
     figure = new_figure("Models on the same data", (9, 7), dpi=130, title_size=14)
-    from matplotlib.ticker import MaxNLocator
-
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     draw_losses(upper, [Run(pair.model, pair.alone.path, pair.alone.rows) for pair in pairs])
     upper.legend(frameon=False, fontsize=8, ncols=2)
@@ -126,7 +125,7 @@ def draw_family(pairs: Sequence[Pair], limit: float, shared: str, path: Path) ->
                    textcoords="offset points", ha="right", color=GREY, fontsize=8)  # fmt: skip
     lower.set_ylabel(plain(f"|difference| of {shared},\nrelative to one rank"))
     lower.set_xlabel("step")
-    lower.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    step_ticks(lower.xaxis)
     finish_axes(upper)
     finish_axes(lower)
     figure.align_ylabels()

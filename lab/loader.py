@@ -146,7 +146,7 @@ def _disk_bytes() -> int | None:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-CASE = Case(LoaderConfig, run)
+CASE = Case(LoaderConfig, run, keeps_log=False)
 main = CASE.main
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import mean
 
 from zeco_train.report.comparison import look
-from zeco_train.system.drawing import GREY, label_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import GREY, label_axes, new_figure, plain, save_figure
+from zeco_train.system.tables import markdown_table
 
 PICTURE_FILE, TABLE_FILE = "recall_family.png", "recall_family.md"
 
@@ -62,7 +63,7 @@ def recall_table(models: Sequence[Model], results: Sequence[Result]) -> str:
     columns = sorted({(each.length, each.pairs) for each in results})
     headings = ["model", "parameters", "state of a layer", "minutes a seed", "seeds", "states from rank 0"]
     headings += [f"{length} tokens, {pairs} pairs" for length, pairs in columns]
-    lines = ["| " + " | ".join(headings) + " |", "|---|---:|---:|---:|---:|---" + "|---:" * len(columns) + "|"]
+    rows: list[Sequence[object]] = []
     for model in models:
         own = [each for each in results if each.model == model.name]
         size = f"{' × '.join(map(str, model.state_shape))} = {math.prod(model.state_shape):,}"
@@ -72,10 +73,10 @@ def recall_table(models: Sequence[Model], results: Sequence[Result]) -> str:
         for column, name in (("whole", "as they are"), *([("zeroed", "zeroed")] if model.has_states else [])):
             cells = [_spread(getattr(each, column) for each in own if each.length == length) for length, _ in columns]
             first = [model.name, f"{model.parameters:,}", state, minutes, str(seeds), name]
-            lines.append("| " + " | ".join([*first, *cells]) + " |")
+            rows.append([*first, *cells])
     chances = [_spread(each.chance for each in results if each.length == length) for length, _ in columns]
-    lines.append("| " + " | ".join(["chance", *[""] * 5, *chances]) + " |")
-    return "\n".join(lines) + "\n"
+    rows.append(["chance", *[""] * 5, *chances])
+    return markdown_table(headings, rows, ["---", *["---:"] * 4, "---", *["---:"] * len(columns)])
 
 
 def _spread(values: Iterable[float]) -> str:

@@ -27,19 +27,19 @@ from lab.delays.spins import Place, Spins, spinning
 from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import check_results
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import TOLERANCE, operator_step
-from zeco_train.bench.report import Report, format_table, time_columns
+from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
-from zeco_train.bench.samples import Row, Summary
+from zeco_train.bench.samples import Row, Summary, check_results
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Mark, mark, milliseconds
-from zeco_train.bench.variants import gathered_exchange
+from zeco_train.bench.variants import Variant, gathered_exchange
 from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import Exchange
 from zeco_train.system.signals import run_command
+from zeco_train.system.tables import format_table
 from zeco_train.training.checks import kernel_calls
 from zeco_train.training.graphs import WARM_UP
 
@@ -106,9 +106,9 @@ class _DelayedBackends(Backends):
         super().__init__(self.run, session, config.drift_tokens)
         self.spins = Spins(config.layers, session.device)
 
-    def exchange_of(self, name: str) -> Exchange:
+    def exchange_of(self, variant: Variant) -> Exchange:
         """See `Backends.exchange_of`."""
-        return spinning(super().exchange_of(name), self.spins)
+        return spinning(super().exchange_of(variant), self.spins)
 
 
 class _Measurement:
@@ -133,7 +133,7 @@ class _Measurement:
             self._attempt("hops", f"hops of {heads} heads", partial(self._hops, heads, runner, measure_hops))
             if session.on_cuda:
                 self._attempt("chains", f"chains of {heads} heads", partial(self._hops, heads, runner, measure_chains))
-        for variant, tokens in itertools.product(config.variants, config.tokens) if "operator" in config.parts else ():
+        for variant, tokens in itertools.product(config.chosen, config.tokens) if "operator" in config.parts else ():
             what = f"operator, {variant}, {tokens:,} tokens"
             self._attempt("operator", what, partial(self._operator, variant, tokens, runner))
         self._models()
@@ -191,7 +191,7 @@ class _Measurement:
                     f"ms, {row['hops']} hops: {what} (model: a chain)", row["median_ms"], row["model_chain_ms"]
                 )
 
-    def _operator(self, variant: str, tokens: int, runner: Runner) -> None:
+    def _operator(self, variant: Variant, tokens: int, runner: Runner) -> None:
         """Rows of the operator with each delay of each of its two scans."""
         config, session = self._config, self._session
         run = config.run_config(config.strategies[0])
@@ -219,7 +219,7 @@ class _Measurement:
         )
         pairs = {name: (found[name], expected[name]) for name in found}
         session.agree(partial(check_results, f"{variant}, delayed,", session.rank, pairs, TOLERANCE[config.dtype]))
-        subjects = [prepared(variant, delayed, table) for table in tables.values()]
+        subjects = [prepared(variant.name, delayed, table) for table in tables.values()]
         timed = dict(zip(tables, runner.rows(subjects), strict=True))
         self._add_delayed({"part": "operator", "tokens": tokens}, timed, predicted, 1)
 
@@ -235,7 +235,7 @@ class _Measurement:
         for strategy in strategies if {"drift", "step"} & {*config.parts} else ():
             if not self._attempt("build", f"model, {strategy}", partial(build, strategy)):
                 continue
-            for variant, mode in itertools.product(config.variants if "drift" in config.parts else (), self._modes):
+            for variant, mode in itertools.product(config.chosen if "drift" in config.parts else (), self._modes):
                 what = f"drift, {variant}, {strategy}, {mode}"
                 self._attempt("drift", what, partial(self._drift, built[-1], variant, mode))
         if not built or "step" not in config.parts:
@@ -249,11 +249,11 @@ class _Measurement:
                 # Else the blocks would be compiled for any number of tokens, and possibly be slower.
                 _free_memory()
             compiled = tokens
-            for variant in config.variants:
+            for variant in config.chosen:
                 what = f"step, {variant}, {ours.strategy}, {tokens:,} tokens"
                 self._attempt("step", what, partial(self._step, ours, variant, tokens))
 
-    def _drift(self, ours: _DelayedBackends, variant: str, mode: str) -> None:
+    def _drift(self, ours: _DelayedBackends, variant: Variant, mode: str) -> None:
         config, session, spins, layers = self._config, self._session, ours.spins, self._config.layers
         predicted = Predicted.of(ours.run, variant, config.drift_tokens, session, replayed=mode == "graph")
         tables = {("", "", 0.0): _no_delay(spins)}
@@ -262,7 +262,7 @@ class _Measurement:
             tables[name, pattern, delay] = spins.table(Place.compute, _PASSES[name], late)
         ours.purpose = f"drift {ours.strategy} {mode}"
         timed = self._time(ours, variant, config.drift_tokens, mode, tables)
-        shape = {"part": "drift", "variant": variant, "strategy": ours.strategy, "tokens": config.drift_tokens}
+        shape = {"part": "drift", "variant": variant.name, "strategy": ours.strategy, "tokens": config.drift_tokens}
         before, rows = timed["", "", 0.0]["median_ms"], []
         for (name, pattern, delay), row in timed.items():
             row |= {**shape, "pass": name or None, "pattern": pattern or "none", "delay_us": delay}
@@ -279,16 +279,16 @@ class _Measurement:
             rows.append(row)
         self._report.add(rows)
 
-    def _step(self, ours: _DelayedBackends, variant: str, tokens: int) -> None:
+    def _step(self, ours: _DelayedBackends, variant: Variant, tokens: int) -> None:
         mode = self._modes[-1]
         ours.purpose = f"step {mode}"
         timed = self._time(ours, variant, tokens, mode, _tables_of_scans(ours.spins, self._config.delays_us))
         predicted = Predicted.of(ours.run, variant, tokens, self._session)
-        shape = {"part": "step", "variant": variant, "strategy": ours.strategy, "tokens": tokens}
+        shape = {"part": "step", "variant": variant.name, "strategy": ours.strategy, "tokens": tokens}
         self._add_delayed(shape, timed, predicted, ours.spins.layers)
 
     def _time(
-        self, ours: _DelayedBackends, variant: str, tokens: int, mode: str, tables: Mapping[K, Tensor]
+        self, ours: _DelayedBackends, variant: Variant, tokens: int, mode: str, tables: Mapping[K, Tensor]
     ) -> dict[K, Row]:
         """Times of a model's steps with each table of delays, which take turns. Collective.
 
@@ -318,11 +318,11 @@ class _Measurement:
         session.settle()
         # Not reported: the growth of steps is.
         contender.meter.take()
-        check_results(variant, session.rank, {"the last loss": (torch.tensor(float(loss)),) * 2}, 0.0)
+        check_results(variant.name, session.rank, {"the last loss": (torch.tensor(float(loss)),) * 2}, 0.0)
         found = {}
         for key in keys:
             by_rank = session.gather([milliseconds(*pair) for pair in marks[key]])
-            found[key] = {"variant": variant, "mode": mode, **Summary.of(by_rank).as_row()}
+            found[key] = {"variant": variant.name, "mode": mode, **Summary.of(by_rank).as_row()}
             found[key] |= {"samples_ms_by_rank": by_rank}
         return found
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeco_train.bench import variants as known
 from zeco_train.bench.config import OfModelConfig, RunsConfig
+from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
@@ -63,7 +63,7 @@ class DelaysConfig(RunsConfig, OfModelConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        known.check_variants(self.variants, *_DELAYED)
+        _ = self.chosen
         check_least(self, hops=1, key_dim=1, value_dim=1, layers=2, drift_tokens=1, steps=1)
         self._check_lists(heads=1, tokens=1)
         names = {"parts": PARTS, "strategies": [each.name for each in Strategy if each is not Strategy.hsdp]}
@@ -81,6 +81,11 @@ class DelaysConfig(RunsConfig, OfModelConfig):
         run = self.run_config(self.strategies[0])
         if run.model.mixer != "gla" or run.model.attn.chosen(run.model.num_layers):
             raise ConfigError("model", self.model, "must be a model whose layers are all of mixer gla")
+
+    @property
+    def chosen(self) -> list[Variant]:
+        """The variants; `ConfigError` for a wrong one."""
+        return parse_variants(self.variants, *_DELAYED)
 
     def run_config(self, strategy: str) -> Config:
         """The configuration of a training run of the model.

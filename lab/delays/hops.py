@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lab.delays.chains import TwoGpuChain
 from lab.delays.config import DelaysConfig
-from zeco_train.bench.check import check_results
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row
+from zeco_train.bench.samples import Row, check_results
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import backend_variant
 from zeco_train.collectives.chain import CHAIN
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.ops.seam import ScanRequest
@@ -39,14 +39,14 @@ def measure_hops(heads: int, config: DelaysConfig, session: Session, runner: Run
     """
     hops = _Hops(heads, config, session)
     results = {"the state after the last hop": (hops.run(config.hops), hops.expected(config.hops))}
-    errors = session.agree(partial(check_results, hops.variant, session.rank, results, TOLERANCE))
+    errors = session.agree(partial(check_results, hops.variant.name, session.rank, results, TOLERANCE))
     subjects, failed = [hops.subject("eager")], list[Row]()
     if config.graph and session.on_cuda:
         graphs, failed = capture_all([hops.subject("graph")], 1, session, TOLERANCE)
         subjects += graphs
     row: Row = {
         "part": "hops",
-        "variant": hops.variant,
+        "variant": hops.variant.name,
         "heads": heads,
         "state_mb": hops.state.nbytes / 1e6,
         "hops": config.hops,
@@ -95,7 +95,7 @@ class _Hops:
 
     def __init__(self, heads: int, config: DelaysConfig, session: Session) -> None:
         self._session, self._hops = session, config.hops
-        self.variant = "zeco:chain:symmetric" if session.on_cuda else "zeco:chain:p2p"
+        self.variant = backend_variant("zeco:chain:symmetric" if session.on_cuda else "zeco:chain:p2p")
         generator = torch.Generator(session.device).manual_seed(config.seed * session.world_size + session.rank)
         shape = (1, heads, config.key_dim, config.value_dim)
         self.state = torch.randn(shape, device=session.device, generator=generator)
@@ -103,7 +103,7 @@ class _Hops:
 
     def subject(self, mode: str) -> Subject:
         """All hops, to be timed."""
-        return Subject(self.variant, partial(self.run, self._hops, mode))
+        return Subject(self.variant.name, partial(self.run, self._hops, mode))
 
     def run(self, count: int, purpose: str = "eager") -> Tensor:
         """The state that this rank received last, after this many hops."""

@@ -10,7 +10,7 @@ import torch
 
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import sp_config
+from zeco_train.bench.variants import Variant
 from zeco_train.config.schema import Config
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
@@ -63,14 +63,14 @@ class Predicted:
     block: float
 
     @classmethod
-    def of(cls, run: Config, variant: str, tokens: int, session: Session, *, replayed: bool = True) -> Predicted:
+    def of(cls, run: Config, variant: Variant, tokens: int, session: Session, *, replayed: bool = True) -> Predicted:
         """For a model of one kind of layers, with this many tokens a rank; `replayed`: if the run's steps are."""
         ranks = session.world_size
         graphs = run.train.cuda_graphs if replayed else CudaGraphs.off
         config = dataclasses.replace(
             run,
             train=dataclasses.replace(run.train, cuda_graphs=graphs),
-            sp=sp_config(variant, state_elements(run)),
+            sp=variant.sp_config(state_elements(run)),
             data=dataclasses.replace(run.data, seq_len=ranks * tokens, global_batch=1, micro_batch=1),
         )
         case = Case(config, ranks, ranks, machine(gpu_of(session)), gpus_per_node=ranks)

@@ -28,7 +28,7 @@ from lab.paper.ours import ASSUMED, TOKENS, Predicted, measured, predicted, ring
 from zeco_train.bench.figures import reference
 from zeco_train.errors import ConfigError
 from zeco_train.system.arguments import docstring, errors_in_a_line
-from zeco_train.system.drawing import save_figure
+from zeco_train.system.figures import save_figure
 from zeco_train.system.files import whole_file, write_errors
 from zeco_train.system.signals import run_command
 

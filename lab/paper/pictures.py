@@ -11,11 +11,10 @@ from lab.paper.ours import ALPHA, ALPHAS, ASSUMED, DEVICES, GPUS, TOKENS, Measur
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import CURVES, GREY, finish_axes, label_axes, new_figure
+from zeco_train.system.figures import CURVES, GREY, finish_axes, label_axes, length_ticks, new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from zeco_train.system.figures import Axes, Figure
 
 _COLOURS = {
     **{name: spec.color for name, spec in BACKENDS.items()},
@@ -125,7 +124,7 @@ def lasp2_figure_4(rows: Sequence[Row]) -> Figure:
     lengths = sorted({row.tokens for row in own})
     axes.plot(lengths, [n / (fixed + per_16k * n / 16_384) for n in lengths], color=GREY, label="computed, any GPUs")
     label_axes(axes, f"a step takes {fixed:.3f} s + {1e3 * per_16k:.2f} ms a 16,384 tokens", "tokens", "tokens/s")
-    _lengths(axes)
+    length_ticks(axes.xaxis)
     return figure
 
 
@@ -206,9 +205,3 @@ def _measured(axes: Axes, measured: Sequence[Measured], table: str, method: str)
 
 def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _lengths(axes: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))

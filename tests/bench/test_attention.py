@@ -14,10 +14,10 @@ import torch
 from tests.support.distributed import run_distributed
 from zeco_train.bench import attention, attention_variants
 from zeco_train.bench.attention import AttentionConfig, _flops
-from zeco_train.bench.attention_figure import draw_attention
-from zeco_train.bench.attention_variants import VARIANTS, build_variant
-from zeco_train.bench.check import WrongResultError
+from zeco_train.bench.attention_variants import DEFAULTS, VARIANTS, build_variant
+from zeco_train.bench.figures import draw_attention
 from zeco_train.bench.operands import Inputs
+from zeco_train.bench.samples import WrongResultError
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
@@ -28,6 +28,7 @@ from zeco_train.training.config import Dtype
 pytestmark = pytest.mark.numeric
 
 SMALL = ["device=cpu", "warmup=1", "runs=2", "flush_mb=0", "timeout_seconds=60", "dtype=fp64"]
+TORCH = VARIANTS["torch"]
 SMALL += ["heads=4", "head_dim=8", "tokens=[24]", "check_tokens=20"]
 
 
@@ -53,24 +54,24 @@ def test_flops_count_the_pairs_that_are_read() -> None:
     for window in (None, 5):
         config = AttentionConfig.load(["heads=2", "head_dim=8", f"window={'null' if window is None else window}"])
         pairs = sum(min(position + 1, window or 24) for position in range(24))
-        assert _flops(config, "dp", 24, "forward", 3) == 2 * 2 * 2 * 8 * pairs
-        assert _flops(config, "ring", 8, "forward_backward", 3) == pytest.approx(2 * 7 * 2 * 8 * pairs / 3)
-    assert math.isnan(_flops(config, "gla:zeco", 8, "forward", 3))
+        assert _flops(config, VARIANTS["dp"], 24, "forward", 3) == 2 * 2 * 2 * 8 * pairs
+        assert _flops(config, VARIANTS["ring"], 8, "forward_backward", 3) == pytest.approx(2 * 7 * 2 * 8 * pairs / 3)
+    assert math.isnan(_flops(config, VARIANTS["gla:zeco"], 8, "forward", 3))
 
 
 def test_torch_is_refused_where_it_does_not_apply() -> None:
     session = mock.Mock(spec=Session, on_cuda=False, world_size=2, rank=0, device=torch.device("cpu"))
     config = AttentionConfig.load(["key_heads=4"])
     with pytest.raises(ConfigError, match="need CUDA"):
-        build_variant("torch", config.shape("torch", 8), None, session)
+        build_variant(TORCH, config.shape(TORCH, 8), None, session)
     session.on_cuda = True
     for window in (None, 4):
         with pytest.raises(ConfigError, match="without window, and with key_heads=null"):
-            build_variant("torch", config.shape("torch", 8), window, session)
-    whole = AttentionConfig.load([]).shape("torch", 8)
+            build_variant(TORCH, config.shape(TORCH, 8), window, session)
+    whole = AttentionConfig.load([]).shape(TORCH, 8)
     positions = [
         build_variant(
-            "torch",
+            TORCH,
             whole,
             None,
             mock.Mock(spec=Session, on_cuda=True, world_size=2, rank=rank, device=torch.device("cpu")),
@@ -82,13 +83,13 @@ def test_torch_is_refused_where_it_does_not_apply() -> None:
 
 @pytest.mark.parametrize("name", ["dp", "dp:deterministic"])
 def test_deterministic_variant_adds_up_in_one_order(name: str) -> None:
-    shape = AttentionConfig.load(SMALL).shape(name, 8)
+    shape = AttentionConfig.load(SMALL).shape(VARIANTS[name], 8)
     session = mock.Mock(spec=Session, on_cuda=False, world_size=2, rank=1, device=torch.device("cpu"))
     session.position.side_effect = partial(Session.position, session)
     inputs = Inputs.random(shape, Dtype.fp64, 0, session.device)
-    expected = inputs.results(build_variant("dp", shape, None, session).attention)
+    expected = inputs.results(build_variant(VARIANTS["dp"], shape, None, session).attention)
     with mock.patch.object(local, "attend_backward", wraps=local.attend_backward) as backward:
-        found = inputs.results(build_variant(name, shape, None, session).attention)
+        found = inputs.results(build_variant(VARIANTS[name], shape, None, session).attention)
     assert [call.args[-1] for call in backward.call_args_list] == [name != "dp"]
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
@@ -117,14 +118,14 @@ def _case(rank: int, world_size: int, folder: str) -> list[str]:
     for index, more in enumerate(settings):
         config = AttentionConfig.load([*SMALL, *more, f"out={folder}/{index}"])
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        attention.CASE.run(config, session)
+        attention.CASE.measure(config, session)
         session.drain()
     # A method that forgets the keys of other ranks must not be timed.
     config = AttentionConfig.load([*SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     with mock.patch.object(attention_variants, "_method", return_value=local.LocalAttention()):
         try:
-            attention.CASE.run(config, session)
+            attention.CASE.measure(config, session)
         except WrongResultError as error:
             found.append(str(error))
     return found
@@ -138,7 +139,7 @@ def test_methods_are_checked_and_measured_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "0" / "attention.png").exists()
     for index, passes in enumerate((["forward", "forward_backward"], ["forward_backward"])):
         results = json.loads((tmp_path / str(index) / "results.json").read_text())
-        measured = [name for name in VARIANTS if name != "torch"]
+        measured = [name for name in DEFAULTS if name != "torch"]
         assert {*METHODS, "megatron_sp", "all_gather:contiguous", "gla:zeco"} < {*measured}
         assert [(row["pass"], row["variant"]) for row in results["rows"]] == [
             (kind, name) for kind in passes for name in measured

@@ -19,14 +19,13 @@ from tests.support.commands import REPOSITORY, TORCHRUN, Command, is_pending
 from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
 from zeco_train.bench import __main__ as command
-from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.runner import Runner
-from zeco_train.bench.samples import Summary, slowest_rank
+from zeco_train.bench.samples import Summary, WrongResultError, check_results, slowest_rank
 from zeco_train.bench.session import Session
 from zeco_train.bench.trace import intersection, length, overlap_of, union
-from zeco_train.bench.variants import LocalCopyScan, over_all_ranks, sp_config
+from zeco_train.bench.variants import LocalCopyScan, Variant, backend_variant, over_all_ranks
 from zeco_train.config.overrides import load_settings
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
@@ -113,7 +112,7 @@ def test_settings_are_yaml_values() -> None:
     assert load_settings(CollectivesConfig, ["sizes_mb=[1, 0.5]"]).heads(0.5) == 16
     # Text stays text even if Hydra parses it as a number.
     assert load_settings(CollectivesConfig, ["commit=1234e56"]).commit == "1234e56"
-    paper = sp_config("zeco:chain:symmetric:paper", 32 * 64 * 128)
+    paper = backend_variant("zeco:chain:symmetric:paper").sp_config(32 * 64 * 128)
     assert (paper.backend, paper.all_scan.num_blocks) == (Backend.zeco, 16)
     assert (paper.all_scan.algorithm, paper.all_scan.transport) == (AllScanAlgorithm.chain, AllScanTransport.symmetric)
 
@@ -185,12 +184,12 @@ def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[st
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
         right = session.exchange
 
-        def exchange(variant: str, *rest: Any, right: Any = right) -> Any:
-            return over_all_ranks(LocalCopyScan()) if variant == "lasp2" else right(variant, *rest)
+        def exchange(variant: Variant, *rest: Any, right: Any = right) -> Any:
+            return over_all_ranks(LocalCopyScan()) if variant.kind == "lasp2" else right(variant, *rest)
 
         with mock.patch.object(session, "exchange", exchange), mock.patch.object(Runner, "measure") as measure:
             try:
-                command.CASES[case].run(config, session)
+                command.CASES[case].measure(config, session)
             except WrongResultError as error:
                 found.append(str(error))
             measure.assert_not_called()

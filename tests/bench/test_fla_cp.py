@@ -59,7 +59,7 @@ def _run(rank: int, world_size: int, folder: str) -> None:
     config = OperatorConfig.load([*SETTINGS, *SIZES, variants, "passes=[forward]", f"out={folder}"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     with mock.patch.object(Session, "import_fla", _import):
-        operator.CASE.run(config, session)
+        operator.CASE.measure(config, session)
     session.drain()
 
 

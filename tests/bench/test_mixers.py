@@ -13,8 +13,8 @@ from models.formats.registry import formats_of
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from zeco_train.bench import figures, model, peer
-from zeco_train.bench.mixers import mixer_rows, mixer_table
-from zeco_train.bench.model_config import ModelConfig
+from zeco_train.bench.config import ModelConfig
+from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import load_config
 from zeco_train.lifecycle.join import Launch
@@ -82,7 +82,7 @@ def test_figure_shows_ratios_of_scans() -> None:
 def _case(rank: int, world_size: int, folder: str) -> None:
     config = ModelConfig.load([*SMALL, *FAST, "variants=[dp,zeco:chain,fla]", f"out={folder}"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    model.CASE.run(config, session)
+    model.CASE.measure(config, session)
     session.drain()
 
 
@@ -104,7 +104,7 @@ def _hybrids(rank: int, world_size: int, folder: str) -> None:
     arguments = ["model=gla_tiny", "model.num_layers=2", "every=[2]", "attention=ring", "segments=1"]
     config = ModelConfig.load([*arguments, *FAST, "variants=[dp,products,zeco:chain]", f"out={folder}"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    model.CASE.run(config, session)
+    model.CASE.measure(config, session)
     session.drain()
 
 

@@ -17,14 +17,13 @@ from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench import figures, model, steps
 from zeco_train.bench.backends import RandomTokens
-from zeco_train.bench.check import WrongResultError
+from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
-from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.report import Report
-from zeco_train.bench.samples import Summary
+from zeco_train.bench.samples import Summary, WrongResultError
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
-from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
+from zeco_train.bench.variants import LocalCopyScan, Variant, over_all_ranks
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import SHARING
@@ -140,7 +139,7 @@ def test_contenders_alternate_and_budget_stops_between_rounds() -> None:
     issued: list[tuple[str, int]] = []
 
     def contender(name: str) -> Contender:
-        return Contender(name, lambda step: issued.append((name, step)) or 1.5)
+        return Contender(Variant(name, name), lambda step: issued.append((name, step)) or 1.5)
 
     both = [contender("a"), contender("b")]
     with mock.patch.object(steps.dist, "barrier"):
@@ -159,7 +158,9 @@ def test_contenders_alternate_and_budget_stops_between_rounds() -> None:
 
 def test_nonfinite_last_loss_raises() -> None:
     session = mock.Mock(spec=Session, rank=0, world_size=2, gather=lambda value: [value, value])
-    contender = Contender("zeco", mock.Mock(), samples=[1.0, 3.0], seconds=[0.0025], loss=torch.tensor(2.0))
+    contender = Contender(
+        Variant("zeco", "zeco"), mock.Mock(), samples=[1.0, 3.0], seconds=[0.0025], loss=torch.tensor(2.0)
+    )
     row = contender.as_row(session)
     assert (row["wall_ms"], row["median_ms"], row["loss"], row["peak_gb"]) == (2.5, 2.0, 2.0, None)
     contender.loss = math.nan
@@ -200,9 +201,9 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
         clock[0] += duration
         return 5.6
 
-    def contender(measurement: Any, ours: Any, name: str, tokens: RandomTokens) -> Contender:
-        take(20.0 if name == "dp" else 0.0)
-        return Contender(name, lambda _: take(seconds[name]), loss=5.6)
+    def contender(measurement: Any, ours: Any, variant: Variant, tokens: RandomTokens) -> Contender:
+        take(20.0 if variant.is_dp else 0.0)
+        return Contender(variant, lambda _: take(seconds[variant.name]), loss=5.6)
 
     def add(rows: list[dict[str, Any]]) -> None:
         timed.extend((row["variant"], row["tokens"], row["runs"]) for row in rows)
@@ -227,8 +228,8 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
         session = Session(mesh, budget)
         report = mock.Mock(spec=Report, add=add)
         with mock.patch.object(session, "agree", lambda action: action()):
-            peers = [name for name in names if name.startswith("fla")]
-            ours = [name for name in names if name not in peers]
+            peers = [variant for variant in config.chosen if variant.is_peer]
+            ours = [variant for variant in config.chosen if not variant.is_peer]
             _Measurement(config.run_config(ModelSettings(heads=2)), config, session, report).measure(ours, peers)
     return timed
 
@@ -260,15 +261,15 @@ def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
         right = session.exchange
 
-        def exchange(variant: str, *rest: Any, right: Any = right, wrong: Any = wrong, **options: Any) -> Any:
-            return wrong if variant == "lasp2" else right(variant, *rest, **options)
+        def exchange(variant: Variant, *rest: Any, right: Any = right, wrong: Any = wrong, **options: Any) -> Any:
+            return wrong if variant.kind == "lasp2" else right(variant, *rest, **options)
 
         with (
             mock.patch.object(session, "exchange", exchange),
             mock.patch("zeco_train.bench.model.time_in_turns") as timed,
         ):
             try:
-                model.CASE.run(config, session)
+                model.CASE.measure(config, session)
             except WrongResultError as error:
                 found.append(str(error))
             timed.assert_not_called()
@@ -289,11 +290,12 @@ def test_wrong_first_loss_raises() -> None:
     session = mock.Mock(spec=Session, rank=0)
     measurement = _Measurement(config.run_config(ModelSettings(heads=2)), config, session, mock.Mock())
     guess = math.log(259)
-    measurement._check_losses({"dp": guess + 0.1, "lasp1": guess, "zeco": guess + 1e-6})
+    dp, lasp1, zeco = (Variant(name, name) for name in ("dp", "lasp1", "zeco"))
+    measurement._check_losses({dp: guess + 0.1, lasp1: guess, zeco: guess + 1e-6})
     for losses, says in (
-        ({"dp": 1.2 * guess}, r"dp is wrong.* log\(vocabulary\)"),
-        ({"dp": math.nan}, r"dp is wrong.* log\(vocabulary\)"),
-        ({"dp": guess, "lasp1": guess, "zeco": guess + 0.01}, "zeco is wrong.* to be that of lasp1"),
+        ({dp: 1.2 * guess}, r"dp is wrong.* log\(vocabulary\)"),
+        ({dp: math.nan}, r"dp is wrong.* log\(vocabulary\)"),
+        ({dp: guess, lasp1: guess, zeco: guess + 0.01}, "zeco is wrong.* to be that of lasp1"),
     ):
         with pytest.raises(WrongResultError, match=says):
             measurement._check_losses(losses)

@@ -18,9 +18,9 @@ from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_of
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import operator
-from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Inputs, Shape, peer_attention
+from zeco_train.bench.samples import WrongResultError
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
 from zeco_train.errors import ConfigError
@@ -99,13 +99,13 @@ def _some_operators(rank: int, world_size: int, folder: str) -> list[str]:
         variants = "variants=[dp,copy,zeco:chain,lasp2,fla,fla_cp]"
         config, _ = _case(f"{folder}/{name}", f"operator={name}", *more, variants)
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        operator.CASE.run(config, session)
+        operator.CASE.measure(config, session)
         session.drain()
     config, _ = _case(f"{folder}/wrong", "operator=scalar_decay", "variants=[dp,lasp2]")
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     with mock.patch.object(session, "exchange", return_value=over_all_ranks(LocalCopyScan())):
         try:
-            operator.CASE.run(config, session)
+            operator.CASE.measure(config, session)
         except WrongResultError as error:
             return [str(error)]
     return []

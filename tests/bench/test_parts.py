@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import zeco_train
-from zeco_train.bench import parts
+from zeco_train.bench import trace
 from zeco_train.bench.trace import overlap_of
 
 
@@ -41,8 +41,8 @@ def _event(name: str, cat: str = "kernel", microseconds: float = 500.0) -> dict[
     ],
 )
 def test_names_tell_the_part(name: str, part: str) -> None:
-    assert part in parts.PARTS
-    assert parts.part_of(_event(name)) == part
+    assert part in trace.PARTS
+    assert trace.part_of(_event(name)) == part
 
 
 def test_every_kernel_of_the_project_is_known() -> None:
@@ -54,11 +54,11 @@ def test_every_kernel_of_the_project_is_known() -> None:
         if name.endswith("_kernel")
     }
     assert len(kernels) > 20
-    assert kernels == {*parts.own_kernels()}
+    assert kernels == {*trace.own_kernels()}
 
 
 def test_milliseconds_of_a_step() -> None:
     events = [_event("adamw_kernel"), _event("adamw_kernel"), _event("nvjet_tst"), _event("", "gpu_memset", 250.0)]
     found = overlap_of([*events, _event("not of the device", "cpu_op")]).parts
     assert found == {"products": 0.5, "optimizer": 1.0, "copies": 0.25}
-    assert parts.described(found) == "products 0.5, optimizer 1.0, copies 0.2"
+    assert trace.described(found) == "products 0.5, optimizer 1.0, copies 0.2"

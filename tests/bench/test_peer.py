@@ -16,9 +16,10 @@ from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
 from zeco_train.bench.backends import Backends, RandomTokens
-from zeco_train.bench.model_config import ModelConfig, ModelSettings
+from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import Variant
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
@@ -77,7 +78,7 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
         tokens = RandomTokens(run.model.vocab_size, 32, 0, session)
         ids = tokens.own(0)
         weights = Weights(ours.weights(), ids, ours.logits(ids))
-        peer = Peer("fla", weights, run, session.mesh)
+        peer = Peer(Variant("fla", "fla"), weights, run, session.mesh)
         assert relative_error(peer.logits(ids), weights.logits) < 1e-5
         before = {name: parameter.full_tensor().clone() for name, parameter in peer.model.named_parameters()}
         loss = peer.step([ids])
@@ -89,7 +90,7 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
         for name, parameter in peer.model.named_parameters():
             update = parameter.full_tensor() - before[name]
             assert relative_error(update, expected[name]) < 1e-2, name
-        bare = Peer("fla:no_optimizer", weights, run, session.mesh)
+        bare = Peer(Variant("fla:no_optimizer", "fla", updates=False), weights, run, session.mesh)
         assert abs(bare.step([ids, ids]).item() - expected_loss) < 1e-5 * expected_loss
         assert all(torch.equal(p, before[name]) for name, p in bare.model.named_parameters())
 

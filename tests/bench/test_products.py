@@ -19,11 +19,12 @@ from models.spec import ModelSpec, spec_of
 from tests.models.test_model import SCAN, SMALL, plain_products
 from tests.support.bench_settings import QUICK
 from zeco_train.bench import products
+from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
-from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
+from zeco_train.bench.variants import Variant
 from zeco_train.ops import loss as loss_module
 from zeco_train.ops.position import SequencePosition
 
@@ -107,7 +108,7 @@ def test_products_memory_is_subtracted_from_other_rows() -> None:
     measurement = _Measurement(config.run_config(ModelSettings(heads=2)), config, session, mock.Mock())
     ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
     ceiling.held_gb = 1.5
-    both = [Contender("dp", mock.Mock()), ceiling]
+    both = [Contender(Variant("dp", "dp"), mock.Mock()), ceiling]
     for contender in both:
         contender.samples, contender.seconds, contender.loss, contender.peak_gb = [2.0], [0.002], 1.0, 20.0
     with mock.patch("zeco_train.bench.model.time_in_turns", return_value=5):

@@ -9,9 +9,9 @@ import torch
 
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
-from zeco_train.bench.model_config import ModelConfig
+from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import LocalCopyScan, gathered_exchange
+from zeco_train.bench.variants import LocalCopyScan, backend_variant, gathered_exchange
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.system.numbers import relative_error
@@ -27,7 +27,7 @@ def _gathered_scan_is_right(rank: int, world_size: int) -> None:
     log_decay = -torch.rand(1, 2, 3, dtype=torch.float64, generator=generator)
     matrices = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator)
     carry_in = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    exchanges = gathered_exchange(), session.exchange("lasp1", 24)
+    exchanges = gathered_exchange(), session.exchange(backend_variant("lasp1"), 24)
     for each in exchanges:
         assert (each.is_first, each.is_last) == (rank == 0, rank == world_size - 1)
     # A view, as of an adjoint: its strides are not those of a new tensor.

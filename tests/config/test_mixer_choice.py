@@ -19,8 +19,7 @@ from models.mixers.gla import GatedLinearAttention, GLAConfig
 from models.registry import MIXERS
 from tests.support.commands import check_line, train_here
 from tests.support.planning import command as plan
-from zeco_train.bench.config import DecodeConfig
-from zeco_train.bench.model_config import ModelConfig
+from zeco_train.bench.config import DecodeConfig, ModelConfig
 from zeco_train.config import composing
 from zeco_train.config.schema import Config, config_of, describe, load_config, read_config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError

@@ -15,41 +15,10 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from lab.peers import lasp_beside, precompile, tuned
-from tests.support.commands import REPOSITORY, TORCHRUN, Command, check_line, run_here
+from lab.peers import precompile, tuned
+from tests.support.commands import check_line, run_here
 
 CONFIGURATIONS = [Config({"BLOCK": 16}), Config({"BLOCK": 32})]
-
-
-def test_lasp_needs_a_folder_and_two_ranks(tmp_path: Path) -> None:
-    check_line(run_here(lasp_beside.main), 2, "FOLDER", "github.com/OpenNLPLab/LASP")
-    check_line(run_here(lasp_beside.main, str(tmp_path)), 2, "ranks=1", "must be 2", "torchrun")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("files", "problem"),
-    [
-        ([], "has no package lasp"),
-        (["__init__.py"], "cannot be imported (No module named 'lasp.lasp_fuse_parallel')"),
-        pytest.param(
-            ["__init__.py", "lasp_fuse_parallel.py", "utils.py"],
-            "GPUs=0: must be 2",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU"),
-        ),
-    ],
-    ids=["no package", "part of it", "no GPU"],
-)
-def test_unusable_lasp_is_one_line_of_two_ranks(tmp_path: Path, files: list[str], problem: str) -> None:
-    for name in files:
-        (tmp_path / "lasp").mkdir(exist_ok=True)
-        (tmp_path / "lasp" / name).touch()
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    with Command([*launcher, "-m", "lab.peers.lasp_beside", str(tmp_path)], REPOSITORY) as command:
-        outcome = command.wait()
-    assert outcome.code != 0
-    assert len(outcome.errors) == 1, outcome
-    assert problem in outcome.errors[0]
 
 
 @pytest.mark.parametrize("module", [[], ["zeco_train.nothing"], ["nothing.at_all"], ["not a module"], [".bench"]])

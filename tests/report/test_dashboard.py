@@ -15,7 +15,7 @@ from tests.support.commands import REPOSITORY, Outcome, check_line
 from tests.support.wandb_server import WandbServer, history, run_record
 from tests.tracking.test_loggers import run_python
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.report import comparison_chart, dashboard
+from zeco_train.report import dashboard
 from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
 from zeco_train.tracking.logger_config import LoggerConfig
 from zeco_train.tracking.metrics import StepMetrics
@@ -106,7 +106,7 @@ def test_chart_layers_use_defined_fields() -> None:
 
 def test_changed_chart_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     name = chart_name()
-    monkeypatch.setattr(comparison_chart, "chart_spec", lambda: {**chart_spec(), "title": "another"})
+    monkeypatch.setattr(dashboard, "chart_spec", lambda: {**chart_spec(), "title": "another"})
     assert chart_name() != name
     monkeypatch.undo()
     assert chart_name() == name

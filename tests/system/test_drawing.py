@@ -13,7 +13,7 @@ import pytest
 from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
 from tests.support.waiting import ENOUGH
-from zeco_train.system.drawing import label_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import label_axes, new_figure, plain, save_figure
 
 # Each figure in a process without matplotlib, forked from one with all other imports.
 _DRAW = """
@@ -32,7 +32,7 @@ pictures = {
     "compare": lambda: compare.main([run, other, "--out", run]),
     "heat map": lambda: heat_map("t", [64], [0.5], [[0.5]], train_len=64, chance=0.1, caption="c"),
     "panel": lambda: panels.panel_png(panels.Panel("t", "c", lambda axes, colors: None), True),
-    "decode": lambda: figures._decode([decode], "here"),
+    "decode": lambda: list(figures._decode([decode], "here")),
     "inspect": lambda: inspect.main([store, "--png", run + "/lengths.png"]),
 }
 assert "matplotlib" not in sys.modules

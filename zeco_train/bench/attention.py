@@ -16,32 +16,27 @@ Variants are in `zeco_train.bench.attention_variants`.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from zeco_train.bench import trace
 from zeco_train.bench.attention_variants import (
-    DETERMINISTIC,
+    DEFAULTS,
     LINEAR,
     TORCH,
     VARIANTS,
-    Variant,
+    AttentionVariant,
+    OnRanks,
     build_variant,
-    is_alone,
-    is_linear,
-    reference_of,
-    whole_sequence,
 )
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import check_results
 from zeco_train.bench.config import PASSES, RunsConfig
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import PEER_TOLERANCE, TOLERANCE, operator_step, peak_gb
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
-from zeco_train.bench.samples import Row, marked
+from zeco_train.bench.samples import Row, check_results, marked
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
 from zeco_train.ops.oracle import exact_results, exact_softmax
@@ -86,7 +81,7 @@ class AttentionConfig(RunsConfig):
             heads into parts as in long runs, and 256 on CPUs.
     """
 
-    variants: list[str] = field(default_factory=lambda: list(VARIANTS))
+    variants: list[str] = field(default_factory=lambda: list(DEFAULTS))
     heads: int = 16
     key_heads: int | None = None
     head_dim: int = 128
@@ -100,14 +95,11 @@ class AttentionConfig(RunsConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        known = (*VARIANTS, *DETERMINISTIC)
-        unknown = [name for name in self.variants if name not in known]
+        unknown = [name for name in self.variants if name not in VARIANTS]
         if not self.variants or unknown or len(set(self.variants)) < len(self.variants):
-            allowed = f"must be a list of different ones of {', '.join(known)}"
+            allowed = f"must be a list of different ones of {', '.join(VARIANTS)}"
             raise ConfigError("variants", self.variants, allowed)
         check_least(self, heads=1, head_dim=1)
-        if self.check_tokens < 2 and self.check_tokens != -1:
-            raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 2, or -1 for the device's default")
         self._check_lists(tokens=2)
         if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
             raise ConfigError("key_heads", self.key_heads, f"must be ≥ 1 and divide heads={self.heads}")
@@ -115,17 +107,21 @@ class AttentionConfig(RunsConfig):
             raise ConfigError("window", self.window, "must be ≥ 1, or null")
         if self.graph:
             raise ConfigError("graph", self.graph, "a method's messages are not captured; take graph=false")
-        if not self.passes or any(name not in PASSES for name in self.passes):
-            raise ConfigError("passes", self.passes, f"must be a list of {', '.join(PASSES)}")
+        self._check_operation(self.passes, self.check_tokens, least=2)
 
     @property
     def num_key_heads(self) -> int:
         """G."""
         return self.heads if self.key_heads is None else self.key_heads
 
-    def shape(self, variant: str, tokens: int) -> Shape:
+    @property
+    def chosen(self) -> list[AttentionVariant]:
+        """The variants."""
+        return [VARIANTS[name] for name in self.variants]
+
+    def shape(self, variant: AttentionVariant, tokens: int) -> Shape:
         """The sizes of a variant's operands."""
-        operator, groups = (LINEAR, None) if is_linear(variant) else ("softmax", self.num_key_heads)
+        operator, groups = (LINEAR, None) if variant.is_linear else ("softmax", self.num_key_heads)
         return Shape(self.heads, self.head_dim, self.head_dim, tokens, operator, groups)
 
 
@@ -137,26 +133,21 @@ def run(config: AttentionConfig, session: Session) -> Report:
         ConfigError: these ranks support none of the variants.
     """
     report = Report("attention", config, session, COLUMNS)
-    calls = [("bench attention", config.shape(name, 1).call(config.dtype)) for name in config.variants if name != TORCH]
+    ours = [each for each in config.chosen if each.method != TORCH]
+    calls = [("bench attention", config.shape(each, 1).call(config.dtype)) for each in ours]
     session.check_kernels(config.kernels, calls)
     session.enter("checks")
     checked = _check_all(config, session, report)
     runner = Runner(config, session)
-    for tokens in config.tokens:
-        if not session.within_budget():
-            report.note(f"{tokens:,} tokens a rank and more are not measured: budget_seconds={config.budget_seconds:g}")
-            break
-        session.enter(f"{tokens:,} tokens a rank")
-        started = time.monotonic()
+    for tokens in report.in_budget(config.tokens, "{:,} tokens a rank".format):
         report.add(_measure(tokens, config, session, runner, report.folder, checked))
-        session.spent(time.monotonic() - started)
     return report
 
 
 CASE = Case(AttentionConfig, run)
 
 
-def _check_all(config: AttentionConfig, session: Session, report: Report) -> dict[str, float]:
+def _check_all(config: AttentionConfig, session: Session, report: Report) -> dict[AttentionVariant, float]:
     """Each supported variant's largest error, of o and all gradients; what is not supported here is noted.
 
     Errors are relative to exact results of the whole sequence.
@@ -165,85 +156,90 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
         WrongResultError: on all ranks, if a variant is wrong on one of them.
         ConfigError: there is none.
     """
-    checked: dict[str, float] = {}
+    checked: dict[AttentionVariant, float] = {}
     problem: ConfigError | None = None
     default = LEAST_TOKENS if session.on_cuda else 256
     tokens = default if config.check_tokens == -1 else config.check_tokens
-    for name in config.variants:
-        shape = config.shape(name, tokens)
+    for variant in config.chosen:
+        name, shape = variant.name, config.shape(variant, tokens)
         try:
             # A rank alone takes the whole sequence.
-            length = whole_sequence(shape, session.world_size) if is_alone(name) else shape
-            variant = session.agree(partial(build_variant, name, length, config.window, session))
+            length = replace(shape, tokens=session.world_size * tokens) if variant.is_alone else shape
+            built = session.agree(partial(build_variant, variant, length, config.window, session))
         except ConfigError as error:
             problem = error
             report.note(f"{name} is not measured: {error}")
             continue
         own = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
         whole = own.gathered(session)
-        if is_linear(name):
+        if variant.is_linear:
             expected = exact_results(OPERATORS[shape.operator], whole.operands, whole.do)
         else:
             q, k, v = whole.operands.values()
             expected = exact_softmax(q, k, v, whole.do, window=config.window)
-        with variant.within():
-            found = whole.at(variant.positions).results(variant.attention)
-        pairs = {key: (value, expected[key][:, variant.positions]) for key, value in found.items()}
-        tolerance = PEER_TOLERANCE if name == TORCH else TOLERANCE[config.dtype]
+        with built.within():
+            found = whole.at(built.positions).results(built.attention)
+        pairs = {key: (value, expected[key][:, built.positions]) for key, value in found.items()}
+        tolerance = PEER_TOLERANCE if variant.method == TORCH else TOLERANCE[config.dtype]
         errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
-        checked[name] = max(max(of_rank.values()) for of_rank in session.gather(errors))
+        checked[variant] = max(max(of_rank.values()) for of_rank in session.gather(errors))
     if problem is not None and not checked:
         raise problem
     return checked
 
 
 def _measure(
-    tokens: int, config: AttentionConfig, session: Session, runner: Runner, folder: Path, checked: dict[str, float]
+    tokens: int,
+    config: AttentionConfig,
+    session: Session,
+    runner: Runner,
+    folder: Path,
+    checked: dict[AttentionVariant, float],
 ) -> list[Row]:
-    """A row of each variant and pass."""
-    variants = {name: build_variant(name, config.shape(name, tokens), config.window, session) for name in checked}
+    variants = {variant.name: variant for variant in checked}
+    built = {each: build_variant(each, config.shape(each, tokens), config.window, session) for each in checked}
     seed = config.seed + 1 + session.rank
     inputs = {
-        kind: Inputs.random(config.shape(kind, tokens), config.dtype, seed, session.device)
-        for kind in {reference_of(name) for name in checked}
+        name: Inputs.random(config.shape(VARIANTS[name], tokens), config.dtype, seed, session.device)
+        for name in {variant.reference for variant in checked}
     }
     rows: list[Row] = []
     for kind in config.passes:
         subjects = {}
-        for name, variant in variants.items():
-            step = operator_step(name, kind, variant.attention, inputs[reference_of(name)])
-            subjects[name] = replace(step, run=partial(_within, variant, step))
+        for variant, on_ranks in built.items():
+            step = operator_step(variant.name, kind, on_ranks.attention, inputs[variant.reference])
+            subjects[variant.name] = replace(step, run=partial(_within, on_ranks, step))
         peaks = {name: peak_gb(subject, session) for name, subject in subjects.items()}
         profiles: dict[str, Row] = {name: {} for name in subjects}
         found = runner.rows([*subjects.values()])
         if kind == "forward_backward" and session.on_cuda:
             profiles = {name: _profiled(subject, tokens, folder, session) for name, subject in subjects.items()}
-        flops = {name: _flops(config, name, tokens, kind, session.world_size) for name in variants}
+        flops = {name: _flops(config, each, tokens, kind, session.world_size) for name, each in variants.items()}
         rates = {row["variant"]: flops[row["variant"]] / row["median_ms"] for row in found}
         for row in found:
-            name = row["variant"]
-            rest = {"pass": kind, "tokens": tokens, "peak_gb": peaks[name], "relative_error": checked[name]}
-            call = config.shape(name, tokens).call(config.dtype)
-            slow = find_slow_paths([("", call)] if name != TORCH else [], session.target, tokens)
-            row |= _compared(name, row["median_ms"], tokens, rates) | profiles[name] | rest
+            variant = variants[name := row["variant"]]
+            rest = {"pass": kind, "tokens": tokens, "peak_gb": peaks[name], "relative_error": checked[variant]}
+            call = config.shape(variant, tokens).call(config.dtype)
+            slow = find_slow_paths([("", call)] if variant.method != TORCH else [], session.target, tokens)
+            row |= _compared(variant, row["median_ms"], tokens, rates) | profiles[name] | rest
             rows.append(marked(row, slow))
     shape = {"heads": config.heads, "key_heads": config.num_key_heads, "head_dim": config.head_dim}
     return [{**shape, "window": config.window, **row} for row in rows]
 
 
-def _within(variant: Variant, step: Subject) -> object:
-    with variant.within():
+def _within(on_ranks: OnRanks, step: Subject) -> object:
+    with on_ranks.within():
         return step.run()
 
 
-def _flops(config: AttentionConfig, name: str, tokens: int, kind: str, ranks: int) -> float:
+def _flops(config: AttentionConfig, variant: AttentionVariant, tokens: int, kind: str, ranks: int) -> float:
     """FLOPs of a rank: two products forward, five backward, of each pair of a query and a key that it reads.
 
     NaN for linear attention, of which the count depends on the chunks.
     """
-    if is_linear(name):
+    if variant.is_linear:
         return math.nan
-    ranks = 1 if is_alone(name) else ranks
+    ranks = 1 if variant.is_alone else ranks
     length = tokens * ranks
     window = min(length, config.window or length)
     # The first `window` queries read 1, 2, … keys, the others `window`.
@@ -252,9 +248,9 @@ def _flops(config: AttentionConfig, name: str, tokens: int, kind: str, ranks: in
     return 2 * products * config.heads * config.head_dim * pairs / ranks
 
 
-def _compared(name: str, median_ms: float, tokens: int, rates: dict[str, float]) -> Row:
+def _compared(variant: AttentionVariant, median_ms: float, tokens: int, rates: dict[str, float]) -> Row:
     """Columns derived from the median, and from the rates of FLOPs (per ms) of all variants."""
-    rate, dp = rates[name], rates.get(reference_of(name))
+    rate, dp = rates[variant.name], rates.get(variant.reference)
     row: Row = {"tokens_per_second_per_gpu": 1e3 * tokens / median_ms}
     if not math.isnan(rate):
         row |= {"tflops_per_gpu": rate * 1e-9, "ratio": rate / dp if dp else None}
@@ -262,7 +258,6 @@ def _compared(name: str, median_ms: float, tokens: int, rates: dict[str, float])
 
 
 def _profiled(step: Subject, tokens: int, folder: Path, session: Session) -> Row:
-    """Exposed communication and balance, from a profile of all ranks."""
     overlaps = trace.record(step, folder / f"trace_{step.name.replace(':', '-')}_t{tokens}.json", session)
     compute = [each.compute_us for each in overlaps]
     mean = sum(compute) / len(compute)

@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from zeco_train.bench.operands import Attention, Shape
 from zeco_train.bench.operator import sharded_operator
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.collectives.wire import Wire
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
@@ -48,21 +49,62 @@ from zeco_train.sp.attention.ulysses import Ulysses
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import SHARING
 
-CONTIGUOUS, MEGATRON, TORCH, LINEAR = "all_gather:contiguous", "megatron_sp", "torch", DEFAULT
-_ONE_ORDER = ":deterministic"
-# Methods with other settings.
-_BUILT: dict[str, Callable[[Wire], ShardedAttention]] = {
-    CONTIGUOUS: partial(AllGather, paired=False),
-    "all_gather:parts": partial(AllGather, num_parts=NUM_PARTS),
-    "ulysses:parts": partial(Ulysses, num_parts=NUM_PARTS),
-}
-_ALONE = ("dp", f"{LINEAR}:dp")
-VARIANTS = ("dp", *METHODS, *_BUILT, MEGATRON, TORCH, *(f"{LINEAR}:{name}" for name in ("dp", *SHARING)))
-DETERMINISTIC = tuple(f"{name}{_ONE_ORDER}" for name in ("dp", *METHODS))
+MEGATRON, TORCH, LINEAR = "megatron_sp", "torch", DEFAULT
 
 
 @dataclass(frozen=True)
-class Variant:
+class AttentionVariant:
+    """A way of attention over ranks.
+
+    Attributes:
+        name: as the user writes it, and as results have it.
+        method: of `sp.attention`; `dp`, `megatron_sp` or `torch`; None for linear attention.
+        backend: of linear attention.
+        build: of the method with other settings than its own.
+        deterministic: as `train.deterministic`.
+    """
+
+    name: str
+    method: str | None = None
+    backend: Variant | None = None
+    build: Callable[[Wire], ShardedAttention] | None = None
+    deterministic: bool = False
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is linear attention."""
+        return self.backend is not None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether each rank has its own sequence."""
+        return self.method == "dp" if self.backend is None else self.backend.is_dp
+
+    @property
+    def reference(self) -> str:
+        """The variant that does the same on one rank."""
+        return f"{LINEAR}:dp" if self.is_linear else "dp"
+
+
+# With default settings.
+_PLAIN = tuple(AttentionVariant(name, name) for name in ("dp", *METHODS))
+_BUILT = (
+    AttentionVariant("all_gather:contiguous", "all_gather", build=partial(AllGather, paired=False)),
+    AttentionVariant("all_gather:parts", "all_gather", build=partial(AllGather, num_parts=NUM_PARTS)),
+    AttentionVariant("ulysses:parts", "ulysses", build=partial(Ulysses, num_parts=NUM_PARTS)),
+    AttentionVariant(MEGATRON, MEGATRON),
+    AttentionVariant(TORCH, TORCH),
+)
+_LINEAR = (
+    AttentionVariant(f"{LINEAR}:{each.name}", backend=each) for each in parse_variants(["dp", *SHARING], "dp", *SHARING)
+)
+_ONE_ORDER = (replace(each, name=f"{each.name}:deterministic", deterministic=True) for each in _PLAIN)
+DEFAULTS = {each.name: each for each in (*_PLAIN, *_BUILT, *_LINEAR)}
+VARIANTS = DEFAULTS | {each.name: each for each in _ONE_ORDER}
+
+
+@dataclass(frozen=True)
+class OnRanks:
     """An operator over the ranks of a sequence.
 
     Attributes:
@@ -76,62 +118,47 @@ class Variant:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def is_linear(name: str) -> bool:
-    """Whether a variant is of linear attention."""
-    return name.startswith(f"{LINEAR}:")
-
-
-def is_alone(name: str) -> bool:
-    """Whether each rank has its own sequence."""
-    return name.removesuffix(_ONE_ORDER) in _ALONE
-
-
-def reference_of(name: str) -> str:
-    """The variant that does the same on one rank."""
-    return _ALONE[is_linear(name)]
-
-
-def build_variant(name: str, shape: Shape, window: int | None, session: Session) -> Variant:
+def build_variant(variant: AttentionVariant, shape: Shape, window: int | None, session: Session) -> OnRanks:
     """A variant for sequences of `shape.tokens` tokens per rank. Collective.
 
     Raises:
         ConfigError: these ranks do not support it.
     """
-    tokens, rank = shape.tokens, session.rank
-    offset = 0 if is_alone(name) else rank * tokens
+    tokens, rank, alone = shape.tokens, session.rank, variant.is_alone
+    offset = 0 if alone else rank * tokens
     own = torch.arange(offset, offset + tokens, device=session.device)
-    if is_linear(name):
-        return Variant(sharded_operator(name.partition(":")[2], shape, session), own)
-    if name == TORCH:
-        return _torch_variant(shape, window, session)
-    scale, seq_len = shape.key_dim**-0.5, tokens * (1 if is_alone(name) else session.world_size)
-    if name == MEGATRON:
-        check_heads(name, shape, session.world_size)
+    if variant.backend is not None:
+        return OnRanks(sharded_operator(variant.backend, shape, session), own)
+    if variant.method == TORCH:
+        return _torch_rings(shape, window, session)
+    scale, seq_len = shape.key_dim**-0.5, tokens * (1 if alone else session.world_size)
+    if variant.method == MEGATRON:
+        _check_heads(shape, session.world_size)
         span = Span(0, seq_len, window=window)
-        return Variant(lambda q, k, v: _MegatronSP.apply(q, k, v, span, scale), own)
-    method = LocalAttention() if is_alone(name) else _method(name, shape, session)
-    method.deterministic = name.endswith(_ONE_ORDER)
+        return OnRanks(lambda q, k, v: _MegatronSP.apply(q, k, v, span, scale), own)
+    method = LocalAttention() if alone else _method(variant, shape, session)
+    method.deterministic = variant.deterministic
     exchange = local_exchange().replaced(attention=method)
-    position = session.position(exchange, tokens, alone=is_alone(name))
+    position = session.position(exchange, tokens, alone=alone)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_at(q, k, v, scale, position, (StateInput(), StateInput()), window)[0]
 
-    return Variant(attention, own)
+    return OnRanks(attention, own)
 
 
-def check_heads(name: str, shape: Shape, ranks: int) -> None:
-    """Raise `ConfigError` if ranks cannot have equally many heads of queries, and of keys."""
+def _check_heads(shape: Shape, ranks: int) -> None:
     for heads in (shape.heads, shape.num_groups):
         if heads % ranks:
-            raise ConfigError("variants", name, f"needs ranks that divide the {heads} heads, not {ranks}")
+            raise ConfigError("variants", MEGATRON, f"needs ranks that divide the {heads} heads, not {ranks}")
 
 
-def _method(name: str, shape: Shape, session: Session) -> ShardedAttention | LocalAttention:
-    mesh, spec = session.mesh, METHODS[name.partition(":")[0]]
+def _method(variant: AttentionVariant, shape: Shape, session: Session) -> ShardedAttention | LocalAttention:
+    assert variant.method is not None
+    mesh, spec = session.mesh, METHODS[variant.method]
     if (problem := spec.heads_problem(shape.heads, shape.num_groups, session.world_size)) is not None:
-        raise ConfigError("variants", name, problem)
-    spec = replace(spec, build=_BUILT.get(name, spec.build))
+        raise ConfigError("variants", variant.name, problem)
+    spec = replace(spec, build=variant.build or spec.build)
     return build_attention(spec, attention_group(mesh), mesh.timeout, mesh.device, mesh.topology.nodes)
 
 
@@ -182,7 +209,7 @@ def _all_heads(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, rank * x.shape[2], (ranks - 1 - rank) * x.shape[2]))
 
 
-def _torch_variant(shape: Shape, window: int | None, session: Session) -> Variant:
+def _torch_rings(shape: Shape, window: int | None, session: Session) -> OnRanks:
     if not session.on_cuda:
         raise ConfigError("variants", TORCH, "its rings of attention need CUDA")
     if window is not None or shape.num_groups != shape.heads:
@@ -206,9 +233,4 @@ def _torch_variant(shape: Shape, window: int | None, session: Session) -> Varian
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), sharded:
             yield
 
-    return Variant(attention, torch.cat([first, last]), within)
-
-
-def whole_sequence(shape: Shape, ranks: int) -> Shape:
-    """The shape of a sequence's tokens on one rank."""
-    return replace(shape, tokens=ranks * shape.tokens)
+    return OnRanks(attention, torch.cat([first, last]), within)

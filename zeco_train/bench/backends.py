@@ -15,7 +15,7 @@ from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
-from zeco_train.bench.variants import NO_OPTIMIZER, is_dp
+from zeco_train.bench.variants import Variant
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
@@ -123,23 +123,23 @@ class Backends:
         self._softmax = None if load is None else build_softmax(run.sp, session.mesh, load)
         self._alone = _alone(session.mesh)
 
-    def exchange_of(self, name: str) -> Exchange:
+    def exchange_of(self, variant: Variant) -> Exchange:
         """The exchange of a variant.
 
         Raises:
             ConfigError: this machine does not support it.
         """
-        if is_dp(name):
+        if variant.is_dp:
             return local_exchange()
         with_halo = spec_of(self._run.model).needs_halo
-        found = self._session.exchange(name, state_elements(self._run), self.purpose, with_halo=with_halo)
+        found = self._session.exchange(variant, state_elements(self._run), self.purpose, with_halo=with_halo)
         return found.replaced(attention=self._softmax)
 
-    def contender(self, name: str, tokens: RandomTokens, *, replayed: bool = True) -> Contender:
+    def contender(self, variant: Variant, tokens: RandomTokens, *, replayed: bool = True) -> Contender:
         """A variant as a contender, with these tokens; `replayed`: as CUDA graphs, if the run's steps are."""
-        alone, segments, updates = is_dp(name), self._run.train.segments, name != f"dp:{NO_OPTIMIZER}"
+        alone, segments = variant.is_dp, self._run.train.segments
         graphs = build_graphs(self._run, self.model, self._session.device) if replayed else None
-        meter, step = ExposedMeter(), self._training_step(self.exchange_of(name), alone, tokens, graphs)
+        meter, step = ExposedMeter(), self._training_step(self.exchange_of(variant), alone, tokens, graphs)
 
         launching: list[float] = []
 
@@ -150,7 +150,7 @@ class Backends:
                 for index in tokens.numbers(number):
                     last = index == tokens.numbers(number)[-1]
                     step.backward(tokens.batches(index, alone, segments), last=last, proceed=_nobody_stops)
-            if not updates:
+            if not variant.updates:
                 step.skip_update()
                 launching.append(time.perf_counter() - started)
                 # As with an update: the mean over ranks is the loss.
@@ -159,7 +159,7 @@ class Backends:
             launching.append(time.perf_counter() - started)
             return numbers.read().loss
 
-        return Contender(name, train, None if alone else meter, launching=launching, graphs=graphs)
+        return Contender(variant, train, None if alone else meter, launching=launching, graphs=graphs)
 
     def gradient(
         self, exchange: Exchange, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
@@ -226,7 +226,6 @@ def state_elements(run: Config) -> int:
 
 
 def _alone(mesh: ProcessMesh) -> ProcessMesh:
-    """The same ranks, each with its own sequences."""
     return replace(mesh, devices=device_mesh(mesh.device.type, (mesh.world_size, 1), ("dp", "sp"), mesh.timeout))
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from zeco_train.bench import figures
-from zeco_train.bench.config import BenchConfig, CaseConfig, describe
+from zeco_train.bench.config import CaseConfig, describe
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.lifecycle.end import Advice, Job, run_job
@@ -26,26 +26,25 @@ ADVICE = Advice(
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark.
+    """A benchmark: its settings, and what measures with them.
 
     Attributes:
-        config: its settings.
-        measure: takes settings and a `Session`.
+        keeps_log: store what the project logs meanwhile; not of cases that train, which log every step.
     """
 
     config: type[CaseConfig]
-    measure: Callable[[Any, Session], Report]
+    run: Callable[[Any, Session], Report]
+    keeps_log: bool = True
 
-    def run(self, config: CaseConfig, session: Session) -> Report:
-        """Measure, and plot the results.
+    def measure(self, config: CaseConfig, session: Session) -> Report:
+        """Run, and plot the results.
 
         Raises:
             ZecoError: a wrong result, an unwritable folder, or a lost rank.
         """
         lines = LogLines(session)
-        # Training cases log every step.
-        with lines if isinstance(config, BenchConfig) else nullcontext():
-            report = self.measure(config, session)
+        with lines if self.keeps_log else nullcontext():
+            report = self.run(config, session)
         report.notes += lines.texts
         report.finish()
         if session.mesh.is_main:
@@ -57,7 +56,7 @@ class Case:
         config = self.config.load(arguments)
         with job.joining(timedelta(seconds=config.timeout_seconds)):
             session = Session.open(config, job.launch, job)
-        report = self.run(config, session)
+        report = self.measure(config, session)
         session.drain()
         if session.mesh.is_main:
             print(f"results are in {report.folder}", flush=True)
@@ -71,7 +70,7 @@ class Case:
         if {"-h", "--help"}.isdisjoint(arguments):
             return self.start(arguments, job)
         if job.launch.rank == 0:
-            module = sys.modules[self.measure.__module__]
+            module = sys.modules[self.run.__module__]
             name = module.__name__.removesuffix(".__main__").rpartition(".")[2]
             print(f"{docstring(module)}\n\n{describe({name: self.config})}")
         return 0

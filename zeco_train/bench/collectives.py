@@ -8,7 +8,6 @@ algorithm lets ranks run ahead of each other, as a chain's does; one at a time t
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import torch
@@ -16,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import check_results
 from zeco_train.bench.config import CollectivesConfig
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row
+from zeco_train.bench.samples import Row, check_results
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import ANCHORS
+from zeco_train.bench.variants import Variant
 from zeco_train.collectives.wire import all_gather_single
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest, StateScan
@@ -50,14 +48,8 @@ def run(config: CollectivesConfig, session: Session) -> Report:
     runner = Runner(config, session)
     if config.graph and not session.on_cuda:
         report.note("no CUDA graphs on a CPU: eager only")
-    for size in config.sizes_mb:
-        if not session.within_budget():
-            report.note(f"{size:g} MiB and what follows is not measured: budget_seconds={config.budget_seconds:g}")
-            break
-        session.enter(f"a state of {size:g} MiB")
-        started = time.monotonic()
+    for size in report.in_budget(config.sizes_mb, "a state of {:g} MiB".format):
         report.add(_measure_size(size, config, session, runner))
-        session.spent(time.monotonic() - started)
     return report
 
 
@@ -67,19 +59,20 @@ CASE = Case(CollectivesConfig, run)
 def _measure_size(size: float, config: CollectivesConfig, session: Session, runner: Runner) -> list[Row]:
     inputs = _Inputs(config, config.heads(size), session)
     subjects, checked, skipped = [], {}, []
-    for name in config.variants:
+    for variant in config.chosen:
         try:
-            subject, error = session.agree(partial(inputs.checked, name))
+            subject, error = session.agree(partial(inputs.checked, variant))
         except ConfigError as missing:
-            skipped.append({"variant": name, "mode": "eager", "note": f"not here: {missing}"})
+            skipped.append({"variant": variant.name, "mode": "eager", "note": f"not here: {missing}"})
             continue
         subjects.append(subject)
-        checked[name] = {
+        checked[variant.name] = {
             "relative_error": max(session.gather(error)),
-            "choice": session.choice(name, inputs.state.numel()),
+            "choice": session.choice(variant, inputs.state.numel()),
         }
     if config.graph and session.on_cuda:
-        eager = (each if each.name in ANCHORS else inputs.subject(each.name, "graph") for each in subjects)
+        scans = {variant.name: variant for variant in config.chosen if variant.has_scan}
+        eager = (inputs.subject(scans[each.name], "graph") if each.name in scans else each for each in subjects)
         graphs, failed = capture_all(eager, config.graph_operations, session, TOLERANCE)
         subjects, skipped = subjects + graphs, skipped + failed
     rows = runner.rows(subjects) if subjects else []
@@ -108,20 +101,14 @@ class _Inputs:
         dist.all_gather(log_decays, self.log_decay)
         self._pairs = list(zip(self._states, log_decays, strict=True))
 
-    def checked(self, variant: str) -> tuple[Subject, float]:
-        """The variant, ready to be timed, and its error.
-
-        Raises:
-            WrongResultError: the result is wrong on this rank.
-            ConfigError: this machine does not support it.
-        """
-        if variant == "all_gather":
+    def checked(self, variant: Variant) -> tuple[Subject, float]:
+        if variant.kind == "all_gather":
             subject, results = self._all_gather()
-        elif variant == "all_reduce":
+        elif variant.kind == "all_reduce":
             subject, results = self._all_reduce()
         else:
             subject, results = self._scan(variant)
-        return subject, max(check_results(variant, self._session.rank, results, TOLERANCE).values())
+        return subject, max(check_results(variant.name, self._session.rank, results, TOLERANCE).values())
 
     def _all_gather(self) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
         gathered = self.state.new_empty((len(self._states), *self.state.shape))
@@ -148,7 +135,7 @@ class _Inputs:
         results = {"result": (reduce().clone(), expected)}
         return Subject("all_reduce", reduce, reset, repeatable=False), results
 
-    def _scan(self, variant: str) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
+    def _scan(self, variant: Variant) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
         scan = self._session.exchange(variant, self.state.numel()).states
         # Run both directions before checking either: a rank that raises would leave the others waiting.
         results = {}
@@ -157,10 +144,9 @@ class _Inputs:
             results[direction] = (self._once(scan, reverse).clone(), self._expected(reverse))
         return self.subject(variant), results
 
-    def subject(self, variant: str, purpose: str = "eager") -> Subject:
-        """A scan as a subject of timing."""
+    def subject(self, variant: Variant, purpose: str = "eager") -> Subject:
         scan = self._session.exchange(variant, self.state.numel(), purpose).states
-        return Subject(variant, lambda: self._once(scan, False))
+        return Subject(variant.name, lambda: self._once(scan, False))
 
     def _once(self, scan: StateScan, reverse: bool) -> Tensor:
         pending = scan.launch(ScanRequest(self.state, self.log_decay, reverse))

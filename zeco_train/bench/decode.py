@@ -31,12 +31,12 @@ from models.parameters import cast
 from models.spec import ModelSpec, spec_of
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
 from zeco_train.bench.report import Report, time_columns
-from zeco_train.bench.samples import Row, Summary, marked
+from zeco_train.bench.samples import Row, Summary, check_results, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
+from zeco_train.bench.variants import backend_variant
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
@@ -121,14 +121,13 @@ class _Measurement:
         self._model.to_empty(device=session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
-        exchange = session.exchange("zeco", state_elements(self._run), with_halo=spec.needs_halo)
+        exchange = session.exchange(backend_variant("zeco"), state_elements(self._run), with_halo=spec.needs_halo)
         if (load := softmax_load(self._run.model, session.world_size)) is not None:
             exchange = exchange.replaced(attention=build_softmax(self._run.sp, session.mesh, load))
         self._prefill = Prefill(self._model, session.mesh, exchange, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 
     def measure(self) -> None:
-        """Add all rows to the report."""
         self._session.enter("checking")
         ids = self._random(self._config.check_tokens)
         exact = copy.deepcopy(self._model).double()
@@ -150,7 +149,6 @@ class _Measurement:
         self._report.add([self._row(kind) | errors[kind.variant] for kind in kinds])
 
     def _contexts(self) -> Iterator[_Context]:
-        """The contexts that fit in the budget."""
         # No rate is measured before the first context: it counts as free.
         states, position, rate = None, 0, math.inf
         timed = self._config.warmup + self._config.steps
@@ -168,7 +166,6 @@ class _Measurement:
             yield _Context(context, logits, states, rate)
 
     def _time(self, kind: _Kind, steps: int) -> None:
-        """Decode this many steps from the context on, after the warm-up."""
         session, batch = self._session, kind.batch
         # Copies, also of a single sequence: a decoder updates them in place.
         own = [state.repeat(batch, 1, 1, 1) for state in kind.context.states]

@@ -16,24 +16,21 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.bench.attention_figure import draw_attention
-from zeco_train.bench.mixers import draw_mixers, mixer_rows
 from zeco_train.bench.samples import Row
 from zeco_train.bench.stored import load_results
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.ops.registry import DEFAULT
 from zeco_train.sp.registry import BACKENDS
-from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import GREY, finish_axes, label_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import GREY, finish_axes, label_axes, length_ticks, new_figure, plain, save_figure
+from zeco_train.system.tables import markdown_table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from zeco_train.system.figures import Axes, Figure
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 _PAPER = "ZeCO paper, H100 cluster"
@@ -47,6 +44,8 @@ _COLOURS = {
     "eager": GREY,
     "graph": "#c2410c",
 }
+# Of methods of softmax attention.
+_SOFTMAX = "#2563a8"
 # All-Scan variants share a colour, and so do the peer's.
 _LINES = {"no_optimizer": ":", **{scan.name: scan.line for scan in ALL_SCANS}}
 # Variant for each column of the paper's table.
@@ -55,6 +54,10 @@ _PAPER_BACKENDS = ("lasp1", "lasp2", "zeco", "dp")
 _PAPER_TOKENS = (16_384, 32_768)
 # The paper does not give the size in bytes; by its A.2 a head's K and V are D / H, so H 32, K 128 and V 128 in fp32.
 _PAPER_MIB = 2.0
+# Height of a bar, of 1 for all bars of a model.
+_BARS = 0.8
+Figures = Iterator[tuple[str, "Figure | None"]]
+Points = Sequence[tuple[float, float]]
 
 
 def plot_files(arguments: Sequence[str]) -> list[Path]:
@@ -85,36 +88,17 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         {**row, "gpus": result["world_size"], "graphs": result.get("config", {}).get("cuda_graphs", "off")}
         for result in results
         for row in result["rows"]
+        if row.get("median_ms")
     ]
-    rows = [row for row in rows if row.get("median_ms")]
-    if not rows:
+    draw = _FIGURES.get(results[0]["case"])
+    if not rows or draw is None:
         return []
     machines = sorted({str(result["environment"].get("device_name")) for result in results})
     machine = f"measured on {', '.join(machines)}"
     if all(result["environment"].get("device") == "cpu" for result in results):
         machine += ", CPU ranks in place of GPUs"
-    if results[0]["case"] == "collectives":
-        return [save_figure(_collectives(rows, machine), folder / "collectives.png")]
-    if results[0]["case"] == "decode":
-        return [save_figure(_decode(rows, machine), folder / "decode.png")]
-    if results[0]["case"] == "attention":
-        drawn = draw_attention(rows, machine)
-        return [] if drawn is None else [save_figure(drawn, folder / "attention.png")]
-    if results[0]["case"] == "model":
-        models = sorted({(row["model"], row["heads"]) for row in rows})
-        figures = {"{}_h{}".format(*model): _model(rows, *model, machine) for model in models}
-        if len({row["tokens"] for row in rows}) > 1:
-            figures |= {"{}_h{}_tokens".format(*model): _model_tokens(rows, *model, machine) for model in models}
-        if len(mixers := mixer_rows(rows)) > 1:
-            figures["mixers"] = draw_mixers(mixers, machine)
-        return [save_figure(figure, folder / f"{name}.png") for name, figure in figures.items()]
-    if results[0]["case"] != "operator":
-        return []
-    found: dict[str, Figure | None] = {}
-    for operator in dict.fromkeys(map(_operator_of, rows)):
-        own, name = [row for row in rows if _operator_of(row) == operator], "_".join(("operator", *operator))
-        found |= {name: _operator(own, machine), f"{name}_tokens": _operator_tokens(own, machine)}
-    return [save_figure(figure, folder / f"{name}.png") for name, figure in found.items() if figure is not None]
+    figures = [(name, figure) for name, figure in draw(rows, machine) if figure is not None]
+    return [save_figure(figure, folder / f"{name}.png") for name, figure in figures]
 
 
 def reference(name: str) -> list[dict[str, float]]:
@@ -123,34 +107,43 @@ def reference(name: str) -> list[dict[str, float]]:
         return [{key: float(cell) for key, cell in row.items() if cell} for row in csv.DictReader(file)]
 
 
-def _collectives(rows: list[Row], machine: str) -> Figure:
+def _collectives(rows: list[Row], machine: str) -> Figures:
     mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
     rows = [row for row in rows if row["mode"] == mode]
     size = min((row["size_mb"] for row in rows), key=lambda mib: abs(math.log(mib / _PAPER_MIB)))
     most = max(row["gpus"] for row in rows)
     figure, ((left, right),) = _figure(f"Communication time of a state ({machine}, {mode})", 1, 2, 5.2)
-    for variant in _variants(rows):
-        _draw(left, _points([r for r in rows if r["size_mb"] == size], variant, "gpus"), variant)
-        _draw(right, _points([r for r in rows if r["gpus"] == most], variant, "size_mb"), variant)
+    _draw_all(left, [row for row in rows if row["size_mb"] == size], "gpus")
+    _draw_all(right, [row for row in rows if row["gpus"] == most], "size_mb")
     for column, variant in _PAPER_COLLECTIVES.items():
         points = [(row["gpus"], row[column]) for row in reference("zeco_collectives_ms")]
         _draw_paper(left, points, variant, column)
     label_axes(left, f"{size:g} MiB a rank", "GPUs", "ms")
     label_axes(right, f"{most} GPUs", "MiB a rank", "ms")
-    return figure
+    yield "collectives", figure
+
+
+def _operators(rows: list[Row], machine: str) -> Figures:
+    for operator in dict.fromkeys(map(_operator_of, rows)):
+        own, name = [row for row in rows if _operator_of(row) == operator], "_".join(("operator", *operator))
+        yield name, _operator(own, machine)
+        yield f"{name}_tokens", _operator_tokens(own, machine)
 
 
 def _operator(rows: list[Row], machine: str) -> Figure | None:
-    rows, shape = _one_shape(rows)
+    rows = _forward_backward(rows)
+    if not rows:
+        return None
+    # The paper's shape, or the first.
+    shapes = [_shape(row) for row in rows]
+    shape = (16, 64, 128) if (16, 64, 128) in shapes else shapes[0]
+    rows = [row for row in rows if _shape(row) == shape]
     tokens = [n for n in _PAPER_TOKENS if any(row["tokens"] == n for row in rows)]
     tokens = tokens or sorted({row["tokens"] for row in rows})[:2]
-    if not tokens:
-        return None
-    figure, axes = _figure(f"{_titled(rows[0])}, {shape} ({machine})", 2, len(tokens), 8.5)
+    figure, axes = _figure(f"{_titled(rows[0])}, {_named(shape)} ({machine})", 2, len(tokens), 8.5)
     for count, upper, lower in zip(tokens, *axes, strict=True):
         here = [row for row in rows if row["tokens"] == count]
-        for variant in _variants(here):
-            _draw(upper, _points(here, variant, "gpus"), variant)
+        _draw_all(upper, here, "gpus")
         papers = [row for row in reference("zeco_operator_ms") if row["seq_len_per_gpu"] == count]
         # The paper measures gla only.
         for variant in _PAPER_BACKENDS if papers and not _operator_of(rows[0]) else ():
@@ -193,29 +186,86 @@ def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
     most = max(row["gpus"] for row in rows)
     rows = [row for row in rows if row["gpus"] == most]
     shapes = sorted({_shape(row) for row in rows})
-    title = f"{_titled(rows[0])}, {most} GPUs ({machine})"
     columns = min(2, len(shapes))
     lines = -(-len(shapes) // columns)
-    figure, axes = _figure(title, lines, columns, 4.6 * lines)
+    figure, axes = _figure(f"{_titled(rows[0])}, {most} GPUs ({machine})", lines, columns, 4.6 * lines)
     for axis, shape in zip(axes.flat, shapes, strict=False):
-        here = [row for row in rows if _shape(row) == shape]
-        for variant in _variants(here):
-            _draw(axis, _points(here, variant, "tokens"), variant)
+        _draw_all(axis, [row for row in rows if _shape(row) == shape], "tokens")
         label_axes(axis, _named(shape), "tokens a GPU", "ms")
     return figure
 
 
-def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
-    rows = [row for row in rows if (row["model"], row["heads"]) == (model, heads)]
+def _attention(rows: list[Row], machine: str) -> Figures:
+    yield "attention", draw_attention(rows, machine)
+
+
+def draw_attention(rows: Sequence[Row], machine: str) -> Figure | None:
+    """Forward + backward by variant: a row of panels for each number of tokens; None without such rows.
+
+    Panels: milliseconds, of which exposed communication is hatched; and the slowest rank's work over the mean, where
+    it was profiled.
+    """
+    rows = [row for row in rows if row["pass"] == "forward_backward"]
+    counts = sorted({row["tokens"] for row in rows})
+    if not counts:
+        return None
+    variants, first = _variants(rows), rows[0]
+    window = "" if first.get("window") is None else f", window {first['window']:,}"
+    shape = f"H {first['heads']}, G {first['key_heads']}, D {first['head_dim']}{window}, {first.get('gpus', 1)} ranks"
+    size = 13.0, 1.4 + len(counts) * (0.6 + 0.27 * len(variants))
+    figure = new_figure(f"Attention of one layer, {shape} ({machine})", size, dpi=120, title_size=11)
+    profiled = any(row.get("slowest") for row in rows)
+    panels = figure.subplots(len(counts), 1 + profiled, squeeze=False, sharey="row")
+    for count, (left, *rest) in zip(counts, panels, strict=True):
+        own = {row["variant"]: row for row in rows if row["tokens"] == count}
+        for place, (row, name) in enumerate((own.get(name), name) for name in variants):
+            if row is None:
+                continue
+            colour = _attention_colour(name)
+            left.barh(place, row["median_ms"], 0.7, color=colour)
+            if exposed := row.get("exposed_us"):
+                left.barh(place, exposed / 1e3, 0.7, color="none", edgecolor="white", hatch="////", linewidth=0)
+            left.annotate(f"{row['median_ms']:.2f}", (row["median_ms"], place), (4, 0), textcoords="offset points",
+                          va="center", fontsize=8)  # fmt: skip
+            if rest and (slowest := row.get("slowest")):
+                rest[0].plot([slowest], [place], "o", color=colour, markersize=6)
+        left.set_yticks(range(len(variants)), [plain(name) for name in variants])
+        left.invert_yaxis()
+        left.set_xlabel(f"ms, {count:,} tokens a rank; hatched: exposed communication")
+        finish_axes(left, "x")
+        for right in rest:
+            right.axvline(1.0, color=GREY, linewidth=0.8)
+            right.set_xlabel("work of the slowest rank over the mean")
+            finish_axes(right, "x")
+    return figure
+
+
+def _attention_colour(variant: str) -> str:
+    name = variant.rpartition(":")[2]
+    if name in BACKENDS and ":" in variant:
+        return BACKENDS[name].color
+    return GREY if variant.partition(":")[0] == "dp" else _SOFTMAX
+
+
+def _models(rows: list[Row], machine: str) -> Figures:
+    models = {f"{model}_h{heads}": (model, heads) for model, heads in sorted({(r["model"], r["heads"]) for r in rows})}
+    for name, model in models.items():
+        yield name, _model([row for row in rows if (row["model"], row["heads"]) == model], machine)
+    if len({row["tokens"] for row in rows}) > 1:
+        for name, model in models.items():
+            own = [row for row in rows if (row["model"], row["heads"]) == model]
+            yield f"{name}_tokens", _model_tokens(own, machine)
+    if len(mixers := mixer_rows(rows)) > 1:
+        yield "mixers", draw_mixers(mixers, machine)
+
+
+def _model(rows: list[Row], machine: str) -> Figure:
     tokens = sorted({row["tokens"] for row in rows})
-    figure, axes = _figure(f"Training step of {model}, H {heads} ({machine})", 2, len(tokens), 8.5)
+    figure, axes = _figure(_model_title(rows, machine), 2, len(tokens), 8.5)
     for count, upper, lower in zip(tokens, *axes, strict=True):
         here = [row for row in rows if row["tokens"] == count]
-        for variant in _variants(here):
-            _draw(upper, _points(here, variant, "gpus", "tokens_per_second_per_gpu"), variant)
-            ratios = _points([row for row in here if row.get("ratio")], variant, "gpus", "ratio")
-            if ratios and variant != "dp":
-                _draw(lower, ratios, variant)
+        _draw_all(upper, here, "gpus", "tokens_per_second_per_gpu")
+        _draw_all(lower, [row for row in here if row.get("ratio") and row["variant"] != "dp"], "gpus", "ratio")
         papers = [row for row in reference("zeco_model_tokens_per_second_per_gpu") if row["seq_len_per_gpu"] == count]
         for variant in _PAPER_BACKENDS if papers and here[0].get("mixer", "gla") == "gla" else ():
             points = [(row["gpus"], row[variant], row[variant] / row["dp"]) for row in papers if variant in row]
@@ -228,12 +278,11 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
     return figure
 
 
-def _model_tokens(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
+def _model_tokens(rows: list[Row], machine: str) -> Figure:
     """Throughput over tokens a GPU, and, if measured, the part of what matrix products alone reach on that GPU."""
-    rows = [row for row in rows if (row["model"], row["heads"]) == (model, heads)]
     limits = {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "products"}
     names = ["tokens/s of a GPU", *(["of the products alone"] if limits else [])]
-    figure, (panels,) = _figure(f"Training step of {model}, H {heads} ({machine})", 1, len(names), 4.6)
+    figure, (panels,) = _figure(_model_title(rows, machine), 1, len(names), 4.6)
     for graphs in sorted({row["graphs"] for row in rows}):
         for variant in _variants(rows):
             here = [row for row in rows if row["graphs"] == graphs and row["variant"] == variant]
@@ -250,24 +299,97 @@ def _model_tokens(rows: list[Row], model: str, heads: int, machine: str) -> Figu
     return figure
 
 
-def _decode(rows: list[Row], machine: str) -> Figure:
+def _model_title(rows: list[Row], machine: str) -> str:
+    return f"Training step of {rows[0]['model']}, H {rows[0]['heads']} ({machine})"
+
+
+def mixer_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The measured rows of each model, if there are several; of two rows alike the later one counts."""
+    measured = [row for row in rows if row.get("median_ms") and row.get("mixer")]
+    if len({row["model"] for row in measured}) < 2:
+        return {}
+    found: dict[str, dict[tuple[str, int, int], Row]] = {}
+    for row in measured:
+        place = row["variant"], row["tokens"], row.get("gpus", 1)
+        found.setdefault(f"{row['model']}, H {row['heads']}", {})[place] = row
+    return {model: list(own.values()) for model, own in found.items()}
+
+
+def mixer_table(models: dict[str, list[Row]]) -> str:
+    """Tokens/s of a rank by model and variant, and relative to `dp`, as Markdown: a line per model and length."""
+    variants = _variants([row for rows in models.values() for row in rows])
+    heads = ["mixer", "model", "tokens a rank", *(f"{name}, tokens/s" for name in variants)]
+    heads += [f"{name} / dp" for name in variants if name != "dp"]
+    lines = []
+    for model, rows in models.items():
+        for tokens in sorted({row["tokens"] for row in rows}):
+            here = {row["variant"]: row for row in rows if row["tokens"] == tokens}
+            rates = [_cell(here.get(name), "tokens_per_second_per_gpu", ",.0f") for name in variants]
+            ratios = [_cell(here.get(name), "ratio", ".3f") for name in variants if name != "dp"]
+            lines.append([rows[0]["mixer"], model, f"{tokens:,}", *rates, *ratios])
+    return markdown_table(heads, lines)
+
+
+def _cell(row: Row | None, column: str, style: str) -> str:
+    value = None if row is None else row.get(column)
+    return "" if value is None else format(value, style)
+
+
+def draw_mixers(models: dict[str, list[Row]], machine: str) -> Figure:
+    """Throughput by model, and relative to `dp`, with the most tokens and GPUs of each variant."""
+    variants, names = _variants([row for rows in models.values() for row in rows]), list(models)
+    figure = new_figure(f"Training step by model ({machine})", (13.0, 1.6 + 0.75 * len(names)), dpi=120, title_size=11)
+    left, right = figure.subplots(1, 2, sharey=True)
+    height = _BARS / len(variants)
+    for index, variant in enumerate(variants):
+        colour = BACKENDS[name].color if (name := variant.partition(":")[0]) in BACKENDS else GREY
+        for place, rows in enumerate(models.values()):
+            own = [row for row in rows if row["variant"] == variant]
+            if not own:
+                continue
+            row, y = max(own, key=lambda each: (each["tokens"], each.get("gpus", 1))), place + index * height
+            label = plain(variant) if variant not in left.get_legend_handles_labels()[1] else None
+            left.barh(y, row["tokens_per_second_per_gpu"], height, color=colour, label=label)
+            # The upper bound's ratio would push those of the scans together.
+            if row.get("ratio") and variant not in ("dp", "products"):
+                right.plot([row["ratio"]], [y], "o", color=colour, markersize=6)
+                right.annotate(
+                    f"{row['ratio']:.3f}", (row["ratio"], y), (8, 0), textcoords="offset points", va="center"
+                )
+    left.set_yticks([place + (_BARS - height) / 2 for place in range(len(names))], [plain(name) for name in names])
+    left.invert_yaxis()
+    left.set_xlabel("tokens/s of a GPU")
+    right.axvline(1.0, color=_COLOURS["dp"], linewidth=0.8)
+    right.set_xlabel("tokens/s over that of dp")
+    finish_axes(left, "x")
+    finish_axes(right, "x")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    return figure
+
+
+def _decode(rows: list[Row], machine: str) -> Figures:
     batches = sorted({row["batch"] for row in rows})
     figure, axes = _figure(f"Decoding with {rows[0]['model']} ({machine})", len(batches), 2, 4.6 * len(batches))
-    from matplotlib.ticker import FuncFormatter
-
-    for (left, right), batch in zip(axes, batches, strict=True):
+    for panels, batch in zip(axes, batches, strict=True):
         here = [row for row in rows if row["batch"] == batch]
-        for variant in _variants(here):
-            _draw(left, _points(here, variant, "context", "tokens_per_second"), variant)
-            _draw(right, _points(here, variant, "context", "memory_gb"), variant)
-        at_once = f"{batch} sequence{'s' if batch > 1 else ''} at once"
-        label_axes(left, at_once, "tokens before", "tokens/s of a rank", log=False)
-        label_axes(right, at_once, "tokens before", "GB of a rank, weights included", log=False)
-        for axis in (left, right):
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
+        columns = {"tokens_per_second": "tokens/s of a rank", "memory_gb": "GB of a rank, weights included"}
+        for axis, (column, unit) in zip(panels, columns.items(), strict=True):
+            _draw_all(axis, here, "context", column)
+            label_axes(axis, f"{batch} sequence{'s' if batch > 1 else ''} at once", "tokens before", unit, log=False)
+            length_ticks(axis.xaxis)
             heights = (float(y) for line in axis.lines for y in line.get_ydata())
             axis.set_ylim(top=1.15 * max(filter(math.isfinite, heights), default=1.0))
-    return figure
+    yield "decode", figure
+
+
+# By case.
+_FIGURES = {
+    "collectives": _collectives,
+    "operator": _operators,
+    "attention": _attention,
+    "decode": _decode,
+    "model": _models,
+}
 
 
 def _operator_of(row: Row) -> tuple[str, ...]:
@@ -288,16 +410,6 @@ def _forward_backward(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row["mode"] == "eager"] or rows
 
 
-def _one_shape(rows: list[Row]) -> tuple[list[Row], str]:
-    """The rows of the paper's H 16, K 64 and V 128, or of the first shape if that is missing."""
-    rows = _forward_backward(rows)
-    shapes = [_shape(row) for row in rows]
-    if not shapes:
-        return [], ""
-    shape = (16, 64, 128) if (16, 64, 128) in shapes else shapes[0]
-    return [row for row in rows if _shape(row) == shape], _named(shape)
-
-
 def _shape(row: Row) -> tuple[int, int, int]:
     return row["heads"], row["key_dim"], row["value_dim"]
 
@@ -306,11 +418,11 @@ def _named(shape: tuple[int, int, int]) -> str:
     return "H {}, K {}, V {}".format(*shape)
 
 
-def _variants(rows: list[Row]) -> list[str]:
+def _variants(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["variant"] for row in rows))
 
 
-def _points(rows: list[Row], variant: str, x: str, y: str = "median_ms") -> list[tuple[float, float]]:
+def _points(rows: list[Row], variant: str, x: str, y: str) -> list[tuple[float, float]]:
     """(x, y) points; of two runs with the same x the later one counts."""
     return sorted({row[x]: row[y] for row in rows if row["variant"] == variant}.items())
 
@@ -320,19 +432,21 @@ def _colour(variant: str) -> str:
     return _COLOURS.get(variant.partition(":")[0], GREY)
 
 
-def _draw(axes: Axes, points: Sequence[tuple[float, float]], variant: str) -> None:
-    _, *settings = variant.split(":")
-    style = _LINES.get(settings[0] if settings else "", "-")
-    marker = {"p2p": "s", "symmetric": "^"}.get(settings[1] if len(settings) > 1 else "", "o")
-    axes.plot(*_xy(points), color=_colour(variant), linestyle=style, marker=marker, markersize=5, label=plain(variant))
+def _draw_all(axes: Axes, rows: list[Row], x: str, y: str = "median_ms") -> None:
+    for variant in _variants(rows):
+        _, *settings = variant.split(":")
+        style = _LINES.get(settings[0] if settings else "", "-")
+        marker = {"p2p": "s", "symmetric": "^"}.get(settings[1] if len(settings) > 1 else "", "o")
+        look: dict[str, Any] = {"color": _colour(variant), "linestyle": style, "marker": marker, "markersize": 5}
+        axes.plot(*_xy(_points(rows, variant, x, y)), label=plain(variant), **look)
 
 
-def _draw_paper(axes: Axes, points: Sequence[tuple[float, float]], variant: str, label: str) -> None:
+def _draw_paper(axes: Axes, points: Points, variant: str, label: str) -> None:
     (line,) = axes.plot(*_xy(points), "x--", color=_COLOURS[variant], label=f"{label} ({_PAPER})")
     line.set(markersize=4, linewidth=1, alpha=0.6)
 
 
-def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def _xy(points: Points) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 

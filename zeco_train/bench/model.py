@@ -1,29 +1,25 @@
 """Case `model`: the whole training step of a model, by backend.
 
-A step is the trainer's (`zeco_train.training.step`): forward, backward, gradient reduction, clipping, AdamW over master
-weights. Every rank has `tokens` tokens a micro-batch: with a backend they are its shard of one sequence over all ranks,
-with `dp` its own sequence. With `seq_len` all have sequences of that length instead, each rank `tokens / seq_len` of
-its own with `dp`, and its shards of `ranks · tokens / seq_len` with a backend. Tokens are random, and different in each
-step.
+A step is the trainer's (`zeco_train.training.step`), with AdamW over master weights. Every rank has `tokens` random
+tokens a micro-batch: with a backend its shard of one sequence over all ranks, with `dp` its own sequence. With
+`seq_len` all sequences have that length: each rank has `tokens / seq_len` of its own with `dp`, and its shards of
+`ranks · tokens / seq_len` with a backend. A hybrid's softmax layers do more work per token the longer the sequence is,
+so only then is their work equal. MFU counts it.
 
-All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each;
-only the scan changes, so nothing else differs between them. `products` takes turns with them: it runs only the matrix
-products of the plain step (`zeco_train.bench.products`), as an upper bound on this GPU. Its MFU is computed from its
-own FLOPs, the model's less the operator's: the fraction of peak that products reach here. The peer, `fla`, is a
-separate model (`zeco_train.bench.peer`) and is measured after the first is freed. `dp:no_optimizer` is the passes
-alone: forward and backward with FSDP's copies, as replayed in the other steps.
+All backends train one model with one optimizer, sharded over all ranks alike, and take turns, a block of steps each:
+only the scan differs. `products` (`zeco_train.bench.products`) takes turns with them; its MFU is of its own FLOPs, the
+fraction of peak that products reach here. The peer, `fla` (`zeco_train.bench.peer`), is a separate model, measured
+after the first is freed. `dp:no_optimizer` is forward and backward with FSDP's copies, as replayed in the other steps.
 
 Checks before timing, on untrained weights:
-- the whole gradient of each backend on a short sequence, against that with a plain scan in float64, and softmax layers
-  over gathered keys: of a hybrid no farther from it than twice what other rounding of those layers does;
+- the whole gradient of each backend on a short sequence, against a plain scan in float64, and softmax layers over
+  gathered keys: of a hybrid no farther from it than twice what other rounding of those layers does;
 - the loss of the first step: close to log of the vocabulary size (a uniform guess), and equal for all backends, with
   `seq_len` that of `dp`, too;
 - the peer's logits against ours, with the same weights.
 
 With `mixers`, or `every` for hybrids, several models are measured one after the other, each built after the last is
-freed; a table and a figure set them beside each other (`zeco_train.bench.mixers`). A hybrid's softmax layers do more
-work per token the longer the sequence is: with a backend it is that of all ranks, with `dp` that of one, unless
-`seq_len` says otherwise. MFU counts it.
+freed; a table and a figure (`mixers.md`, `mixers.png`) set them beside each other.
 """
 
 from __future__ import annotations
@@ -38,24 +34,24 @@ import torch
 from torch import Tensor
 
 from models.spec import spec_of
-from zeco_train.bench import parts, trace
+from zeco_train.bench import trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import check_results, gradient_norms
-from zeco_train.bench.mixers import mixer_rows, write_mixers
-from zeco_train.bench.model_config import ModelConfig, ModelSettings
-from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
+from zeco_train.bench.config import ModelConfig, ModelSettings
+from zeco_train.bench.figures import mixer_rows, mixer_table
+from zeco_train.bench.peer import Peer, Weights, check_peer
 from zeco_train.bench.products import product_flops, products_contender
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Subject
-from zeco_train.bench.samples import Row, marked
+from zeco_train.bench.samples import Row, check_results, gradient_norms, marked
 from zeco_train.bench.session import Session, choice_of
 from zeco_train.bench.steps import Contender, time_in_turns
-from zeco_train.bench.variants import PRODUCTS, gathered_exchange, is_dp
+from zeco_train.bench.variants import PRODUCTS, Variant, gathered_exchange
 from zeco_train.config.schema import Config
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import find_slow_paths
+from zeco_train.system.files import write_result
 from zeco_train.system.numbers import relative_error
 from zeco_train.tracking.recorder import peak_flops
 from zeco_train.training.checks import kernel_calls
@@ -71,6 +67,7 @@ GUESS_TOLERANCE = 0.1
 # error of 1.4.
 PEER_TOLERANCE = 0.4
 PAPER_STEPS = 100
+MIXERS_FILE = "mixers.md"
 # Beyond any timed step's: other tokens.
 _TRACED_STEP = 1 << 16
 COLUMNS = {
@@ -110,56 +107,48 @@ def run(config: ModelConfig, session: Session) -> Report:
     if config.seq_len % (session.world_size * config.segments):
         parts = f"{session.world_size} ranks" + (f" of {config.segments} segments" if config.segments > 1 else "")
         raise ConfigError("seq_len", config.seq_len, f"must divide by {parts}")
-    names = _available(config, session, report)
+    available = _available(config, session, report)
     if config.steps < PAPER_STEPS:
         report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
-    has_products = any(PRODUCTS in own for own in names.values())
+    has_products = any(variant.kind == PRODUCTS for own in available.values() for variant in own)
     if has_products and (config.recompute is not Recompute.none or config.segments > 1):
         report.note(f"{PRODUCTS}: of the plain step, without recompute and segments")
-    for settings in names:
+    for settings in available:
         session.check_kernels(config.kernels, kernel_calls(config.run_config(settings)))
-    for settings, own in names.items():
+    for settings, own in available.items():
         measurement = _Measurement(config.run_config(settings), config, session, report)
-        measurement.measure([name for name in own if not is_peer(name)], [name for name in own if is_peer(name)])
+        measurement.measure([each for each in own if not each.is_peer], [each for each in own if each.is_peer])
     if len(rows := mixer_rows(report.rows)) > 1:
-        write_mixers(rows, report.folder, session)
+        text = mixer_table(rows)
+        session.say(text)
+        session.agree(lambda: write_result(report.folder / MIXERS_FILE, text) if session.mesh.is_main else None)
     return report
 
 
 CASE = Case(ModelConfig, run)
 
 
-def _available(config: ModelConfig, session: Session, report: Report) -> dict[ModelSettings, list[str]]:
-    """The variants that this machine supports, by model; the others are noted.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    names: dict[ModelSettings, list[str]] = {}
+def _available(config: ModelConfig, session: Session, report: Report) -> dict[ModelSettings, list[Variant]]:
+    available: dict[ModelSettings, list[Variant]] = {}
     problem = None
     for settings in config.models:
-        run, names[settings] = config.run_config(settings), []
-        for name in config.variants:
+        run, available[settings] = config.run_config(settings), []
+        for variant in config.chosen:
             try:
-                if is_peer(name):
+                if variant.is_peer:
                     session.agree(partial(check_peer, run, session))
-                elif not _is_alone(name):
-                    session.agree(partial(session.exchange, name, state_elements(run)))
-                names[settings].append(name)
+                elif variant.has_scan:
+                    session.agree(partial(session.exchange, variant, state_elements(run)))
+                available[settings].append(variant)
             except ConfigError as error:
                 problem = error
-                text = f"{name} is not measured: {error}"
+                text = f"{variant.name} is not measured: {error}"
                 text = text if len(config.models) == 1 else f"{run.model.name}: {text}"
                 if text not in report.notes:
                     report.note(text)
-    if problem is not None and not any(names.values()):
+    if problem is not None and not any(available.values()):
         raise problem
-    return names
-
-
-def _is_alone(name: str) -> bool:
-    """Whether a variant of our model has no scan over ranks."""
-    return is_dp(name) or name == PRODUCTS
+    return available
 
 
 class _Measurement:
@@ -178,46 +167,44 @@ class _Measurement:
         # Numbers of tokens measured with the backends.
         self._measured: list[int] = []
 
-    def measure(self, backends: Sequence[str], peers: Sequence[str]) -> None:
-        """Add all rows to the report."""
+    def measure(self, backends: Sequence[Variant], peers: Sequence[Variant]) -> None:
         self._session.enter(self._shape)
         weights = self._measure_backends(backends, len(peers))
         # Only here are all references to the model gone; the next one needs its memory.
         _forget()
-        for index, name in enumerate(peers):
+        for index, peer in enumerate(peers):
             assert weights is not None
-            self._measure_peer(name, weights, len(peers) - index - 1)
+            self._measure_peer(peer, weights, len(peers) - index - 1)
             _forget()
 
-    def _measure_backends(self, names: Sequence[str], peers: int) -> Weights | None:
+    def _measure_backends(self, variants: Sequence[Variant], peers: int) -> Weights | None:
         """Add the backends' rows; returns the initial weights if there are peers that need them."""
         ours = Backends(self._run, self._session, self._config.tokens[0])
         built = time.monotonic() - self._started
-        checked = self._check(ours, names)
+        checked = self._check(ours, variants)
         weights = self._weights(ours) if peers else None
         seconds = time.monotonic() - self._started - built
         self._report.note(f"{self._shape}: built in {built:.1f} s, checked in {seconds:.1f} s")
-        for count in self._config.tokens if names else ():
+        for count in self._config.tokens if variants else ():
             # Each peer is measured with all numbers of tokens of the backends.
             later = peers * (len(self._measured) + 1)
-            if not self._may_start(f"{self._shape}, {count:,} tokens a rank", len(names) + later):
+            if not self._may_start(f"{self._shape}, {count:,} tokens a rank", len(variants) + later):
                 break
             # Avoid dynamic shapes: code compiled for any length may be slower.
             _forget()
             # With `seq_len` variants differ in shape: the later ones would get code for any shape.
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-                rows = self._time_backends(ours, names, count, later)
+                rows = self._time_backends(ours, variants, count, later)
             self._rates |= {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "dp"}
             self._add([row | checked[row["variant"]] for row in rows])
             self._measured.append(count)
         return weights
 
-    def _time_backends(self, ours: Backends, names: Sequence[str], count: int, later: int) -> list[Row]:
-        """Rows of all backends with this many tokens per rank; for `later` see `_time`."""
+    def _time_backends(self, ours: Backends, variants: Sequence[Variant], count: int, later: int) -> list[Row]:
         started = time.monotonic()
         tokens = self._tokens(count)
-        contenders = [self._contender(ours, name, tokens) for name in names]
-        self._check_losses({each.name: float(each.loss) for each in contenders if each.name != PRODUCTS})
+        contenders = [self._contender(ours, variant, tokens) for variant in variants]
+        self._check_losses({each.variant: float(each.loss) for each in contenders if each.name != PRODUCTS})
         rows = self._time(contenders, count, later, started)
         for contender in contenders if self._config.trace and self._session.on_cuda else ():
             if contender.name != PRODUCTS:
@@ -225,20 +212,20 @@ class _Measurement:
         return rows
 
     def _trace(self, contender: Contender, count: int) -> None:
-        """Profile a step, and note what it shows."""
         model = self._run.model
-        path = self._report.folder / f"trace_{contender.name.replace(':', '-')}_{model.name}_t{count}.json"
+        path = self._report.folder / f"trace_{contender.variant.file_name}_{model.name}_t{count}.json"
         subject, replayed = Subject(contender.name, partial(contender.step, _TRACED_STEP)), contender.graphs is not None
         found = trace.record(subject, path, self._session, replayed=replayed)[0]
         what = f"{contender.name}, {count:,} tokens, rank 0"
         self._report.note(f"trace of {what}: {found}; {found.idle}")
-        self._report.note(f"parts of {what}, ms of kernels: {parts.described(found.parts)}")
+        self._report.note(f"parts of {what}, ms of kernels: {trace.described(found.parts)}")
 
-    def _measure_peer(self, name: str, weights: Weights, peers: int) -> None:
+    def _measure_peer(self, variant: Variant, weights: Weights, peers: int) -> None:
         """Add the rows of a peer; `peers` is the number of peers after it."""
+        name = variant.name
         if not self._may_start(f"{self._shape}, {name}", 1):
             return
-        peer = Peer(name, weights, self._run, self._session.mesh)
+        peer = Peer(variant, weights, self._run, self._session.mesh)
         started = time.perf_counter()
         results = {"logits": (peer.logits(weights.ids).cpu(), weights.logits)}
         check = partial(check_results, name, self._session.rank, results, PEER_TOLERANCE)
@@ -250,7 +237,7 @@ class _Measurement:
                 break
             later, began = peers * len(counts) + len(counts) - index - 1, time.monotonic()
             # Autotuning is mostly independent of the length, and was done in the check.
-            contender = Contender(name, partial(_peer_step, peer, self._tokens(count)), first_seconds=tuned)
+            contender = Contender(variant, partial(_peer_step, peer, self._tokens(count)), first_seconds=tuned)
             tuned = 0.0
             rows = self._time([contender], count, later, began)
             # No HFU: the peer's recomputation is not counted here.
@@ -272,15 +259,15 @@ class _Measurement:
         vocab_size = self._run.model.vocab_size
         return RandomTokens(vocab_size, count, config.seed, self._session, config.micro_batches, length)
 
-    def _contender(self, ours: Backends, name: str, tokens: RandomTokens) -> Contender:
+    def _contender(self, ours: Backends, variant: Variant, tokens: RandomTokens) -> Contender:
         """A backend after one forward and backward pass, with its loss; or the products."""
-        if name == PRODUCTS:
+        if variant.kind == PRODUCTS:
             run = self._run
             dtype, device = run.train.dtype.compute, self._session.device
             return products_contender(run.model, tokens.count, dtype, device, run.seed, times=tokens.micro_batches)
-        contender = ours.contender(name, tokens)
+        contender = ours.contender(variant, tokens)
         started = time.perf_counter()
-        contender.loss, _ = ours.gradient(ours.exchange_of(name), tokens, alone=is_dp(name), keep=False)
+        contender.loss, _ = ours.gradient(ours.exchange_of(variant), tokens, alone=variant.is_dp, keep=False)
         contender.first_seconds = time.perf_counter() - started
         return contender
 
@@ -308,12 +295,11 @@ class _Measurement:
         return [self._row(contender, count, held_gb) for contender in contenders]
 
     def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
-        """A contender's row; `held_gb` is the memory held by the buffers of all contenders at the same time."""
         model, train = self._run.model, self._run.train
         row: Row = {"model": model.name, "mixer": model.mixer, "heads": model.num_heads, "tokens": count}
         row |= {"micro_batches": self._config.micro_batches}
         row |= contender.as_row(self._session)
-        spec, alone = spec_of(model), is_dp(contender.name) or is_peer(contender.name)
+        spec, alone = spec_of(model), contender.variant.is_alone
         seq_len = row["seq_len"] = self._tokens(count).seq_len(alone)
         flops = spec.flops_per_token(seq_len)
         all_flops = flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
@@ -325,12 +311,11 @@ class _Measurement:
         rate = 1e3 * count * self._config.micro_batches / row["wall_ms"]
         mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
         row |= {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
-        if contender.name == PRODUCTS or is_peer(contender.name):
+        if contender.name == PRODUCTS or contender.variant.is_peer:
             return row
         return marked(row, find_slow_paths(kernel_calls(self._run), self._session.target, count))
 
     def _add(self, rows: Sequence[Row]) -> None:
-        """Add rows with one number of tokens."""
         dp = self._rates.get(rows[0]["tokens"])
         self._report.add([{**row, "ratio": row["tokens_per_second_per_gpu"] / dp if dp else None} for row in rows])
 
@@ -340,7 +325,7 @@ class _Measurement:
         peak = peak_flops(torch.cuda.get_device_name(self._session.device), self._run.train.dtype.compute)
         return flops_per_second / peak if peak else None
 
-    def _check(self, ours: Backends, names: Sequence[str]) -> dict[str, Row]:
+    def _check(self, ours: Backends, variants: Sequence[Variant]) -> dict[str, Row]:
         """Fields of each backend's rows: gradient error on a short sequence, and the choice of `auto`.
 
         Raises:
@@ -348,16 +333,16 @@ class _Measurement:
         """
         session, dtype = self._session, self._config.dtype
         tokens = self._tokens(self._config.check_tokens, seq_len=0)
-        checked: dict[str, Row] = {name: {} for name in names}
-        scans = [name for name in names if not _is_alone(name)]
+        checked: dict[str, Row] = {variant.name: {} for variant in variants}
+        scans = [variant for variant in variants if variant.has_scan]
         if not scans:
             return checked
         # Not compiled: that would compile for another length, and takes long.
         with torch.compiler.set_stance("force_eager"):
             _, expected = ours.gradient(gathered_exchange(), tokens)
             allowed = max(TOLERANCE[dtype], 2 * self._rounding(ours, tokens, expected))
-            for name in scans:
-                exchange = ours.exchange_of(name)
+            for variant in scans:
+                name, exchange = variant.name, ours.exchange_of(variant)
                 _, found = ours.gradient(exchange, tokens)
                 results = {"gradient": gradient_norms(found, expected)}
                 errors = check_results(name, session.rank, results, allowed)
@@ -377,17 +362,17 @@ class _Measurement:
         self._report.note(f"{model.name}: softmax layers that round differently move the gradient by {error:.1e}")
         return error
 
-    def _check_losses(self, losses: dict[str, float]) -> None:
+    def _check_losses(self, losses: dict[Variant, float]) -> None:
         """Compare the first losses with a uniform guess, and those of the backends with each other.
 
         Raises:
             WrongResultError: one differs; on all ranks.
         """
         guess = torch.tensor(math.log(self._run.model.vocab_size))
-        for name, loss in losses.items():
-            pair = torch.tensor(loss), guess
-            check_results(name, self._session.rank, {"the first loss, to be log(vocabulary),": pair}, GUESS_TOLERANCE)
-        shared = {name: loss for name, loss in losses.items() if self._config.seq_len or not is_dp(name)}
+        for variant, loss in losses.items():
+            results = {"the first loss, to be log(vocabulary),": (torch.tensor(loss), guess)}
+            check_results(variant.name, self._session.rank, results, GUESS_TOLERANCE)
+        shared = {each.name: loss for each, loss in losses.items() if self._config.seq_len or not each.is_dp}
         for name, loss in shared.items():
             first = next(iter(shared))
             pair = torch.tensor(loss), torch.tensor(shared[first])

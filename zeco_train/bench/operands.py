@@ -240,7 +240,7 @@ def context_parallel(shape: Shape, session: Session) -> Attention:
     return attention
 
 
-def peer_results(inputs: Inputs, attention: Attention, backward: bool, variant: str = "fla") -> dict[str, Tensor]:
+def peer_results(inputs: Inputs, attention: Attention, *, backward: bool, variant: str = "fla") -> dict[str, Tensor]:
     """`Inputs.results` by fla's function, of a variant that errors name.
 
     Raises:

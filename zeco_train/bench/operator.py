@@ -4,35 +4,38 @@ Every rank has `tokens` tokens. With a backend, and with `fla_cp`, they are its 
 with `dp`, and with `fla`, its own sequence. A step is the public operator and autograd, such as
 `mix(OPERATOR, (q, k, v, g), shard)`, then `o.backward(do)` with a given `do` and no gradients to add to; `forward` is
 without autograd. Exposed communication is the step with a scan less the step in which the scan is a local copy
-(`variants.LocalCopyScan`), medians of the same run. `MB sent` is by the busiest rank (`zeco_train.bench.traffic`).
+(`variants.LocalCopyScan`), medians of the same run. `MB sent` is by the busiest rank (`sent_mb`).
 """
 
 from __future__ import annotations
 
 import itertools
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench import trace
 from zeco_train.bench.case import Case
-from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Attention, Inputs, Shape, context_parallel, peer_attention, peer_results
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row, marked
+from zeco_train.bench.samples import Row, WrongResultError, check_results, marked
 from zeco_train.bench.session import Session
-from zeco_train.bench.traffic import sent_mb
-from zeco_train.bench.variants import ALONE, FLA_CP, PEERS, LocalCopyScan, over_all_ranks
+from zeco_train.bench.variants import FLA_CP, LocalCopyScan, Variant, over_all_ranks
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.ops.slow_paths import find_slow_paths
+from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.config import Dtype
 
@@ -75,46 +78,41 @@ def run(config: OperatorConfig, session: Session) -> Report:
     if config.trace and not session.on_cuda:
         report.note(trace.NONE_ON_CPU)
     checked: dict[Shape, dict[str, Row]] = {}
-    for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens):
-        shape = Shape(heads, key_dim, value_dim, tokens, config.operator, config.groups, config.decay)
-        if not session.within_budget():
-            report.note(f"{shape} and what follows is not measured: budget_seconds={config.budget_seconds:g}")
-            break
-        session.enter(str(shape))
-        started = time.monotonic()
-        dims = replace(shape, tokens=_check_tokens(config, session))
+    shapes = [
+        Shape(heads, key_dim, value_dim, tokens, config.operator, config.groups, config.decay)
+        for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens)
+    ]
+    for shape in report.in_budget(shapes, str):
+        dims = replace(
+            shape, tokens=config.check_tokens if config.check_tokens > 0 else 4096 if session.on_cuda else 256
+        )
         if dims not in checked:
             checked[dims] = _check(dims, config, session, report)
         _measure_shape(shape, config, session, runner, report, checked[dims])
-        session.spent(time.monotonic() - started)
     return report
 
 
 CASE = Case(OperatorConfig, run)
 
 
-def sharded_operator(variant: str, shape: Shape, session: Session, purpose: str = "eager") -> Attention:
+def sharded_operator(variant: Variant, shape: Shape, session: Session, purpose: str = "eager") -> Attention:
     """The operator on a rank's tokens by a variant.
 
     Raises:
         ConfigError: this machine does not support it.
     """
-    if variant == "fla":
+    if variant.kind == "fla":
         return peer_attention(shape, session)
-    if variant == FLA_CP:
+    if variant.kind == FLA_CP:
         return context_parallel(shape, session)
-    if variant == "dp":
+    if variant.is_dp:
         exchange = local_exchange()
-    elif variant == "copy":
+    elif variant.kind == "copy":
         exchange = over_all_ranks(LocalCopyScan())
     else:
         exchange = session.exchange(variant, shape.state_elements, purpose)
-    position = session.position(exchange, shape.tokens, alone=variant == "dp")
+    position = session.position(exchange, shape.tokens, alone=variant.is_dp)
     return lambda *operands: mix(shape.operator, operands, position)[0]
-
-
-def _check_tokens(config: OperatorConfig, session: Session) -> int:
-    return config.check_tokens if config.check_tokens > 0 else 4096 if session.on_cuda else 256
 
 
 def _check(short: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
@@ -132,37 +130,35 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
     expected = exact_results(OPERATORS[short.operator], whole.operands, whole.do)
     begin = session.rank * short.tokens
     checked: dict[str, Row] = {}
-    for name in config.variants:
-        if name == "copy":
+    backward = config.passes != ["forward"]
+    for variant in config.chosen:
+        if variant.kind == "copy":
             continue
         # These do not communicate: each rank takes the whole sequence.
-        alone = name in ALONE
+        name, alone = variant.name, variant.is_alone
         taken = whole if alone else own
         length = replace(short, tokens=whole.tokens) if alone else short
         try:
-            attention = session.agree(partial(sharded_operator, name, length, session))
-            if name in PEERS:
-                found = session.agree(partial(peer_results, taken, attention, config.passes != ["forward"], name))
+            attention = session.agree(partial(sharded_operator, variant, length, session))
+            if variant.is_peer:
+                found = session.agree(partial(peer_results, taken, attention, backward=backward, variant=name))
         except ConfigError as error:
             report.note(f"{name} is not measured: {error}")
             continue
-        if name not in PEERS:
+        if not variant.is_peer:
             found = taken.results(attention)
         part = {n: x if alone else x[:, begin : begin + short.tokens] for n, x in expected.items()}
         pairs = {n: (found[n], part[n]) for n in found}
-        tolerance = PEER_TOLERANCE if name in PEERS else TOLERANCE[config.dtype]
+        tolerance = PEER_TOLERANCE if variant.is_peer else TOLERANCE[config.dtype]
         try:
             own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
         except WrongResultError as error:
-            if name not in PEERS:
+            if not variant.is_peer:
                 raise
             report.fail(f"{name} is not measured, it is wrong: {error.reason}")
             continue
         largest = max(max(of_rank.values()) for of_rank in session.gather(own_errors))
-        checked[name] = {
-            "relative_error": largest,
-            "choice": session.choice(name, short.state_elements),
-        }
+        checked[name] = {"relative_error": largest, "choice": session.choice(variant, short.state_elements)}
     return checked
 
 
@@ -170,12 +166,13 @@ def _measure_shape(
     shape: Shape, config: OperatorConfig, session: Session, runner: Runner, report: Report, checked: dict[str, Row]
 ) -> None:
     inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
-    names = [name for name in config.variants if name in checked or name == "copy"]
-    attentions = {name: sharded_operator(name, shape, session) for name in names}
-    for name in [name for name in PEERS if name in attentions]:
+    variants = {each.name: each for each in config.chosen if each.name in checked or each.kind == "copy"}
+    attentions = {name: sharded_operator(variant, shape, session) for name, variant in variants.items()}
+    backward = config.passes != ["forward"]
+    for name in [name for name, variant in variants.items() if variant.is_peer]:
         # Refused at this length only: the other variants are still measured.
         try:
-            session.agree(partial(peer_results, inputs, attentions[name], config.passes != ["forward"], name))
+            session.agree(partial(peer_results, inputs, attentions[name], backward=backward, variant=name))
         except ConfigError as error:
             report.note(f"{name} is not measured, {shape}: {error}")
             del attentions[name]
@@ -189,7 +186,7 @@ def _measure_shape(
             sent[name] = sent_mb(subjects[-1], session)
         failed: list[Row] = []
         if config.graph and session.on_cuda:
-            graphed = ((name, sharded_operator(name, shape, session, "graph")) for name in attentions)
+            graphed = ((name, sharded_operator(variants[name], shape, session, "graph")) for name in attentions)
             steps = (operator_step(name, kind, attention, inputs) for name, attention in graphed)
             graphs, failed = capture_all(steps, 1, session, TOLERANCE[config.dtype])
             subjects += graphs
@@ -197,16 +194,16 @@ def _measure_shape(
         medians = {(row["variant"], row["mode"]): row["median_ms"] for row in found}
         for row in found:
             name = row["variant"]
-            row |= {**_compared(row, medians, shape), "peak_gb": peaks[name], "sent_mb": sent[name]}
+            row |= {**_compared(variants[name], row, medians, shape), "peak_gb": peaks[name], "sent_mb": sent[name]}
             row |= checked.get(name, {})
-        found = [row if row["variant"] in PEERS else marked(row, slow) for row in found]
+        found = [row if variants[row["variant"]].is_peer else marked(row, slow) for row in found]
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
     report.add(rows)
     for name, attention in attentions.items() if config.trace and session.on_cuda else ():
         size = f"{shape.operator}_h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
-        path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
+        path = report.folder / f"trace_{variants[name].file_name}_{size}.json"
         overlaps = trace.record(operator_step(name, "forward_backward", attention, inputs), path, session)
-        if name not in (*ALONE, "copy"):
+        if variants[name].has_scan or name == FLA_CP:
             report.note(f"trace of {name}, {shape}, rank 0: {overlaps[0]}")
 
 
@@ -225,16 +222,13 @@ def operator_step(name: str, kind: str, attention: Attention, inputs: Inputs) ->
     return Subject(name, forward if kind == "forward" else forward_backward, inputs.forget_grads)
 
 
-def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
-    """Columns derived from other variants' medians of the same run."""
+def _compared(variant: Variant, row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
     median = row["median_ms"]
     dp, copy = (medians.get((name, row["mode"])) for name in ("dp", "copy"))
-    if row["variant"] in ("dp", "copy", *PEERS):
-        copy = None
     return {
         "tokens_per_second_per_gpu": 1e3 * shape.tokens / median,
         "ratio": median / dp if dp else None,
-        "exposed_us": 1e3 * (median - copy) if copy is not None else None,
+        "exposed_us": 1e3 * (median - copy) if variant.has_scan and copy is not None else None,
     }
 
 
@@ -254,3 +248,41 @@ def peak_gb(subject: Subject, session: Session) -> float | None:
     peak = torch.cuda.max_memory_allocated() - before
     subject.prepare()
     return max(session.gather(peak / 1e9))
+
+
+@contextmanager
+def counted() -> Iterator[list[float]]:
+    """Within it, all scans and all-gathers of this process: the bytes that the busiest rank sends for each."""
+    sent: list[float] = []
+    launch, gather = ScanBackend.launch, dist.all_gather_into_tensor
+
+    def counted_launch(scan: ScanBackend, request: ScanRequest) -> LaunchedScan:
+        launched = launch(scan, request)
+        sent.append(scan.bytes_sent(request))
+        return launched
+
+    def counted_gather(into: Tensor, part: Tensor, group: dist.ProcessGroup | None = None, **rest: Any) -> Any:
+        sent.append(float(part.nbytes * (dist.get_world_size(group) - 1)))
+        return gather(into, part, group=group, **rest)
+
+    # The backward pass runs in another thread, so it is the functions themselves that are replaced.
+    _replace(counted_launch, counted_gather)
+    try:
+        yield sent
+    finally:
+        _replace(launch, gather)
+
+
+def _replace(launch: Any, gather: Any) -> None:
+    ScanBackend.launch = launch  # type: ignore[method-assign]
+    dist.all_gather_into_tensor = gather
+
+
+def sent_mb(subject: Subject, session: Session) -> float | None:
+    """MB that the busiest rank sends for a run of a subject; None if that is nothing. Collective."""
+    with counted() as sent:
+        subject.prepare()
+        subject.run()
+    subject.prepare()
+    session.settle()
+    return max(session.gather(sum(sent) / 1e6)) or None

@@ -26,6 +26,7 @@ from models.formats.registry import formats_of
 from models.parameters import ParameterRule, parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import Variant
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
@@ -51,11 +52,6 @@ class Weights:
     logits: Tensor
 
 
-def is_peer(variant: str) -> bool:
-    """Whether a variant is fla's model."""
-    return variant.partition(":")[0] == "fla"
-
-
 def check_peer(run: Config, session: Session) -> None:
     """Raise `ConfigError` if fla's model cannot be measured here, or cannot represent this model."""
     session.import_fla("fla.models")
@@ -73,25 +69,24 @@ class Peer:
     """fla's model with our weights, trained on each rank alone.
 
     Args:
-        variant: `fla`, with the settings of `zeco_train.bench.variants`.
+        variant: `fla`, with its settings.
         weights: initial weights.
         run: configuration of the model and its optimizer.
         mesh: of all ranks. Collective.
     """
 
-    def __init__(self, variant: str, weights: Weights, run: Config, mesh: ProcessMesh) -> None:
-        settings = variant.split(":")[1:]
+    def __init__(self, variant: Variant, weights: Weights, run: Config, mesh: ProcessMesh) -> None:
         self.model = _build(run.model, weights.parameters, mesh.device)
-        if "compile" in settings:
+        if variant.compiled:
             for index, block in enumerate(self.model.model.layers):
                 self.model.model.layers[index] = torch.compile(block)
         self._grad_clip = run.optim.grad_clip
         self._optimizer: torch.optim.Optimizer | None = None
-        if "no_optimizer" in settings:
-            self.model.to(run.train.dtype.compute)
-        else:
+        if variant.updates:
             _shard(self.model, run, mesh)
             self._optimizer = build_optimizer(_rules(self.model, run), run.optim, run.train.dtype.compute)
+        else:
+            self.model.to(run.train.dtype.compute)
         self.model.train()
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
@@ -117,7 +112,6 @@ class Peer:
 
 
 def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: torch.device) -> Any:
-    """Build fla's model with these parameters, in fp32."""
     import fla.models
 
     form = _format(config)
@@ -151,7 +145,6 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
 
 
 def _format(config: LanguageModelConfig) -> ModelFormat | None:
-    """Fla's class for a model, or None."""
     return next((one for one in formats_of(config) if one.library == "fla"), None)
 
 
@@ -167,7 +160,6 @@ def _set_buffers(model: nn.Module) -> None:
 
 
 def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
-    """The parameters of fla's model with the rules of our model's parameters of the same names."""
     form = _format(run.model)
     assert form is not None
     with torch.device("meta"):

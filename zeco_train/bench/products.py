@@ -1,8 +1,7 @@
 """Only the matrix products of one training step of the model: the upper bound of case `model`.
 
-A GPU at its power limit lowers its clocks, so a product rate measured elsewhere, or for a moment, is no bound. This one
-takes turns with the backends, on the same GPU at the same temperature. Under a power limit the bound is not strict:
-products alone draw more power than a step that also moves memory, so they may run at lower clocks than within a step.
+It takes turns with the backends, on the same GPU at the same temperature: at its power limit a GPU lowers its clocks.
+For the same reason the bound is not strict, since products alone draw more power than a step that also moves memory.
 
 For each linear layer of the model, as recorded by the walk (`models.spec`), and for the head it runs the three products
 of a step, one by one, in the compute dtype and with the layouts of `models.projections`:
@@ -11,15 +10,13 @@ of a step, one by one, in the compute dtype and with the layouts of `models.proj
     dx = dy W      in the backward pass; dW = dyᵀ x too
     the head       chunk by chunk, all three in the forward pass, as in `zeco_train.ops.loss`
 
-There is no norm, no operator, no optimizer, no sum of the gradients dx of one input, and no communication. That is the
-plain step, without `recompute` or `segments`. Layers that share their input could be one larger product; the model does
-not do that, and neither does this.
+There is no norm, no operator, no optimizer, no sum of the gradients dx of one input, and no communication; no
+`recompute` or `segments`. Layers that share their input are not joined, as in the model.
 
 Values are drawn from normal distributions, since products of zeros draw less power: x and dy with variance 1, W as the
 model's initial weights. Results are written, but never read (the head's logits are, as their own gradient). All blocks
-of a mixer share one block's weights, and all layers share three buffers, for x, dy and the results. They do not stay in
-the L2 cache: between two uses of a weight lie all others of the block, 0.1 GB for `gla_1b`, and passes over buffers of
-0.2 GB at 16k tokens. Together the buffers take 1.4 GB then, and 2.0 GB at 32k.
+of a mixer share one block's weights, and all layers three buffers, for x, dy and the results: too large to stay in the
+L2 cache (0.1 and 0.2 GB for `gla_1b` with 16k tokens). Together they take 1.4 GB then, and 2.0 GB at 32k.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from torch import Tensor
 from models.config import LanguageModelConfig
 from models.spec import TokenFLOPs, spec_of
 from zeco_train.bench.steps import Contender
-from zeco_train.bench.variants import PRODUCTS
+from zeco_train.bench.variants import PRODUCTS, Variant
 
 # As in `zeco_train.ops.loss` on CUDA.
 CHUNK_TOKENS = 8192
@@ -55,7 +52,7 @@ def products_contender(
             result = products.step(number)
         return result
 
-    return Contender(PRODUCTS, step, held_gb=products.held_bytes / 1e9)
+    return Contender(Variant(PRODUCTS, PRODUCTS), step, held_gb=products.held_bytes / 1e9)
 
 
 def product_flops(config: LanguageModelConfig) -> TokenFLOPs:
@@ -119,14 +116,12 @@ class Products:
         return self._dweight[0]
 
     def _outputs(self, weights: Sequence[Tensor]) -> list[_Product]:
-        """The product x Wᵀ for each weight [N, K]."""
         return [
             (self._view(self._inputs, weight.shape[1]), weight.T, self._view(self._results, weight.shape[0]))
             for weight in weights
         ]
 
     def _gradients(self, weights: Sequence[Tensor]) -> list[_Product]:
-        """The product dy W for each weight [N, K], then dyᵀ x for each."""
         dxs, dweights = [], []
         for weight in weights:
             n, k = weight.shape

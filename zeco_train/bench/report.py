@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
@@ -16,9 +17,9 @@ from zeco_train.config.schema import to_plain
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
+from zeco_train.system.tables import Columns, format_table
 
-# Table columns, by field of a row: heading and format.
-Columns = Mapping[str, tuple[str, str]]
+T = TypeVar("T")
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
 
 
@@ -75,6 +76,18 @@ class Report:
         self._session.say(format_table(rows, self._columns, heading=not self.rows))
         self.rows += rows
         self._session.agree(self._write)
+
+    def in_budget(self, items: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
+        """The items that may be measured, as long as the longest so far would still end in time; then a note."""
+        for item in items:
+            if not self._session.within_budget():
+                budget = self._header["config"]["budget_seconds"]
+                self.note(f"{name(item)} and what follows is not measured: budget_seconds={budget:g}")
+                return
+            self._session.enter(name(item))
+            started = time.monotonic()
+            yield item
+            self._session.spent(time.monotonic() - started)
 
     def finish(self) -> None:
         """Write everything, final notes included. Errors as of `add`."""
@@ -133,21 +146,3 @@ def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10"
     """Columns for the times of rows; `unit` as in field names, `ms` or `us`."""
     headings = {kind: f"median {unit.replace('u', 'µ')}" if kind == "median" else kind for kind in kinds}
     return {f"{kind}_{unit}": (heading, f">10:.{digits}f") for kind, heading in headings.items()}
-
-
-def format_table(rows: Sequence[Row], columns: Columns, heading: bool = True) -> str:
-    """Rows under headings; missing fields stay empty, the row's note comes last."""
-    lines = ["  ".join(_cell(title, style) for title, style in columns.values())] if heading else []
-    for row in rows:
-        cells = []
-        for name, (_, style) in columns.items():
-            value = row.get(name)
-            text = "-" if value is None else value if isinstance(value, str) else format(value, style.partition(":")[2])
-            cells.append(_cell(text, style))
-        lines.append("  ".join(cells).rstrip() + (f"  {row['note']}" if row.get("note") else ""))
-    return "\n".join(lines)
-
-
-def _cell(text: str, style: str) -> str:
-    """`style` is ALIGN WIDTH : FORMAT, as in `>8:.3f`."""
-    return format(text, style.partition(":")[0])

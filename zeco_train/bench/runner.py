@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig
-from zeco_train.bench.samples import Row, Summary
+from zeco_train.bench.samples import Row, Summary, check_results
 from zeco_train.bench.session import Session
 from zeco_train.errors import CommunicationError, first_cause
 

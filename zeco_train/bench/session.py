@@ -10,7 +10,7 @@ from typing import Any, TextIO, TypeVar
 import torch
 
 from zeco_train.bench.config import CaseConfig
-from zeco_train.bench.variants import sp_config
+from zeco_train.bench.variants import Variant
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.end import Job
@@ -22,7 +22,6 @@ from zeco_train.ops.slow_paths import Calls, Kernels, SlowPath, check_kernels, w
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.exchange import build_exchange
-from zeco_train.sp.registry import SHARING
 
 T = TypeVar("T")
 
@@ -99,7 +98,7 @@ class Session:
         return gather(value, self.world_size)
 
     def exchange(
-        self, variant: str, state_elements: int, purpose: str = "eager", *, with_halo: bool = False
+        self, variant: Variant, state_elements: int, purpose: str = "eager", *, with_halo: bool = False
     ) -> Exchange:
         """What connects all ranks by a variant, cached; with a scan for states that cross one border only.
 
@@ -108,10 +107,10 @@ class Session:
         Raises:
             ConfigError: this machine does not support it.
         """
-        config = sp_config(variant, state_elements)
+        config = variant.sp_config(state_elements)
         if config.all_scan.transport is AllScanTransport.symmetric and not self.on_cuda:
             # Backends check this too, but not over one rank, where nothing is sent.
-            raise ConfigError("variants", variant, "symmetric memory needs CUDA")
+            raise ConfigError("variants", variant.name, "symmetric memory needs CUDA")
         # Its text, since settings are mutable dataclasses, which cannot be keys.
         key = purpose, f"{config!r} {with_halo}"
         if key not in self._exchanges:
@@ -123,10 +122,9 @@ class Session:
         ranks, rank = (1, 0) if alone else (self.world_size, self.rank)
         return SequencePosition(range(0, ranks * tokens + 1, tokens), rank, exchange=exchange)
 
-    def choice(self, variant: str, state_elements: int) -> str | None:
+    def choice(self, variant: Variant, state_elements: int) -> str | None:
         """See `choice_of`, of the cached exchange of a variant; None for variants without one."""
-        shares = variant.partition(":")[0] in SHARING
-        return choice_of(self.exchange(variant, state_elements)) if shares else None
+        return choice_of(self.exchange(variant, state_elements)) if variant.has_scan else None
 
     def drain(self) -> None:
         """Wait until all scans are received and sent."""

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.bench.check import check_results
-from zeco_train.bench.samples import Row, Summary
+from zeco_train.bench.samples import Row, Summary, check_results
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import Variant
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.training.graphs import StepGraphs
 
@@ -35,7 +35,7 @@ class Contender:
     """A variant in a comparison of whole steps.
 
     Attributes:
-        name: of the variant.
+        variant: what it is.
         step: runs the whole optimizer step of a given number; returns the mean loss, of all ranks' tokens or of its
             own.
         meter: of its exposed communication.
@@ -50,7 +50,7 @@ class Contender:
         graphs: that replay its steps.
     """
 
-    name: str
+    variant: Variant
     step: Callable[[int], float | Tensor]
     meter: ExposedMeter | None = None
     samples: list[float] = field(default_factory=list)
@@ -62,6 +62,11 @@ class Contender:
     peak_gb: float | None = None
     held_gb: float = 0.0
     graphs: StepGraphs | None = None
+
+    @property
+    def name(self) -> str:
+        """The variant's."""
+        return self.variant.name
 
     def as_row(self, session: Session) -> Row:
         """Fields by their names in results.json, by the slowest rank. Collective.
@@ -143,7 +148,6 @@ def in_rounds(steps: int) -> Iterator[int]:
 
 
 def _block(contender: Contender, count: int, numbers: Iterator[int], session: Session) -> None:
-    """Time this many steps."""
     session.settle()
     if contender.meter is not None:
         # Drop what warm-up steps have measured.

@@ -15,6 +15,7 @@ fla[:no_optimizer][:compile]    of its model: forward and backward alone, with b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,72 @@ from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
 
+NO_OPTIMIZER, PRODUCTS, FLA_CP = "no_optimizer", "products", "fla_cp"
+# Settings behind the name, of models.
+_OF_MODELS = {"fla": (NO_OPTIMIZER, "compile"), "dp": (NO_OPTIMIZER,)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a benchmark compares; see `parse_variants` for the user's notation.
+
+    Attributes:
+        name: as the user writes it, and as results have it.
+        kind: the first part of the name.
+        algorithm, transport, blocks: of `zeco`, as in `sp.all_scan`; blocks also `paper`.
+        updates: a step of a model includes norm and update.
+        compiled: the blocks of the peer's model are.
+    """
+
+    name: str
+    kind: str
+    algorithm: AllScanAlgorithm = AllScanAlgorithm.auto
+    transport: AllScanTransport = AllScanTransport.auto
+    blocks: str = "auto"
+    updates: bool = True
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def has_scan(self) -> bool:
+        """Whether states cross ranks by a backend."""
+        return self.kind in SHARING
+
+    @property
+    def is_dp(self) -> bool:
+        """Whether it is our own code, with a sequence of each rank's own."""
+        return self.kind == "dp"
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is of flash-linear-attention (fla)."""
+        return self.kind in ("fla", FLA_CP)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing crosses ranks: each has its own sequence."""
+        return self.kind in ("dp", "fla")
+
+    @property
+    def file_name(self) -> str:
+        """The name without colons."""
+        return self.name.replace(":", "-")
+
+    def sp_config(self, state_elements: int) -> SPConfig:
+        """The backend's settings, for states of this many elements.
+
+        Raises:
+            ConfigError: settings that do not go together.
+        """
+        if self.kind != "zeco":
+            return SPConfig(Backend[self.kind])
+        blocks = str(max(1, state_elements // PAPER_BLOCK)) if self.blocks == "paper" else self.blocks
+        config = AllScanConfig(self.algorithm, self.transport, blocks)
+        config.validate()
+        return SPConfig(Backend["zeco"], all_scan=config)
+
 
 def _in_one_kernel() -> Iterator[str]:
     for scan in ALL_SCANS:
@@ -42,6 +109,7 @@ def _in_one_kernel() -> Iterator[str]:
 
 
 ANCHORS = ("all_gather", "all_reduce")
+# Defaults of the cases.
 SCAN_VARIANTS = (
     *ANCHORS,
     *(name for name in SHARING if not BACKENDS[name].section),
@@ -49,64 +117,52 @@ SCAN_VARIANTS = (
     *_in_one_kernel(),
     *(name for name in SHARING if BACKENDS[name].section),
 )
-# Of case `operator`.
-BENCHED = tuple(name for name, operator in OPERATORS.items() if operator.peers)
 OPERATOR_VARIANTS = ("dp", "copy", *SHARING, "fla")
-FLA_CP = "fla_cp"
-# Functions of flash-linear-attention; those of the second line know one rank's tokens only.
-PEERS = ("fla", FLA_CP)
-ALONE = ("dp", "fla")
-PRODUCTS = "products"
-MODEL_VARIANTS = ("dp", PRODUCTS, *SHARING, "fla", "fla:no_optimizer")
-NO_OPTIMIZER = "no_optimizer"
-PEER_SETTINGS = (NO_OPTIMIZER, "compile")
+MODEL_VARIANTS = ("dp", PRODUCTS, *SHARING, "fla", f"fla:{NO_OPTIMIZER}")
+# Operators of case `operator`.
+BENCHED = tuple(name for name, operator in OPERATORS.items() if operator.peers)
 
 
-def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[str] = ()) -> None:
-    """Raise `ConfigError` if the list is empty, has duplicates, or has a variant that is not of these kinds."""
+def parse_variants(names: Sequence[str], *kinds: str, of_model: bool = False) -> list[Variant]:
+    """Variants of these kinds; `of_model`: with the settings that only models have.
+
+    Raises:
+        ConfigError: none, one twice, another kind, or a setting that it does not take.
+    """
     if not names or len(set(names)) < len(names):
         raise ConfigError("variants", list(names), f"must be a list of different ones of {', '.join(kinds)}")
+    allowed = f"must be one of {', '.join(kinds)}; zeco takes :ALGORITHM:TRANSPORT:BLOCKS"
+    settings = _OF_MODELS if of_model else {}
+    allowed += "".join(f", {kind} takes :{' and :'.join(legal)}" for kind, legal in settings.items())
+    found = []
     for name in names:
-        kind, *settings = name.split(":")
-        allowed = f"must be one of {', '.join(kinds)}; zeco takes :ALGORITHM:TRANSPORT:BLOCKS"
-        if peer_settings:
-            allowed += f", fla takes :{' and :'.join(peer_settings)}, dp :{NO_OPTIMIZER}"
-        with_settings = ("zeco", "fla", *(("dp",) if peer_settings else ()))
-        if kind not in kinds or (settings and kind not in with_settings):
-            raise ConfigError("variants", name, allowed)
-        if kind == "dp" and settings not in ([], [NO_OPTIMIZER]):
+        kind, *given = name.split(":")
+        taken = kind == "zeco" or (len(set(given)) == len(given) and {*given} <= {*settings.get(kind, ())})
+        if kind not in kinds or not taken:
             raise ConfigError("variants", name, allowed)
         if kind == "zeco":
-            # Checks the settings only; the size of the state does not matter for that.
-            _all_scan(name, 1)
-        if kind == "fla" and (not set(settings) <= set(peer_settings) or len(set(settings)) < len(settings)):
-            raise ConfigError("variants", name, allowed)
+            found.append(_all_scan(name, given))
+        else:
+            found.append(Variant(name, kind, updates=NO_OPTIMIZER not in given, compiled="compile" in given))
+    return found
 
 
-def is_dp(name: str) -> bool:
-    """Whether each rank has its own sequence, with whatever settings."""
-    return name.partition(":")[0] == "dp"
+def backend_variant(name: str) -> Variant:
+    """A backend with its settings, such as `zeco:chain`. Errors as of `parse_variants`."""
+    return parse_variants([name], *SHARING)[0]
 
 
-def sp_config(name: str, state_elements: int) -> SPConfig:
-    """The backend settings of a variant with a scan, for states of this many elements."""
-    backend = Backend[name.split(":")[0]]
-    return SPConfig(backend, all_scan=_all_scan(name, state_elements) if backend.name == "zeco" else AllScanConfig())
-
-
-def _all_scan(name: str, state_elements: int) -> AllScanConfig:
-    _, *given = name.split(":")
+def _all_scan(name: str, given: Sequence[str]) -> Variant:
     algorithm, transport, blocks, *rest = [*given, *("auto", "auto", "auto")[len(given) :]]
     if rest:
         raise ConfigError("variants", name, "zeco takes :ALGORITHM:TRANSPORT:BLOCKS at most")
     for value, options in ((algorithm, AllScanAlgorithm), (transport, AllScanTransport)):
         if value not in options.__members__:
             raise ConfigError("variants", name, f"{value} must be one of {', '.join(options.__members__)}")
-    if blocks == "paper":
-        blocks = str(max(1, state_elements // PAPER_BLOCK))
-    config = AllScanConfig(AllScanAlgorithm[algorithm], AllScanTransport[transport], blocks)
-    config.validate()
-    return config
+    variant = Variant(name, "zeco", AllScanAlgorithm[algorithm], AllScanTransport[transport], blocks)
+    # For its errors, which do not depend on the size of the state.
+    variant.sp_config(1)
+    return variant
 
 
 def over_all_ranks(scan: StateScan, attention: AttentionMethod | None = None) -> Exchange:

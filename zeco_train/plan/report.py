@@ -31,6 +31,25 @@ from zeco_train.plan.wire import (
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.backend import BackendSpec
+from zeco_train.system.tables import format_heading, format_row, format_table
+
+_BACKEND_COLUMNS = {
+    "name": ("", "<19"),
+    "scan_mb": ("MB a scan", ">10:.4g"),
+    "step_gb": ("GB a step", ">11:.4g"),
+    "scan_us": ("µs a scan", ">11:.4g"),
+    "exposed_ms": ("exposed ms", ">12:.4g"),
+    "rate": ("tokens/s/device", ">17:,.0f"),
+}
+_METHOD_COLUMNS = {
+    "name": ("", "<19"),
+    "forward_mb": ("MB forward", ">10:.4g"),
+    "backward_mb": ("MB backward", ">12:.4g"),
+    "step_gb": ("GB a step", ">11:.4g"),
+    "step_ms": ("ms a step", ">11:.4g"),
+    "held_gb": ("GB held", ">10:.4g"),
+    "rate": ("tokens/s/device", ">17:,.0f"),
+}
 
 
 @dataclass(frozen=True)
@@ -242,7 +261,6 @@ def _is_planned(case: Case, backend: BackendSpec, scan: ScanSpec | None) -> bool
 def _wire(case: Case) -> list[str]:
     traffic, scans = parameter_traffic(case), count_scans(case)
     reduced = (traffic.scattered + traffic.summed) / 1e9
-    head = ("", "MB a scan", "GB a step", "µs a scan", "exposed ms", "tokens/s/device")
     lines = [
         "on the wire, sent by a rank",
         f"  parameters: gathered {traffic.gathered / 1e9:.4g}, gradients {reduced:.4g} GB a step",
@@ -250,16 +268,24 @@ def _wire(case: Case) -> list[str]:
         *_halo_lines(case),
         *_attention_lines(case),
         f"  states of {case.state_bytes / 1e6:.4g} MB, {scans.total} scans a step, by backend on the same ranks:",
-        f"  {head[0]:<17}{head[1]:>10}{head[2]:>11}{head[3]:>11}{head[4]:>12}{head[5]:>17}",
     ]
-    for name, row in _backends(case).items():
-        mark = "  (as planned)" if row["planned"] else ""
-        lines.append(
-            f"  {name:<17}{row['bytes_per_scan'] / 1e6:>10.4g}{row['bytes_per_step'] / 1e9:>11.4g}"
-            f"{row['scan_seconds'] * 1e6:>11.4g}{row['exposed_seconds'] * 1e3:>12.4g}"
-            f"{row['tokens_per_second_per_device']:>17,.0f}{mark}"
-        )
-    return lines
+    rows = [
+        {
+            "name": f"  {name}",
+            "scan_mb": row["bytes_per_scan"] / 1e6,
+            "step_gb": row["bytes_per_step"] / 1e9,
+            "scan_us": row["scan_seconds"] * 1e6,
+            "exposed_ms": row["exposed_seconds"] * 1e3,
+            "rate": row["tokens_per_second_per_device"],
+            "note": _mark(row["planned"]),
+        }
+        for name, row in _backends(case).items()
+    ]
+    return [*lines, format_table(rows, _BACKEND_COLUMNS, gap="")]
+
+
+def _mark(planned: bool) -> str:
+    return "(as planned)" if planned else ""
 
 
 def _sharding_line(case: Case) -> list[str]:
@@ -288,18 +314,22 @@ def _attention_lines(case: Case) -> list[str]:
         heads = f"{row['heads']} heads of {row['head_dim']}, {row['key_heads']} of keys{window}"
         flops = f"{row['layers'] * row['flops_per_token'] / 1e9:.3g} GFLOP a token"
         lines.append(f"  softmax attention at {row['layers']} layers ({heads}): {flops}, by method on the same ranks:")
-        head = ("", "MB forward", "MB backward", "GB a step", "ms a step", "GB held", "tokens/s/device")
-        lines.append(f"  {head[0]:<17}{head[1]:>10}{head[2]:>12}{head[3]:>11}{head[4]:>11}{head[5]:>10}{head[6]:>17}")
+        lines.append(format_heading(_METHOD_COLUMNS, gap=""))
         for name, found in row["methods"].items():
             if "problem" in found:
                 lines.append(f"  {name:<17}{found['problem']}")
                 continue
-            mark = "  (as planned)" if found["planned"] else ""
-            lines.append(
-                f"  {name:<17}{found['bytes_forward'] / 1e6:>10.4g}{found['bytes_backward'] / 1e6:>12.4g}"
-                f"{found['bytes_per_step'] / 1e9:>11.4g}{found['seconds'] * 1e3:>11.4g}"
-                f"{found['held_bytes'] / 1e9:>10.4g}{found['tokens_per_second_per_device']:>17,.0f}{mark}"
-            )
+            cells = {
+                "name": f"  {name}",
+                "forward_mb": found["bytes_forward"] / 1e6,
+                "backward_mb": found["bytes_backward"] / 1e6,
+                "step_gb": found["bytes_per_step"] / 1e9,
+                "step_ms": found["seconds"] * 1e3,
+                "held_gb": found["held_bytes"] / 1e9,
+                "rate": found["tokens_per_second_per_device"],
+                "note": _mark(found["planned"]),
+            }
+            lines.append(format_row(cells, _METHOD_COLUMNS, gap=""))
     return lines
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.amounts import compact
-from zeco_train.system.drawing import CURVES, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import CURVES, finish_axes, new_figure, plain, save_figure, step_ticks
 from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.tables import format_table
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.plot import smoothed
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from zeco_train.system.figures import Axes
 
 PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
 COMPARED = ("loss", "grad_norm")
@@ -137,18 +138,21 @@ def describe(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text: each difference is absolute (relative), followed by the step of the relative one."""
-    width = max(8, *(len(row["name"]) for row in rows))
-    lines = [
-        f"{'run':<{width}}{'steps':>7}{'first loss':>12}{'last loss':>11}{'tokens/s':>10}  "
-        f"{'largest difference of loss':<34}of gradient norm"
-    ]
+    columns = {
+        "name": ("run", f"<{max(8, *(len(row['name']) for row in rows))}"),
+        "steps": ("steps", ">7"),
+        "first_loss": ("first loss", ">12:.5f"),
+        "last_loss": ("last loss", ">11:.5f"),
+        "rate": ("tokens/s", ">10"),
+        "loss": ("  largest difference of loss", "<36"),
+        "grad_norm": ("of gradient norm", "<"),
+    }
+    cells = []
     for row in rows:
-        cells = [show_difference(row["difference"][column]) or "-" for column in COMPARED]
-        lines.append(
-            f"{row['name']:<{width}}{row['steps']:>7}{row['first_loss']:>12.5f}{row['last_loss']:>11.5f}"
-            f"{compact(row['tokens_per_second']):>10}  {cells[0]:<34}{cells[1]}"
-        )
-    return "\n".join(lines)
+        loss, grad_norm = (show_difference(row["difference"][column]) or "-" for column in COMPARED)
+        rate = compact(row["tokens_per_second"])
+        cells.append({**row, "rate": rate, "loss": f"  {loss}", "grad_norm": grad_norm})
+    return format_table(cells, columns, gap="")
 
 
 def show_difference(found: dict[str, Any] | None) -> str:
@@ -165,13 +169,11 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         DataError: it cannot be written.
     """
     figure = new_figure(" · ".join(run.name for run in runs), (9, 6.5), dpi=130, title_size=14)
-    from matplotlib.ticker import MaxNLocator
-
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     draw_losses(upper, runs)
     draw_differences(lower, runs)
     lower.set_xlabel("step")
-    lower.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    step_ticks(lower.xaxis)
     finish_axes(upper)
     finish_axes(lower)
     figure.align_ylabels()

@@ -1,18 +1,19 @@
-"""The report as a self-contained HTML file: pictures, styles and script are embedded."""
+"""The report as a self-contained HTML file, from page.html: pictures, styles and script are embedded."""
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from zeco_train.errors import DataError
-from zeco_train.report.comparison import COMPARED, describe, show_difference
+from zeco_train.report.comparison import COMPARED, Run, describe, show_difference
 from zeco_train.report.measurements import Comparison, Measurement
 from zeco_train.report.panels import PANEL_DPI, PANEL_INCHES, Panel, panel_png
 from zeco_train.system.amounts import compact, length_name
@@ -74,6 +75,25 @@ _COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of the page.
+
+    Attributes:
+        caption: above it.
+        headings: names of the columns, and their tooltips.
+        rows: of cells, (sort key, text); the first of a row is its header.
+    """
+
+    caption: str
+    headings: Sequence[tuple[str, str]]
+    rows: Sequence[Sequence[tuple[Any, str]]]
+
+    def is_number(self, column: int) -> bool:
+        """Whether a column has numbers."""
+        return any(isinstance(row[column][0], int | float) for row in self.rows)
+
+
 def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: dict[str, bytes]) -> str:
     """The report as an HTML page.
 
@@ -83,31 +103,26 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
         drawn: the panels.
         pictures: further PNGs, by caption.
     """
-    figures = "".join(map(_figure, drawn))
-    sections = [
-        _section("Throughput", _measurements(comparison.measurements) if comparison.measurements else ""),
-        _section("Pictures", f'<div class="figures">{figures}</div>' if figures else ""),
-        *(_losses(index, family) for index, family in enumerate(comparison.families, start=1) if len(family) > 1),
-        _section("Benchmarks", "".join(_picture(text, png) for text, png in pictures.items())),
-        _section("Notes", _list(comparison.notes) if comparison.notes else ""),
-    ]
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        # Even if a name were not escaped properly, it could not load or run anything.
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
-        f"<title>{escape(title)}</title>\n<style>\n{_text('page.css')}</style>\n</head>\n<body>\n"
-        f"<header><h1>{escape(title)}</h1><p>{escape(_overview(comparison))} Made {made}.</p></header>\n"
-        f"<main>\n{''.join(sections)}</main>\n<script>\n{_text('page.js')}</script>\n</body>\n</html>\n"
+    # Names come from strangers' files: all values are escaped.
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-
-
-def _text(file: str) -> str:
-    """Content of a file next to this one."""
-    return Path(__file__).with_name(file).read_text(encoding="utf-8")
+    environment.filters["sort_key"] = _sort_key
+    return environment.get_template("page.html").render(
+        title=title,
+        overview=_overview(comparison),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        throughput=_throughput(comparison.measurements),
+        panels=[_picture_of(panel) for panel in drawn],
+        size=[round(PANEL_DPI * inches) for inches in PANEL_INCHES],
+        families=[_losses(n, family) for n, family in enumerate(comparison.families, 1) if len(family) > 1],
+        pictures=[(text, _data(png)) for text, png in pictures.items()],
+        notes=comparison.notes,
+    )
 
 
 def _overview(comparison: Comparison) -> str:
@@ -130,7 +145,7 @@ def _overview(comparison: Comparison) -> str:
     )
 
 
-def _measurements(measurements: Sequence[Measurement]) -> str:
+def _throughput(measurements: Sequence[Measurement]) -> Table:
     # Drop columns without information.
     columns = [c for c in _COLUMNS if any(c.value(m) not in (None, "") for m in measurements)]
     rows = []
@@ -138,16 +153,15 @@ def _measurements(measurements: Sequence[Measurement]) -> str:
         values = [column.value(measurement) for column in columns]
         rows.append([(value, "" if value is None else c.show(value)) for value, c in zip(values, columns, strict=True)])
     headings = [(column.heading, column.hint) for column in columns]
-    return _table("Throughput of every run and layout. Click a column heading to sort.", headings, rows)
+    return Table("Throughput of every run and layout. Click a column heading to sort.", headings, rows)
 
 
-def _losses(index: int, family: Sequence[Any]) -> str:
-    """The table of `zeco_train.compare`, from the same data."""
-    heading = "How far the losses lie apart" if index == 1 else f"How far the losses lie apart ({index})"
+def _losses(number: int, family: Sequence[Run]) -> dict[str, Any]:
+    """The table of `zeco_train.compare`, from the same data; or why there is none."""
     try:
         rows = describe(family)
     except DataError as error:
-        return _section(heading, f"<p>{escape(str(error))}</p>")
+        return {"number": number, "problem": str(error)}
     headings = [
         ("run", ""),
         ("steps", "done"),
@@ -166,65 +180,18 @@ def _losses(index: int, family: Sequence[Any]) -> str:
         counts = [(row[key], str(row[key])) for key in ("steps", "compared")]
         cells.append([(row["name"], row["name"]), *counts, *numbers, *gaps])
     caption = f"Losses step by step, against those of {family[0].name}, of runs with the same data, batches and seed."
-    return _section(heading, _table(caption, headings, cells))
+    return {"number": number, "problem": "", "table": Table(caption, headings, cells)}
 
 
-def _table(caption: str, headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
-    """Cells are (sort key, text); the first cell of a row is its header."""
-    head = "".join(
-        f'<th scope="col" title="{escape(hint)}"{_align(row[index][0] for row in rows)}>'
-        f'<button type="button">{escape(name)}</button></th>'
-        for index, (name, hint) in enumerate(headings)
-    )
-    body = []
-    for row in rows:
-        cells = [f'<th scope="row">{escape(row[0][1])}</th>']
-        for value, text in row[1:]:
-            sort = f' data-sort="{_number(value)}"{_align([value])}' if isinstance(value, int | float) else ""
-            cells.append(f"<td{sort}>{escape(text)}</td>")
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        f'<p class="caption">{escape(caption)}</p>'
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>\n"
-    )
-
-
-def _align(values: Iterable[Any]) -> str:
-    return ' class="number"' if any(isinstance(value, int | float) for value in values) else ""
-
-
-def _number(value: float) -> str:
-    """Format for JavaScript, which reads `Infinity` but not Python's `inf`."""
-    return "Infinity" if value == math.inf else repr(value)
-
-
-def _figure(panel: Panel) -> str:
-    # The size below is that of `panel_png` in pixels, so that the page keeps its layout while it loads.
+def _picture_of(panel: Panel) -> dict[str, str]:
     light, dark = (_data(panel_png(panel, dark)) for dark in (False, True))
-    width, height = (round(PANEL_DPI * inches) for inches in PANEL_INCHES)
-    return (
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{escape(panel.text)}" width="{width}" height="{height}"></picture>'
-        f"<figcaption>{escape(panel.title)}</figcaption></figure>\n"
-    )
-
-
-def _picture(text: str, png: bytes) -> str:
-    return (
-        f'<figure class="wide"><img class="paper" src="{_data(png)}" alt="{escape(text)}">'
-        f"<figcaption>{escape(text)}</figcaption></figure>\n"
-    )
+    return {"title": panel.title, "text": panel.text, "light": light, "dark": dark}
 
 
 def _data(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def _list(lines: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
-
-
-def _section(heading: str, content: str) -> str:
-    """Empty if there is no content."""
-    return f"<section><h2>{escape(heading)}</h2>\n{content}</section>\n" if content else ""
+def _sort_key(value: float) -> str:
+    """Format for JavaScript, which reads `Infinity` but not Python's `inf`."""
+    return "Infinity" if value == math.inf else repr(value)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -14,11 +13,10 @@ from zeco_train.report.comparison import Run, draw_differences, draw_losses
 from zeco_train.report.measurements import Comparison, Measurement, Spread
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import CURVES, finish_axes, import_matplotlib, new_figure, plain, render
+from zeco_train.system.figures import CURVES, amount_ticks, finish_axes, new_figure, paper, plain, render
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from zeco_train.system.figures import Axes, Figure
 
 _COLORS = {name: spec.color for name, spec in BACKENDS.items()}
 _DARK_COLORS = {name: spec.dark_color for name, spec in BACKENDS.items()}
@@ -31,7 +29,6 @@ Line = tuple[str, str, list[tuple[int, Spread]]]
 # Size of a panel on the page: small, so that its text can still be read on a phone, at 360 pixels.
 PANEL_INCHES = (5.4, 3.4)
 PANEL_DPI = 165
-_DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def whole_figure(drawn: Sequence[Panel], title: str) -> Figure:
 
 def panel_png(panel: Panel, dark: bool) -> bytes:
     """One panel as a PNG, for a light or a dark page; the page adds its title."""
-    with _paper(dark):
+    with paper(dark=dark):
         figure = new_figure("", PANEL_INCHES, dpi=PANEL_DPI, title_size=11)
         axes = figure.subplots()
         panel.draw(axes, _DARK_COLORS if dark else _COLORS)
@@ -92,18 +89,6 @@ def panel_png(panel: Panel, dark: bool) -> bytes:
         buffer = io.BytesIO()
         render(figure, buffer)
     return buffer.getvalue()
-
-
-@contextmanager
-def _paper(dark: bool) -> Iterator[None]:
-    import_matplotlib()
-    import matplotlib
-
-    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
-    paper = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    settings: dict[Any, str] = dict.fromkeys(ink, _DARK_INK) | dict.fromkeys(paper, _DARK_PAPER) if dark else {}
-    with matplotlib.rc_context(settings):
-        yield
 
 
 def _place(measurement: Measurement) -> tuple[int, str, int, int]:
@@ -178,8 +163,6 @@ def _lines(
 def _draw_lines(
     lines: Sequence[Line], label: str, name: Callable[[int], str], unit: str, axes: Axes, colors: Mapping[str, str]
 ) -> None:
-    from matplotlib.ticker import EngFormatter
-
     kinds = list(dict.fromkeys(kind for _, kind, _ in lines))
     places = sorted({place for _, _, points in lines for place, _ in points})
     for index, (backend, kind, points) in enumerate(lines):
@@ -204,7 +187,7 @@ def _draw_lines(
     axes.margins(x=0.12)
     axes.set_ylim(bottom=0)
     if axes.get_ylim()[1] > 1000:
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        amount_ticks(axes.yaxis)
     axes.set_xlabel(label)
     axes.set_ylabel(unit)
     aside: dict[str, Any] = {} if len(lines) <= 8 else {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
@@ -264,11 +247,9 @@ def _losses(family: Sequence[Run]) -> list[Panel]:
 
 
 def _draw_losses(family: Sequence[Run], axes: Axes, colors: Mapping[str, str]) -> None:
-    from matplotlib.ticker import EngFormatter
-
     draw_losses(axes, family, x="tokens")
     axes.set_xlabel("tokens")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    amount_ticks(axes.xaxis)
 
 
 def _draw_differences(family: Sequence[Run], axes: Axes, colors: Mapping[str, str]) -> None:

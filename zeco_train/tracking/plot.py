@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.system.amounts import compact
-from zeco_train.system.drawing import BLUE, GREY, ORANGE, finish_axes, new_figure, save_figure
+from zeco_train.system.figures import BLUE, GREY, ORANGE, finish_axes, new_figure, save_figure
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import DataError
 from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import CURVES, GREY, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import CURVES, GREY, finish_axes, new_figure, plain, save_figure
 from zeco_train.tracking.metrics import read_lines, step_of_row
 from zeco_train.tracking.positions import PositionLosses
 

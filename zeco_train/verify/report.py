@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.system.tables import format_heading, format_row
 from zeco_train.verify.sequences import CONSTANTS, VERIFIED
 
 _STATES = ("R", "D_in", "carry_out", "dcarry_in")
@@ -175,35 +175,48 @@ def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
 
 _SLICE = 1 << 16
 
-_WIDTHS, _WIDTHS_OF_OWN = (6, 13, 36, 23), (6, 11, 86, 20)
+_COLUMNS = {
+    "dtype": ("dtype", "<6"),
+    "tokens": ("tokens", "<13"),
+    "layout": ("sequence", "<36"),
+    "backend": ("backend", "<23"),
+    **{tensor: (tensor, ">10:.1e") for tensor in TENSORS},
+    "ratio": ("ratio", ">7:.2f"),
+    "worst": ("  worst", "<19"),
+    "verdict": ("verdict", "<"),
+}
+_OWN_RANKS_COLUMNS = {
+    "dtype": ("dtype", "<6"),
+    "tokens": ("tokens", "<11"),
+    "layout": ("on ranks of its own", "<86"),
+    "backend": ("over", "<20"),
+    "largest": ("error", ">8:.1e"),
+    "verdict": ("  verdict", "<"),
+}
 
 
 def header(*, own_ranks: bool = False) -> str:
     """The first line of the table of the launched ranks, or of own ranks."""
-    names = "".join(f"{name:>10}" for name in TENSORS)
-    if own_ranks:
-        return f"{_first(_WIDTHS_OF_OWN, 'dtype', 'tokens', 'on ranks of its own', 'over')}{'error':>8}  verdict"
-    return f"{_first(_WIDTHS, 'dtype', 'tokens', 'sequence', 'backend')}{names}{'ratio':>7}  {'worst':<16} verdict"
+    return format_heading(_OWN_RANKS_COLUMNS if own_ranks else _COLUMNS, gap="")
 
 
 def line(row: VerifyRow) -> str:
     """A row of the table: errors from float64, the maximum over ranks."""
-    widths = _WIDTHS_OF_OWN if row.on_own_ranks else _WIDTHS
-    first = _first(widths, row.dtype, f"{row.sp_size} × {row.tokens:,}", row.layout, row.backend)
+    columns = _OWN_RANKS_COLUMNS if row.on_own_ranks else _COLUMNS
+    first = {"dtype": row.dtype, "tokens": f"{row.sp_size} × {row.tokens:,}"}
+    first |= {"layout": row.layout, "backend": row.backend}
     if row.reason:
-        return f"{first} skipped: {row.reason}"
+        return f"{''.join(f'{first[name]:{columns[name][1]}}' for name in first)} skipped: {row.reason}"
     worst = {tensor: found for tensor in row.tensors if (found := row.worst(tensor)) is not None}
     top = max(worst, key=lambda t: math.inf if math.isnan(worst[t][0]) else worst[t][0], default="")
     verdict = f"FAILED: {'; '.join(row.failures)}" if row.failures else "ok"
+    cells: dict[str, object] = {tensor: error for tensor, (error, _) in worst.items()}
     if row.on_own_ranks:
-        return f"{first}{f'{worst[top][0]:.1e}' if top else '-':>8}  {verdict}"
-    errors = "".join(f"{worst[t][0]:>10.1e}" if t in worst else f"{'-':>10}" for t in TENSORS)
-    ratio = "-" if row.ratio is None else f"{row.ratio[0]:.2f}"
-    return f"{first}{errors}{ratio:>7}  {f'{top} rank {worst[top][1]}':<16} {verdict}"
-
-
-def _first(widths: Sequence[int], *cells: str) -> str:
-    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+        cells |= {"largest": worst[top][0] if top else None, "verdict": f"  {verdict}"}
+    else:
+        place = f"  {top} rank {worst[top][1]}" if top else "  "
+        cells |= {"ratio": row.ratio and row.ratio[0], "worst": place, "verdict": verdict}
+    return format_row(first | cells, columns, gap="")
 
 
 def summary(rows: list[VerifyRow]) -> str:

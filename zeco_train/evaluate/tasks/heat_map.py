@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import GREY, ORANGE, new_figure
+from zeco_train.system.figures import GREY, ORANGE, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,22 +1,28 @@
-"""Shared colours, figures and axes of all plots; imports matplotlib with the Agg backend."""
+"""Colours, figures, axes and ticks of all plots; imports matplotlib with the Agg backend."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
+from zeco_train.system.amounts import length_name
 from zeco_train.system.files import whole_file, write_errors
 from zeco_train.system.terminal import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#2a6fbb", "#d9720f", "#5f6b76"
 # For curves other than backends, which have their own colours.
 CURVES = (BLUE, ORANGE, "#3b8f4f", "#a23b72", GREY, "#8c6d1f", "#3aa6a6", "#7a5cc0")
+
+_DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 
 
 def import_matplotlib() -> None:
@@ -49,6 +55,19 @@ def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: floa
     FigureCanvasAgg(figure)
     figure.suptitle(plain(title), fontsize=title_size, fontweight="bold")
     return figure
+
+
+@contextmanager
+def paper(*, dark: bool) -> Iterator[None]:
+    """Within it, new figures are for a light or a dark page."""
+    import_matplotlib()
+    import matplotlib
+
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
+    settings: dict[Any, str] = dict.fromkeys(names, _DARK_INK)
+    settings |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), _DARK_PAPER)
+    with matplotlib.rc_context(settings if dark else {}):
+        yield
 
 
 def plain(text: str) -> str:
@@ -106,3 +125,24 @@ def label_axes(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None
     finish_axes(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def length_ticks(axis: Axis) -> None:
+    """Ticks as lengths, with binary units."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
+
+
+def amount_ticks(axis: Axis) -> None:
+    """Ticks with decimal prefixes."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def step_ticks(axis: Axis) -> None:
+    """Ticks at whole steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
