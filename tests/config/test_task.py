@@ -16,12 +16,11 @@ from models.mixers.gla import GLAConfig
 from models.registry import MIXERS, unmasked_mixers
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.schema import config_of, load_config, to_plain
-from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.errors import ConfigError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
 from zeco_train.hf.config_json import to_config_json
 from zeco_train.hf.trained import Trained
-from zeco_train.tracking.run_folder import RunFolder
 
 MASKED = ["task=mlm", "model.causal=false"]
 
@@ -98,17 +97,6 @@ def test_identity_has_the_task_and_its_masks() -> None:
     assert "task.mask_fraction" not in causal
 
 
-@pytest.mark.usefixtures("unmasked")
-def test_runs_from_before_tasks_go_on_with_the_next_token_only(tmp_path: Path) -> None:
-    old = {key: value for key, value in load_config([]).identity().items() if key not in ("task.name", "model.causal")}
-    folder = RunFolder(tmp_path / "run", old)
-    folder.begin({}, [])
-    folder.release()
-    RunFolder(tmp_path / "run", load_config([]).identity()).release()
-    with pytest.raises(CheckpointError, match="has True and can only go on with that"):
-        RunFolder(tmp_path / "run", load_config(MASKED).identity())
-
-
 def _unmasked_run(path: str) -> Trained:
     return Trained(Path(path), GLAConfig(causal=False), None, None, {})
 
@@ -136,5 +124,5 @@ def test_generation_refuses_unmasked_models() -> None:
 
 
 def test_export_refuses_unmasked_models() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.causal=false: fla's GLA is causal"):
+    with pytest.raises(ConfigError, match=r"^model\.causal=false: fla's GLA knows true only"):
         to_config_json(GLAConfig(causal=False), ByteTokenizer(), 0, 16, "float32")
