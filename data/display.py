@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from zeco_train.system.amounts import clock, compact
+from zeco_train.system.numbers import clock, compact
 from zeco_train.system.terminal import visible
 
 _LINE_SECONDS = 10.0

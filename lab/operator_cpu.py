@@ -31,7 +31,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.seam import fold
 from zeco_train.system.environment import process_memory
-from zeco_train.system.ranges import check_least
+from zeco_train.system.numbers import check_least
 from zeco_train.system.signals import run_command
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128

@@ -17,8 +17,8 @@ from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.slow_paths import Kernels
 from zeco_train.sp.registry import SHARING
+from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path, is_plain_name
-from zeco_train.system.ranges import check_least
 
 PASSES = ("forward", "forward_backward")
 _MIB = 1 << 20

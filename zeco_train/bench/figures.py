@@ -28,8 +28,8 @@ from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.ops.registry import DEFAULT
 from zeco_train.sp.registry import BACKENDS
-from zeco_train.system.amounts import length_name
 from zeco_train.system.drawing import GREY, finish_axes, label_axes, new_figure, plain, save_figure
+from zeco_train.system.numbers import length_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.registry import SHARING
-from zeco_train.system.ranges import check_least
+from zeco_train.system.numbers import check_least
 
 
 class ModelSettings(NamedTuple):

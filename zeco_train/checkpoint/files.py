@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError, check_open_files
-from zeco_train.system.files import sha256_of, take_lock, write_durably, write_locked
+from zeco_train.system.files import IDENTITY_FILE, METRICS_FILE, sha256_of, take_lock, write_durably, write_locked
 from zeco_train.system.paths import is_plain_name
-from zeco_train.system.run_files import IDENTITY_FILE, METRICS_FILE
 from zeco_train.system.small_files import read_json
 
 METADATA_FILE = ".metadata"

@@ -42,8 +42,8 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import Kernels
 from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
+from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path, path_problem, shown
-from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import by_key, check_values, find_unstorable, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.optim.registry import OptimConfig

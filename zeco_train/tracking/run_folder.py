@@ -29,8 +29,7 @@ from zeco_train.checkpoint.files import (
     take_checkpoints,
 )
 from zeco_train.errors import CheckpointError, ConfigError, system_errors
-from zeco_train.system.files import take_lock, write_durably, write_locked
-from zeco_train.system.run_files import IDENTITY_FILE, METRICS_FILE
+from zeco_train.system.files import IDENTITY_FILE, METRICS_FILE, take_lock, write_durably, write_locked
 from zeco_train.system.small_files import read_small
 from zeco_train.system.stored_values import by_key, read_values
 

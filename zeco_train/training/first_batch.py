@@ -6,7 +6,7 @@ from data.loader import SequenceLoader
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import DataError
 from zeco_train.lifecycle.join import gather
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
 
 
 def check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) -> None:
