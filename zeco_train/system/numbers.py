@@ -1,4 +1,4 @@
-"""Numbers: lower bounds of settings, comparison of results, and how lengths, rates and durations are shown."""
+"""Numbers: lower bounds of settings, divisors, comparison, and how lengths, rates and durations are shown."""
 
 from __future__ import annotations
 
@@ -20,6 +20,25 @@ def check_least(settings: object, section: str = "", /, **least: float) -> None:
     for name, smallest in least.items():
         if (value := getattr(settings, name)) < smallest:
             raise ConfigError(f"{section}.{name}" if section else name, value, f"must be ≥ {smallest}")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in increasing order.
+
+    Computed from the prime factors: sequence lengths are too large to try every number.
+    """
+    found, factor = [1], 2
+    while number > 1:
+        if factor * factor > number:
+            # The remainder is prime.
+            factor = number
+        powers = [1]
+        while number % factor == 0:
+            number //= factor
+            powers.append(powers[-1] * factor)
+        found = [divisor * power for divisor in found for power in powers]
+        factor += 1
+    return sorted(found)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
