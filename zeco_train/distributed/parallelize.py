@@ -149,7 +149,7 @@ def parallelize(
 
 def _shard_mesh(strategy: Strategy, shards: int, mesh: ProcessMesh) -> DeviceMesh:
     device, world_size = mesh.device.type, mesh.world_size
-    # One rank alone has nobody to be replicated on.
+    # One rank alone has no replica.
     if strategy is Strategy.hsdp and shards == mesh.sp_size and world_size > 1:
         return mesh.devices
     if shards == world_size:
