@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from zeco_train.system.packages import explained_if_missing, quick_imports
+from zeco_train.system.command import explained_if_missing, quick_imports
 from zeco_train.system.signals import remember_warning
 from zeco_train.system.terminal import show_any_text
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from data.store import PREPARE_HINT
 from data.synthetic import SyntheticConfig
 from zeco_train.errors import ConfigError
+from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path
-from zeco_train.system.ranges import check_least
 
 # Limit on steps and on sequences per step: keeps derived values, such as times and token counts, within 64 bits.
 LARGEST_COUNT = 10**9

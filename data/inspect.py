@@ -6,6 +6,7 @@ Prints counts, document lengths and a decoded sample, verifies the digest of eve
 
 from __future__ import annotations
 
+from zeco_train.system.figures import ORANGE
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
@@ -25,10 +26,10 @@ from numpy.typing import NDArray
 from data.store import COPY_AGAIN, VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.system.amounts import clock, compact, length_name
-from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
-from zeco_train.system.figures import BLUE, ORANGE, finish_axes, new_figure, render
+from zeco_train.system.command import Parser, errors_in_a_line, user_path
+from zeco_train.system.figures import BLUE, finish_axes, new_figure, render
 from zeco_train.system.files import read_errors
+from zeco_train.system.numbers import clock, compact, length_name
 from zeco_train.system.paths import check_output_file, warn_of_replacing
 from zeco_train.system.terminal import visible
 

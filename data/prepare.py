@@ -27,8 +27,8 @@ from data.sources import SUFFIXES
 from data.sources.hugging_face import DatasetSpec, load_recipe, recipe_names
 from data.store import VALIDATION_FOLDER, StoreMeta
 from zeco_train.errors import ConfigError, ZecoError
-from zeco_train.system.amounts import compact
-from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.command import Parser, user_path
+from zeco_train.system.numbers import compact
 from zeco_train.system.terminal import visible
 
 __all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]

@@ -30,7 +30,7 @@ from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.join import Launch
-from zeco_train.system.ranges import check_least
+from zeco_train.system.numbers import check_least
 from zeco_train.system.signals import StopRequest, run_command
 from zeco_train.training.checks import join_ranks
 from zeco_train.training.loading import load_trainer

@@ -26,7 +26,7 @@ from typing import Self
 
 from lab.emulated_switch import address
 from zeco_train.errors import ConfigError
-from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
 from zeco_train.system.terminal import show_any_text
 
 _SWITCH = Path(__file__).resolve().parent / "emulated_switch.py"

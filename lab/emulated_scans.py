@@ -33,7 +33,7 @@ from zeco_train.collectives.topology import find_topology
 from zeco_train.collectives.worker import ScanWorker
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.ops.seam import ScanRequest, fold
-from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
 from zeco_train.system.small_files import read_json
 from zeco_train.system.terminal import show_any_text
 

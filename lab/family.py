@@ -39,10 +39,9 @@ from models.spec import spec_of
 from zeco_train.config.schema import Config, load_config
 from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.report.comparison import Run
-from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
-from zeco_train.system.files import write_durably, write_result
+from zeco_train.system.command import Parser, docstring, errors_in_a_line, user_path
+from zeco_train.system.files import METRICS_FILE, write_durably, write_result
 from zeco_train.system.paths import check_outputs
-from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
 from zeco_train.system.terminal import show_any_text
 from zeco_train.tracking.metrics import read_metrics

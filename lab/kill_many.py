@@ -27,7 +27,7 @@ from tests.support.commands import is_running, torchrun
 from tests.support.comparison import largest, relative
 from tests.support.replays import REPLAYABLE, SEQ_LEN, can_replay, replayed_steps
 from zeco_train.checkpoint.files import complete_checkpoints, step_of
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.training.graphs import WARM_UP
 

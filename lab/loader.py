@@ -28,7 +28,7 @@ from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
-from zeco_train.system.ranges import check_least
+from zeco_train.system.numbers import check_least
 from zeco_train.system.signals import run_command
 
 LARGEST_RATIO = 1.01

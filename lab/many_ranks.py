@@ -29,8 +29,8 @@ from lab.start_counts import count_start
 from zeco_train import cli
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
+from zeco_train.system.files import METRICS_FILE
 from zeco_train.system.small_files import read_json
 from zeco_train.system.terminal import show_any_text
 from zeco_train.tracking.metrics import read_metrics

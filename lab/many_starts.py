@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.support.commands import torchrun, train_here
 from tests.support.comparison import largest, relative
 from zeco_train.ops.recompute import Recompute
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
 KINDS = ("segments", "random")

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from zeco_train.errors import ConfigError
-from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.command import errors_in_a_line
 from zeco_train.system.environment import installation
 from zeco_train.system.small_files import parse_json
 

@@ -36,7 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zeco_train.system.packages import quick_imports
+from zeco_train.system.command import quick_imports
 
 with quick_imports():
     import torch.distributed as dist

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zeco_train.errors import ConfigError
 from zeco_train.report.dashboard import NAME, check_installed, publish, publish_benchmarks, write
-from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
 from zeco_train.system.terminal import show_any_text
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 from models.attn import AttnConfig
 from zeco_train.errors import ConfigError
+from zeco_train.system.numbers import divisors
 
 # Name of softmax layers, beside those of the mixers.
 SOFTMAX = "softmax"
@@ -105,6 +106,6 @@ class LanguageModelConfig:
         """`widths`: total widths of all heads, by their names in the message."""
         common = math.gcd(*widths.values())
         if common % self.num_heads:
-            nearest = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - self.num_heads))
+            nearest = min(divisors(common), key=lambda n: abs(n - self.num_heads))
             names = " and ".join(f"{name} = {width}" for name, width in widths.items())
             raise ConfigError("model.num_heads", self.num_heads, f"must divide {names}; nearest: {nearest}")

@@ -22,7 +22,7 @@ from models.mixers.rebased import Rebased
 from models.mixers.retnet import MultiScaleRetention
 from models.mixers.softmax import SoftmaxAttention
 from zeco_train.errors import ConfigError
-from zeco_train.system.arguments import docstring
+from zeco_train.system.command import docstring
 
 MIXERS: dict[str, type[Mixer]] = {
     "gla": GatedLinearAttention,

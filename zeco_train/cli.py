@@ -9,7 +9,7 @@ from models.spec import spec_of
 from zeco_train.config.schema import Config, describe, load_config
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.lifecycle.end import Advice, Job, run_job
-from zeco_train.system.amounts import compact
+from zeco_train.system.numbers import compact
 from zeco_train.system.signals import exit_code
 from zeco_train.training.checks import join_ranks
 from zeco_train.training.loading import load_trainer

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from zeco_train.errors import ConfigError
 from zeco_train.report.comparison import PLOT_FILE, RESULTS_FILE, describe, draw, read_runs, table
-from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
+from zeco_train.system.command import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.terminal import visible

@@ -17,7 +17,7 @@ from pathlib import Path
 from zeco_train.config.overrides import describe_settings, load_settings
 from zeco_train.errors import ConfigError
 from zeco_train.hf.export import ExportSettings, export
-from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.command import errors_in_a_line
 from zeco_train.system.terminal import visible
 
 _USAGE = "python -m zeco_train.export RUN OUT [KEY=VALUE ...]"

@@ -16,7 +16,7 @@ from torch import Tensor
 from data.config import Shuffle, check_seq_len
 from data.store import TokenStore
 from zeco_train.ops.position import SequencePosition, even_bounds
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
 
 # Uses of token stores, see `OpenedData.stores`.
 TRAINING, VALIDATION = "training", "validation"

@@ -28,7 +28,7 @@ from data.randomness import splitmix_words
 from data.store import StoreMeta
 from data.tokenizer import BYTES, ByteTokenizer
 from zeco_train.errors import ConfigError
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
 
 # Of the chosen tokens.
 MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1

@@ -32,8 +32,8 @@ from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, check_rep
 from data.store.writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.system.amounts import clock, compact
 from zeco_train.system.files import read_errors
+from zeco_train.system.numbers import clock, compact
 from zeco_train.system.paths import check_path
 
 _SMALL_CORPUS_BYTES = 1 << 23

@@ -21,7 +21,7 @@ from data.store import VALIDATION_FOLDER, VERSION, TokenStore, check_replaceable
 from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
-from zeco_train.system.arguments import Parser, docstring, errors_in_a_line
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
 from zeco_train.system.files import atomic_folder, read_errors
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import BACKENDS, SHARING
-from zeco_train.system.ranges import check_least
+from zeco_train.system.numbers import check_least
 
 PARTS = ("hops", "operator", "drift", "step")
 # Those whose scans progress without their caller, so that they can be delayed alone.

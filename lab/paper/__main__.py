@@ -27,7 +27,7 @@ from lab.paper.noise import Noisy, noisy
 from lab.paper.ours import ASSUMED, TOKENS, Predicted, measured, predicted, ring_seconds
 from zeco_train.bench.figures import reference
 from zeco_train.errors import ConfigError
-from zeco_train.system.arguments import docstring, errors_in_a_line
+from zeco_train.system.command import docstring, errors_in_a_line
 from zeco_train.system.figures import save_figure
 from zeco_train.system.files import whole_file, write_errors
 from zeco_train.system.signals import run_command

@@ -31,6 +31,7 @@ from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import StateInput, StateOutput
+from zeco_train.system.numbers import divisors
 
 
 class FeatureMap(Enum):
@@ -83,8 +84,7 @@ class GLAConfig(ExpandedHeadsConfig):
         super().validate()
         self._require_positive("gate_low_rank_dim", "gate_logit_normalizer")
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
-            divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            allowed = f"must divide num_heads={self.num_heads}: {', '.join(divisors)}"
+            allowed = f"must divide num_heads={self.num_heads}: {', '.join(map(str, divisors(self.num_heads)))}"
             raise ConfigError("model.num_kv_heads", self.num_kv_heads, allowed)
         if self.clamp_min is not None and not (math.isfinite(self.clamp_min) and self.clamp_min < 0):
             raise ConfigError("model.clamp_min", self.clamp_min, "bounds log-decays from below: must be finite and < 0")

@@ -31,6 +31,7 @@ from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import StateInput, StateOutput
+from zeco_train.system.numbers import divisors
 
 # Initial values of exp(A_log), as in the paper's code and in flash-linear-attention.
 _A_RANGE = (1.0, 16.0)
@@ -89,8 +90,7 @@ class Mamba2Config(LanguageModelConfig):
             allowed = f"times num_heads={self.num_heads} must equal expand · hidden_size = {self.inner_dim}"
             raise ConfigError("model.head_dim", self.head_dim, allowed)
         if self.num_heads % self.n_groups:
-            divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            allowed = f"must divide num_heads={self.num_heads}: {', '.join(divisors)}"
+            allowed = f"must divide num_heads={self.num_heads}: {', '.join(map(str, divisors(self.num_heads)))}"
             raise ConfigError("model.n_groups", self.n_groups, allowed)
         if self.conv_kernel < 2:
             raise ConfigError("model.conv_kernel", self.conv_kernel, "must be a whole number ≥ 2")

@@ -19,7 +19,7 @@ from data.store import TokenStore
 from data.store.documents import Documents
 from tests.support.stores import write_store
 from zeco_train.errors import ConfigError
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
 
 pytestmark = pytest.mark.numeric
 

@@ -24,7 +24,7 @@ from tests.support.distributed import run_distributed
 from tests.support.training import train
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
 
 pytestmark = pytest.mark.numeric
 

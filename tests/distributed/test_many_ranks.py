@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from tests.support.distributed import run_distributed
-from zeco_train.distributed import mesh
+from zeco_train.lifecycle import join
 
 
 def _limits(rank: int, world_size: int) -> list[tuple[int, int]]:
@@ -16,7 +16,7 @@ def _limits(rank: int, world_size: int) -> list[tuple[int, int]]:
     found, (_, most) = [], resource.getrlimit(resource.RLIMIT_NOFILE)
     for ranks in (2, 256):
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))
-        mesh.prepare_for_peers(ranks)
+        join.prepare_for_peers(ranks)
         found.append(resource.getrlimit(resource.RLIMIT_NOFILE))
     assert os.environ["GLOO_ENABLE_STORE_V2_API"] == "1"
     return found
@@ -36,9 +36,9 @@ def _warnings(rank: int, world_size: int) -> tuple[list[str], str]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (600, 700))
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "0"
     said: list[str] = []
-    mesh.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[assignment, misc]
-    mesh.prepare_for_peers(2)
-    mesh.prepare_for_peers(256)
+    join.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[assignment, misc]
+    join.prepare_for_peers(2)
+    join.prepare_for_peers(256)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (700, 700)
     return said, os.environ["GLOO_ENABLE_STORE_V2_API"]
 

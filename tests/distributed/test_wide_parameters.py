@@ -50,7 +50,8 @@ OF_SUMS = 1e-6
 
 
 # Strategy, recomputation, segments, documents.
-FEW = [(Strategy.ddp, Recompute.none, 1, True), *((strategy, Recompute.full, 2, True) for strategy in Strategy)]
+FEW = [(Strategy.ddp, Recompute.none, 1, True), (Strategy.zero3, Recompute.none, 1, False)]
+FEW += [*((strategy, Recompute.full, 2, True) for strategy in Strategy)]
 ALL = [*itertools.product(Strategy, Recompute, (1, 2), (False, True))]
 
 
@@ -84,7 +85,7 @@ def _training(rank: int, world_size: int, store: str, cases: list[tuple[Any, ...
     return first
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [FEW, pytest.param(ALL, marks=pytest.mark.campaign)], ids=["few", "all"])
 def test_training_is_the_same_in_every_setting(cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
     """Losses, clipped norms, gradients and parameters after two steps."""
     store = str(write_documents(tmp_path / "store"))

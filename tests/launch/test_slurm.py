@@ -16,7 +16,7 @@ from tests.support.commands import REPOSITORY, SMALL, torchrun
 from tests.support.slurm_cluster import SlurmCluster, why_not
 from tests.support.slurm_job import ENDED, SlurmJob, resumed_at
 from tests.support.waiting import ENOUGH
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
 pytestmark = [

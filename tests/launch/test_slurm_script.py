@@ -7,14 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 from unittest import mock
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from launch import slurm_node
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
 
@@ -160,39 +156,6 @@ def test_only_failures_without_new_checkpoint_count_as_restarts(
     if code:
         many = int(restarts) + 1
         assert f"error: {many} starts in a row failed without a new checkpoint, the last with code 70" in job.stderr
-
-
-@pytest.mark.parametrize(
-    ("code", "written", "lines", "of_node"),
-    [
-        # The first rank to end may be a peer of the failed one, which has reported, here or on another node.
-        (3, "", [], 103),
-        (7, "", [], 70),
-        (6, "", [], 70),
-        (3, "error: a file: is gone\n", ["error: a file: is gone", "rank 1 on n0 ended with exit code 3"], 103),
-        (1, "KeyError: ours\n", ["KeyError: ours", "rank 1 on n0 ended with exit code 1"], 70),
-        (-9, "", ["rank 1 on n0 was ended by SIGKILL"], 70),
-    ],
-)
-def test_node_reports_failed_rank_and_exit_code(
-    code: int, written: str, lines: list[str], of_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    files = slurm_node.RankFiles(tmp_path, console=2)
-    files.ranks = [0, 1]
-    (tmp_path / "rank_0001.err").write_text(written)
-    said, found = slurm_node._explain(1, cast(ProcessFailure, SimpleNamespace(exitcode=code)), files)
-    assert ([line.partition("; its output")[0] for line in said], found) == (lines, of_node)
-
-
-def test_uncreatable_cache_folder_ends_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["slurm_node.py", "--nodes", "1", "--ranks", "1", "--output", "o", "--", "x"])
-    # `main` sets environment variables.
-    with mock.patch.dict(os.environ, {"CACHE_DIR": "/proc/cache", "SLURMD_NODENAME": "n0"}):
-        os.environ.pop("TRITON_CACHE_DIR", None)
-        assert slurm_node.main() == 102
-    problem = "cannot be made (No such file or directory); name another folder (on n0)"
-    assert capsys.readouterr().err == f"error: CACHE_DIR=/proc/cache: {problem}\n"
 
 
 @pytest.mark.processes

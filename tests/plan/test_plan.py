@@ -22,7 +22,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import stored_slow_downs
 from zeco_train.plan import calibration
-from zeco_train.plan.advice import divisors, legal_segments
+from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.config import PlanSettings, describe, parse
 from zeco_train.plan.memory import KINDS, _state_bytes, parameter_bytes, plan_memory
@@ -31,6 +31,7 @@ from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.wire import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
 from zeco_train.sp.lasp2 import LASP2
 from zeco_train.sp.registry import BACKENDS
+from zeco_train.system.numbers import divisors
 
 NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
 

@@ -18,9 +18,9 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.report import dashboard
 from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
 from zeco_train.tracking.logger_config import LoggerConfig
+from zeco_train.tracking.loggers import WandbLogger
 from zeco_train.tracking.metrics import StepMetrics
 from zeco_train.tracking.starts import Layout
-from zeco_train.tracking.wandb_logger import WandbLogger
 
 COMMAND = str(REPOSITORY / "launch" / "wandb_dashboard.py")
 MODEL_RESULTS = REPOSITORY / "lab" / "results" / "model_4xh200_16k.json"

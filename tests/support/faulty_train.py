@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from tests.support.gate import meet
-from zeco_train.system.packages import quick_imports
+from zeco_train.system.command import quick_imports
 
 with quick_imports():  # as train.py
     import torch

@@ -11,7 +11,7 @@ from typing import Any
 from tests.support.commands import REPOSITORY
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.waiting import ENOUGH
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
 
 SCRIPT = REPOSITORY / "launch" / "slurm_256gpu.sh"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}

@@ -14,7 +14,7 @@ from zeco_train.config.schema import Config, load_config
 from zeco_train.lifecycle.join import Launch
 from zeco_train.lifecycle.logs import close_logging
 from zeco_train.lifecycle.watch import Watchdog
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.training.checks import join_ranks
 from zeco_train.training.loading import load_trainer

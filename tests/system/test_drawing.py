@@ -20,7 +20,7 @@ _DRAW = """
 import os, sys
 from data import inspect
 from zeco_train import compare
-from zeco_train.tracking import plot
+from zeco_train.tracking import charts
 from zeco_train.bench import figures
 from zeco_train.evaluate.tasks.heat_map import heat_map
 from zeco_train.report import panels
@@ -28,7 +28,7 @@ from zeco_train.report import panels
 run, other, store = sys.argv[1:]
 decode = {"model": "m", "batch": 1, "variant": "zeco", "context": 64, "tokens_per_second": 2.0, "memory_gb": 1.0}
 pictures = {
-    "run": lambda: plot.plot_run(run),
+    "run": lambda: charts.plot_run(run),
     "compare": lambda: compare.main([run, other, "--out", run]),
     "heat map": lambda: heat_map("t", [64], [0.5], [[0.5]], train_len=64, chance=0.1, caption="c"),
     "panel": lambda: panels.panel_png(panels.Panel("t", "c", lambda axes, colors: None), True),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
-from zeco_train.system.packages import quick_imports
+from zeco_train.system.command import quick_imports
 
 
 @pytest.mark.parametrize("error", [None, ModuleNotFoundError])
@@ -29,7 +29,7 @@ def test_imported_modules_are_exempt_from_collection(disabled: bool) -> None:
     code = f"""if True:
         import gc
         {"gc.disable()" if disabled else ""}
-        from zeco_train.system.packages import quick_imports
+        from zeco_train.system.command import quick_imports
         with quick_imports():
             import json.decoder
         assert gc.isenabled() == {not disabled}

@@ -17,7 +17,7 @@ from zeco_train.config.schema import load_config, read_config
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.evaluate import command as evaluate
-from zeco_train.system.stored_values import read_values
+from zeco_train.system.stored_values import flatten, read_values
 from zeco_train.tracking.starts import read_starts
 
 SECRET = "hunter2"
@@ -150,3 +150,15 @@ def test_stored_configuration_is_read_back(trained: tuple[Path, Path]) -> None:
     assert config.train.device is not Device.auto
     found = ["sp.size=1", f"train.device={config.train.device.value}", "data.labels_across_documents=true"]
     assert config == load_config([*SMALL, f"run_dir={trained[0]}", "train.steps=1", "checkpoint.every=1", *found])
+
+
+def test_flattened_lists_have_a_key_an_item() -> None:
+    nested = {"data": {"stores": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 2.0}]}, "seed": 0}
+    assert list(flatten(nested)) == [
+        ("data.stores.0.path", "a"),
+        ("data.stores.0.weight", 1.0),
+        ("data.stores.1.path", "b"),
+        ("data.stores.1.weight", 2.0),
+        ("seed", 0),
+    ]
+    assert dict(flatten(nested, lists=False)) == {"data.stores": nested["data"]["stores"], "seed": 0}  # type: ignore[index]

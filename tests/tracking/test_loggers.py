@@ -17,11 +17,9 @@ from tests.support.waiting import ENOUGH
 from tests.support.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
-from zeco_train.tracking.loggers import NoLogger, build_logger
+from zeco_train.tracking.loggers import NoLogger, TensorBoardLogger, WandbLogger, build_logger
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.starts import Layout, Start, length_name, read_starts
-from zeco_train.tracking.tensorboard_logger import TensorBoardLogger
-from zeco_train.tracking.wandb_logger import WandbLogger
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
@@ -96,7 +94,7 @@ def test_tracker_errors_do_not_end_run(tmp_path: Path, caplog: pytest.LogCapture
             tracker.log(step, {"loss": 1.0})
     board.finish()
     first, second = caplog.records
-    assert (first.name, second.name) == ("zeco_train.tracking.wandb_logger", "zeco_train.tracking.tensorboard_logger")
+    assert (first.name, second.name) == ("zeco_train.tracking.loggers",) * 2
     assert "step 1: RuntimeError: server on fire" in first.getMessage()
     assert "step 1: TypeError" in second.getMessage()
 

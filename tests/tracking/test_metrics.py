@@ -18,9 +18,9 @@ from tests.support.waiting import ENOUGH
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import load_config, to_plain
 from zeco_train.errors import DataError
+from zeco_train.tracking.charts import plot_run
 from zeco_train.tracking.loggers import NoLogger
 from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics
-from zeco_train.tracking.plot import plot_run
 from zeco_train.tracking.recorder import Recorder, StepResult, peak_flops
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from tests.support.distributed import run_distributed
 from tests.support.training import train
 from zeco_train.ops.loss import TokenScores, linear_cross_entropy, linear_token_scores
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
+from zeco_train.tracking.charts import VALIDATION_FILE, plot_validations, position_figure
 from zeco_train.tracking.metrics import LineWriter, read_metrics
-from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations, position_figure
 from zeco_train.tracking.positions import PositionLosses, PositionSums, bucket_edges
 
 pytestmark = pytest.mark.numeric

@@ -18,7 +18,7 @@ from tests.support.waiting import ENOUGH
 from tests.tracking.test_metrics import REPOSITORY, metrics
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.logs import close_logging, setup_logging
-from zeco_train.system.amounts import compact
+from zeco_train.system.numbers import compact
 from zeco_train.tracking.progress import ProgressDisplay, summary_line
 
 

@@ -15,9 +15,9 @@ from zeco_train import compare, export
 from zeco_train.bench import __main__ as bench
 from zeco_train.errors import DataError
 from zeco_train.report import __main__ as report
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
+from zeco_train.tracking.charts import VALIDATION_FILE, plot_validations
 from zeco_train.tracking.metrics import read_metrics
-from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations
 from zeco_train.tracking.starts import STARTS_FILE
 from zeco_train.training import trainer
 

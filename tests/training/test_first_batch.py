@@ -18,7 +18,7 @@ from tests.support.distributed import run_distributed
 from tests.support.training import train
 from zeco_train.errors import ZecoError
 from zeco_train.lifecycle import join
-from zeco_train.lifecycle.join import _difference, flat
+from zeco_train.lifecycle.join import _difference
 from zeco_train.training import batches
 
 # Token t of the store is t modulo 250, so a shift changes every token.
@@ -101,14 +101,3 @@ def test_differences_between_ranks_are_reported(tmp_path: Path) -> None:
 )
 def test_deviating_ranks_are_named(by_rank: list[str], message: str) -> None:
     assert str(_difference(["key"], by_rank, "do")) == message
-
-
-def test_lists_are_compared_item_by_item() -> None:
-    nested = {"data": {"stores": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 2.0}]}, "seed": 0}
-    assert list(flat(nested)) == [
-        ("data.stores.0.path", "a"),
-        ("data.stores.0.weight", 1.0),
-        ("data.stores.1.path", "b"),
-        ("data.stores.1.weight", 2.0),
-        ("seed", 0),
-    ]

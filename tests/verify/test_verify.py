@@ -29,7 +29,7 @@ from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.system.jsonable import jsonable
+from zeco_train.system.files import jsonable
 from zeco_train.verify import cases, command
 from zeco_train.verify import runs as huge
 from zeco_train.verify.config import LIMITS, VerifyConfig

@@ -27,7 +27,7 @@ from zeco_train.bench.case import ADVICE
 from zeco_train.bench.config import describe
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.end import Job, run_job
-from zeco_train.system.arguments import docstring
+from zeco_train.system.command import docstring
 
 CASES = {
     "collectives": collectives.CASE,

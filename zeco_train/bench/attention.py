@@ -43,7 +43,7 @@ from zeco_train.ops.oracle import exact_results, exact_softmax
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.slow_paths import Kernels, find_slow_paths
 from zeco_train.sp.attention.pipelined import LEAST_TOKENS
-from zeco_train.system.ranges import check_least
+from zeco_train.system.numbers import check_least
 from zeco_train.training.config import Dtype
 
 COLUMNS = {

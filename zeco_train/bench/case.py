@@ -15,7 +15,7 @@ from zeco_train.bench.config import CaseConfig, describe
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.lifecycle.end import Advice, Job, run_job
-from zeco_train.system.arguments import docstring
+from zeco_train.system.command import docstring
 
 ADVICE = Advice(
     lost_peer="the results so far stand",

@@ -23,8 +23,8 @@ from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.slow_paths import Kernels
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.registry import SHARING
+from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path, is_plain_name
-from zeco_train.system.ranges import check_least
 from zeco_train.training.config import Compile, CudaGraphs, Dtype
 
 PASSES = ("forward", "forward_backward")

@@ -50,8 +50,8 @@ from zeco_train.checkpoint.weights import cause_of, damage_of, read_state
 from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.distributed.mesh import ProcessMesh, agree, host_group
 from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import path_problem, shown
-from zeco_train.system.ranges import check_least
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Torch 2.11 clears a stager after its first use, so a second use fails.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zeco_train.errors import ConfigError
+from zeco_train.system.numbers import divisors
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Topology:
         if count >= self.ranks:
             return Topology((self.ranks,), self.hosts)
         if self.ranks % count:
-            divisors = ", ".join(str(n) for n in range(1, self.ranks + 1) if self.ranks % n == 0)
-            allowed = f"must divide the {self.ranks} ranks that share a sequence: {divisors}"
+            legal = ", ".join(map(str, divisors(self.ranks)))
+            allowed = f"must divide the {self.ranks} ranks that share a sequence: {legal}"
             raise ConfigError("sp.all_scan.ranks_per_node", count, allowed)
         return Topology((count,) * (self.ranks // count), self.hosts)
 

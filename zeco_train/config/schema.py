@@ -37,9 +37,9 @@ from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
+from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path
-from zeco_train.system.ranges import check_least
-from zeco_train.system.stored_values import by_key, check_values, find_unstorable, read_values
+from zeco_train.system.stored_values import check_values, find_unstorable, flatten, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.config import TrainConfig
 from zeco_train.training.optim.registry import OptimConfig
@@ -100,7 +100,7 @@ class Config:
             "train.dtype": self.train.dtype.value,
             "train.matmul": self.train.matmul.value,
             "optim.name": self.optim.name.value,
-            **by_key("model", to_plain(self.model)),
+            **dict(flatten(to_plain(self.model), "model", lists=False)),
             **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
             "data.labels_across_documents": self.data.has_labels_across,
             **{f"task.{key}": task[key] for key in of_task},

@@ -19,6 +19,7 @@ from zeco_train.collectives.topology import Topology, find_topology
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.join import Launch, check_same, gather, join, setup
 from zeco_train.sp.registry import BACKENDS
+from zeco_train.system.numbers import divisors
 
 T = TypeVar("T")
 
@@ -101,7 +102,7 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
     """
     if sp_size == -1:
         return world_size if BACKENDS[backend].scans else 1
-    legal = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    legal = divisors(world_size)
     if sp_size not in legal:
         raise ConfigError(
             "sp.size",

@@ -32,6 +32,7 @@ from zeco_train.distributed.gradient_packing import use_own_packing
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh, world_mesh
 from zeco_train.distributed.unsharded import OneRankReduction, cast_in_place
 from zeco_train.errors import ConfigError
+from zeco_train.system.numbers import divisors
 
 
 class Strategy(Enum):
@@ -84,7 +85,7 @@ def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: 
     if shard_size == -1:
         return sp_size if strategy is Strategy.hsdp else world_size
     if world_size % shard_size:
-        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        legal = ", ".join(map(str, divisors(world_size)))
         allowed = f"must divide the world size {world_size}: {legal}, or -1 for the strategy's default"
         raise ConfigError("parallel.shard_size", shard_size, allowed)
     return shard_size
@@ -148,7 +149,7 @@ def parallelize(
 
 def _shard_mesh(strategy: Strategy, shards: int, mesh: ProcessMesh) -> DeviceMesh:
     device, world_size = mesh.device.type, mesh.world_size
-    # One rank alone has nobody to be replicated on.
+    # One rank alone has no replica.
     if strategy is Strategy.hsdp and shards == mesh.sp_size and world_size > 1:
         return mesh.devices
     if shards == world_size:

@@ -11,7 +11,7 @@ parameter, in bf16 with fp32 shards:
 | after the last one | packed and copied: 16 | – |
 
 `cast_in_place` serves each rank that holds a unit's parameters whole, as with `ddp`; `OneRankReduction` a job of one
-rank, where gradients are reduced over nobody.
+rank, which has nothing to reduce.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Cast:
         self._casts, self._parameter, self._dtype = casts, parameter, dtype
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Cast:
-        """A copy of the shard is none of FSDP2's."""
+        """A copy of the shard shares the cast: FSDP2 gathers the shard only."""
         return self
 
     def extend(self, *loaded: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from zeco_train.config.overrides import describe_settings
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.registry import LM_EVAL, STANDARD, TASKS
-from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.command import Parser, user_path
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
-from zeco_train.lifecycle.join import flat
 from zeco_train.ops.seam import Exchange
+from zeco_train.system.stored_values import flatten
 from zeco_train.system.terminal import visible
 from zeco_train.training.connect import connect_model
 from zeco_train.training.forward import SequenceForward
@@ -101,7 +101,7 @@ def replaced(before: Config, config: Config, overrides: Sequence[str]) -> str | 
         overrides: of the command line; keys that they set are left out.
     """
     files = [text for text in overrides if text.startswith("data=")]
-    own, now = (dict(flat(to_plain(each.data), "data")) for each in (before, config))
+    own, now = (dict(flatten(to_plain(each.data), "data")) for each in (before, config))
     silent = {*_NOT_READ, *set_keys(overrides, group_options())}
     changes = [
         f"{key}={as_override(value)} ({as_override(own.get(key))} in the run)"

@@ -19,8 +19,8 @@ from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.hf.trained import Trained
 from zeco_train.lifecycle.join import check_same
-from zeco_train.system.amounts import length_name
-from zeco_train.tracking.position_chart import POSITIONS_PLOT_FILE, position_figure
+from zeco_train.system.numbers import length_name
+from zeco_train.tracking.charts import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.tracking.positions import PositionLosses, ValidationLoss
 from zeco_train.training.validation import Validation
 

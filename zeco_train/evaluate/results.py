@@ -15,8 +15,7 @@ from zeco_train.errors import ConfigError, system_errors
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.hf.trained import Trained
 from zeco_train.system.figures import save_figure
-from zeco_train.system.files import write_durably, write_errors
-from zeco_train.system.jsonable import jsonable
+from zeco_train.system.files import jsonable, write_durably, write_errors
 from zeco_train.system.paths import check_output_folder
 
 # The number changes with the meaning or the place of a value.

@@ -11,7 +11,7 @@ from pathlib import Path
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.command import Parser, user_path
 from zeco_train.system.files import decode_text, read_errors
 from zeco_train.system.paths import check_output_file
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from zeco_train.generate.generator import Completion
-from zeco_train.system.files import write_result
-from zeco_train.system.jsonable import jsonable
+from zeco_train.system.files import jsonable, write_result
 from zeco_train.system.terminal import is_reader_gone, visible
 
 

@@ -13,7 +13,7 @@ from models.formats.format import ModelFormat
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
 _OF_FLA = """# Needs a GPU, since fla computes with Triton, and:

@@ -29,10 +29,9 @@ from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
-from zeco_train.system.amounts import compact
 from zeco_train.system.files import atomic_folder, sha256_of, write_durably
+from zeco_train.system.numbers import check_least, compact
 from zeco_train.system.paths import check_output_folder, is_utf8
-from zeco_train.system.ranges import check_least
 from zeco_train.training.config import Dtype
 
 # The byte tokenizer's <pad>.

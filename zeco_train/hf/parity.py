@@ -35,9 +35,8 @@ from zeco_train.hf.folder import checked_model
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.system.arguments import errors_in_a_line
-from zeco_train.system.numbers import relative_error
-from zeco_train.system.ranges import check_least
+from zeco_train.system.command import errors_in_a_line
+from zeco_train.system.numbers import check_least, relative_error
 from zeco_train.training.config import Dtype
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"

@@ -15,7 +15,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from zeco_train.errors import CommunicationError, ConfigError
 from zeco_train.system.environment import version
 from zeco_train.system.files import FILES_OF_A_PROCESS, allow_open_files
+from zeco_train.system.stored_values import flatten
 
 T = TypeVar("T")
 
@@ -250,7 +251,7 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
 
 def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A rank's configuration (plain values) and environment, for `check_same`."""
-    values = {name: value for name, value in flat(config) if name.rpartition(".")[2] not in _PATHS}
+    values = {name: value for name, value in flatten(config) if name.rpartition(".")[2] not in _PATHS}
     values |= {f"variable {name}": os.environ.get(name, "not set") for name in _VARIABLES}
     values |= {
         "code": _code_version(),
@@ -286,16 +287,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _text(values: Mapping[str, Any], key: str) -> str:
     return str(values[key]) if key in values else "not set"
-
-
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten to pairs such as (`data.seq_len`, 4096); list items by their index."""
-    if isinstance(value, Mapping | list):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from flat(item, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
 
 
 def _code_version() -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
 
 # Tokens per chunk: large products fill a GPU, and each chunk's dW update is a pass over a tensor of the head's size.
 _CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}

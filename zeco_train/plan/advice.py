@@ -16,6 +16,7 @@ from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.sharding import parameter_seconds
 from zeco_train.plan.step_time import StepTime, plan_step
 from zeco_train.sp.backend import BackendSpec
+from zeco_train.system.numbers import divisors
 
 # Shorter segments per rank leave a device idle; this also bounds their number.
 LEAST_TOKENS = 1024
@@ -65,25 +66,6 @@ def legal_segments(case: Case) -> list[int]:
         return [1]
     length = case.config.data.seq_len // case.sp_size
     return [1, *(count for count in divisors(length)[1:] if length // count >= LEAST_TOKENS)]
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors in increasing order.
-
-    Computed from the prime factors: sequence lengths are too large to try every number.
-    """
-    found, factor = [1], 2
-    while number > 1:
-        if factor * factor > number:
-            # The remainder is prime.
-            factor = number
-        powers = [1]
-        while number % factor == 0:
-            number //= factor
-            powers.append(powers[-1] * factor)
-        found = [divisor * power for divisor in found for power in powers]
-        factor += 1
-    return sorted(found)
 
 
 def more_ranks(case: Case, headroom: float) -> Option | None:

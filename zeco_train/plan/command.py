@@ -9,7 +9,7 @@ from zeco_train.plan.advice import evaluate, more_ranks, options, shard_note
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import Request, describe, parse
 from zeco_train.plan.report import Plan, as_json, as_text
-from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.command import errors_in_a_line
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
 

@@ -19,7 +19,7 @@ from zeco_train.bench.figures import plot
 from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
 from zeco_train.report.panels import panels, whole_figure
-from zeco_train.system.arguments import Parser, docstring, errors_in_a_line, user_path
+from zeco_train.system.command import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.figures import save_figure
 from zeco_train.system.files import write_json_result, write_result
 from zeco_train.system.paths import check_outputs

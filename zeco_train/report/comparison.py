@@ -10,12 +10,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.system.amounts import compact
 from zeco_train.system.figures import CURVES, finish_axes, new_figure, plain, save_figure, step_ticks
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
+from zeco_train.system.numbers import compact
 from zeco_train.system.tables import format_table
+from zeco_train.tracking.charts import smoothed
 from zeco_train.tracking.metrics import read_metrics
-from zeco_train.tracking.plot import smoothed
 
 if TYPE_CHECKING:
     from zeco_train.system.figures import Axes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.files import read_errors, write_errors, write_result
-from zeco_train.tracking.wandb_logger import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
+from zeco_train.tracking.loggers import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace
@@ -360,8 +360,8 @@ def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity
     """
     from zeco_train.report.measurements import read
     from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
+    from zeco_train.tracking.loggers import WandbLogger
     from zeco_train.tracking.starts import Start
-    from zeco_train.tracking.wandb_logger import WandbLogger
 
     mode = LoggerMode.online if online else LoggerMode.offline
     config = LoggerConfig(LoggerKind.wandb, project, entity, job_type="bench", tags=["bench"], mode=mode)

@@ -16,7 +16,7 @@ from zeco_train.errors import DataError
 from zeco_train.report.comparison import COMPARED, Run, describe, show_difference
 from zeco_train.report.measurements import Comparison, Measurement
 from zeco_train.report.panels import PANEL_DPI, PANEL_INCHES, Panel, panel_png
-from zeco_train.system.amounts import compact, length_name
+from zeco_train.system.numbers import compact, length_name
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeco_train.errors import ConfigError
-from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.command import errors_in_a_line
 
 # The variables of Triton, Inductor and the CUDA driver, and the subfolder for each.
 _VARIABLES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}

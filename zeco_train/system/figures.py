@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from zeco_train.system.amounts import length_name
 from zeco_train.system.files import whole_file, write_errors
+from zeco_train.system.numbers import length_name
 from zeco_train.system.terminal import visible
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Atomic, durable writes of files and folders, file locks, and one-line errors for system failures."""
+"""Atomic, durable writes of files and folders, file locks, one-line errors for system failures, and values for JSON."""
 
 from __future__ import annotations
 
@@ -10,17 +10,33 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import resource
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError, check_open_files
-from zeco_train.system.jsonable import jsonable
+
+METRICS_FILE = "metrics.jsonl"
+# Present in every run's folder: the settings that its starts share.
+IDENTITY_FILE = "identity.json"
+
+
+def jsonable(value: Any, replace: Callable[[float], Any] = str) -> Any:
+    """Replace each non-finite float x by `replace(x)`, by default text, recursively in mappings and lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else replace(value)
+    if isinstance(value, Mapping):
+        return {key: jsonable(item, replace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item, replace) for item in value]
+    return value
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,44 @@
-"""Numerical comparison of results."""
+"""Numbers: lower bounds of settings, divisors, comparison, and how lengths, rates and durations are shown."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from zeco_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def check_least(settings: object, section: str = "", /, **least: float) -> None:
+    """Check lower bounds of fields of `settings`; messages name them SECTION.NAME, or NAME without a section.
+
+    Raises:
+        ConfigError: for the first field below its bound.
+    """
+    for name, smallest in least.items():
+        if (value := getattr(settings, name)) < smallest:
+            raise ConfigError(f"{section}.{name}" if section else name, value, f"must be ≥ {smallest}")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in increasing order.
+
+    Computed from the prime factors: sequence lengths are too large to try every number.
+    """
+    found, factor = [1], 2
+    while number > 1:
+        if factor * factor > number:
+            # The remainder is prime.
+            factor = number
+        powers = [1]
+        while number % factor == 0:
+            number //= factor
+            powers.append(powers[-1] * factor)
+        found = [divisor * power for divisor in found for power in powers]
+        factor += 1
+    return sorted(found)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -10,3 +46,31 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     found, expected = found.detach().double(), expected.detach().double()
     scale = float(expected.norm())
     return float((found - expected).norm()) / (scale or 1.0)
+
+
+def length_name(tokens: int) -> str:
+    """An exact length with a binary unit: 1048576 → `1M`, 16384 → `16k`, 1000 → `1000`."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "k")):
+        if tokens and tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return str(tokens)
+
+
+def compact(value: float, unit: str = "") -> str:
+    """Three significant digits with k, M, G or T, and a unit: 12345.6 → "12.3k"."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999.5 is rounded to 1000, which is the next prefix's.
+        if value >= 0.9995 * size:
+            scaled = value / size
+            digits = max(0, 2 - int(scaled >= 9.995) - int(scaled >= 99.95))
+            return f"{scaled:.{digits}f}{prefix}{unit}"
+    return f"{value:.3g}{unit}"
+
+
+def clock(seconds: float) -> str:
+    """A duration as "1:02:03", or with days as "2 days, 1:02:03"."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+# In place of a token's id.
+IGNORE_INDEX = -100

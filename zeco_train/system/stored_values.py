@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def check_values(values: Any) -> None:
     """
     if (found := find_unstorable(values)) is not None:
         raise ValueError("{}={}: {}".format(*found))
-    for key, value in _leaves(values, ""):
+    for key, value in flatten(values, keys=True):
         if isinstance(value, int) and value.bit_length() > _LARGEST_INT_BITS:
             raise ValueError(f"{key} is a number of more than {_LARGEST_INT_BITS} bits")
 
@@ -63,7 +63,7 @@ def find_unstorable(values: Any) -> tuple[str, str, str] | None:
 
     OmegaConf would try to resolve an interpolation. A path of the command line may have bytes that are no UTF-8.
     """
-    for key, value in _leaves(values, ""):
+    for key, value in flatten(values, keys=True):
         if isinstance(value, str) and _INTERPOLATION in value:
             return key, value, "stored configurations hold values, not interpolations"
         if isinstance(value, str) and not is_utf8(value):
@@ -71,15 +71,23 @@ def find_unstorable(values: Any) -> tuple[str, str, str] | None:
     return None
 
 
-def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Flatten to (key, value), with keys as in overrides (`data.stores.0.path`); mapping keys are values, too."""
-    if isinstance(values, dict | list):
-        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+def flatten(value: Any, key: str = "", *, lists: bool = True, keys: bool = False) -> Iterator[tuple[str, Any]]:
+    """Nested mappings and lists as pairs such as (`data.stores.0.path`, "a"), with keys as in overrides.
+
+    Args:
+        value: nested; an empty mapping or list has no pairs.
+        key: of `value`.
+        lists: False: a list is a value.
+        keys: yield the keys and indices of items as values, too.
+    """
+    if isinstance(value, Mapping) or (lists and isinstance(value, list)):
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             inner = f"{key}.{name}" if key else str(name)
-            yield inner, name
-            yield from _leaves(value, inner)
+            if keys:
+                yield inner, name
+            yield from flatten(item, inner, lists=lists, keys=keys)
     else:
-        yield key, values
+        yield key, value
 
 
 def _check_structure(text: str) -> None:
@@ -92,10 +100,3 @@ def _check_structure(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
             raise ValueError(f"nested deeper than {DEEPEST} levels")
-
-
-def by_key(name: str, value: Any) -> dict[str, Any]:
-    """A value of nested mappings, flat: {"model.attn.every": 2, …}, each key with the name in front."""
-    if not isinstance(value, dict):
-        return {name: value}
-    return {key: part for inner in value for key, part in by_key(f"{name}.{inner}", value[inner]).items()}

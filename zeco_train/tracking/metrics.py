@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
 
 from zeco_train.errors import DataError
-from zeco_train.system.amounts import compact
-from zeco_train.system.files import read_errors, write_errors
-from zeco_train.system.jsonable import jsonable
+from zeco_train.system.files import jsonable, read_errors, write_errors
+from zeco_train.system.numbers import compact
 from zeco_train.system.small_files import parse_json, read_small
 
 # A million rows are about 0.4 GB.

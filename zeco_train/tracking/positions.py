@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.ops.loss import TokenScores
-from zeco_train.system.jsonable import jsonable
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.files import jsonable
+from zeco_train.system.numbers import IGNORE_INDEX
 
 MeanAndError = tuple[Tensor, Tensor]
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from zeco_train.system.amounts import clock
+from zeco_train.system.numbers import clock
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.metrics import StepMetrics
 

@@ -20,11 +20,10 @@ import torch.distributed as dist
 
 from zeco_train.checkpoint.files import Progress
 from zeco_train.distributed.mesh import ProcessMesh, agree
-from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.files import METRICS_FILE
+from zeco_train.tracking.charts import VALIDATION_FILE, plot_run, plot_validations, read_validations
 from zeco_train.tracking.loggers import ExperimentLogger
 from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics
-from zeco_train.tracking.plot import plot_run
-from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations, read_validations
 from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.tracking.progress import ProgressDisplay, summary_line
 from zeco_train.tracking.starts import Start, append_start, layout_of, written_starts

@@ -28,10 +28,9 @@ from zeco_train.checkpoint.files import (
     take_checkpoints,
 )
 from zeco_train.errors import CheckpointError, ConfigError, system_errors
-from zeco_train.system.files import take_lock, write_durably, write_locked
-from zeco_train.system.run_files import IDENTITY_FILE, METRICS_FILE
+from zeco_train.system.files import IDENTITY_FILE, METRICS_FILE, take_lock, write_durably, write_locked
 from zeco_train.system.small_files import read_small
-from zeco_train.system.stored_values import by_key, read_values
+from zeco_train.system.stored_values import flatten, read_values
 
 _CONFIG_FILE = "config.yaml"
 # Locked by the process that trains in the folder.
@@ -114,7 +113,7 @@ class RunFolder:
             if not ((self.path / RECORD_FILE).exists() or (self.path / METRICS_FILE).exists()):
                 record_checkpoint(self.path, None)
             self._begun = True
-            before, now = _last_settings(self.path), _flat(config)
+            before, now = _last_settings(self.path), dict(flatten(config, lists=False))
             self.changes = [
                 f"{key}={_text(now[key])}, before {_text(value)}"
                 for key, value in before.items()
@@ -289,12 +288,8 @@ def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]
 def _last_settings(run_dir: Path) -> dict[str, Any]:
     """The settings of the last start, by key; none if they cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        return _flat(read_values(run_dir / _CONFIG_FILE))
+        return dict(flatten(read_values(run_dir / _CONFIG_FILE), lists=False))
     return {}
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for name, part in config.items() for key, value in by_key(name, part).items()}
 
 
 def _text(value: Any) -> str:

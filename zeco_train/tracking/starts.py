@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
-from zeco_train.system.amounts import length_name
+from zeco_train.system.numbers import length_name
 from zeco_train.system.stored_values import read_values
 from zeco_train.tracking.metrics import LARGEST_STEP, LineWriter, read_lines, step_of_row, wrong_value
 

@@ -13,7 +13,7 @@ from data.loader.masking import for_task
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, agree, gather
 from zeco_train.errors import DataError
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
 from zeco_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import Kernels
-from zeco_train.system.ranges import check_least
+from zeco_train.system.numbers import check_least
 from zeco_train.training.profiler import check_profile
 
 

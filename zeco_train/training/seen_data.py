@@ -28,8 +28,8 @@ from data.store import COPY_AGAIN, META_FILE, TokenStore, hash_in_parts
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.lifecycle.join import check_same, gather, name_ranks
-from zeco_train.system.amounts import clock, compact
 from zeco_train.system.files import write_durably
+from zeco_train.system.numbers import clock, compact
 from zeco_train.system.small_files import read_json
 
 RECORD_FILE = "data_seen.json"

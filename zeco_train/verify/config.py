@@ -22,8 +22,8 @@ from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import METHODS as ATTENTION_METHODS
 from zeco_train.sp.registry import BACKENDS as SPECS
 from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_output_file
-from zeco_train.system.ranges import check_least
 from zeco_train.verify.sequences import VERIFIED
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zeco_train.system.amounts import length_name
 from zeco_train.system.figures import GREY, ORANGE, new_figure
+from zeco_train.system.numbers import length_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ from torch import Tensor
 from data.synthetic.example import Example
 from data.synthetic.source import ExampleReader
 from zeco_train.evaluate.requests import Cut
-from zeco_train.system.labels import IGNORE_INDEX
+from zeco_train.system.numbers import IGNORE_INDEX
 from zeco_train.training.forward import SequenceForward
 
 

@@ -26,9 +26,8 @@ from zeco_train.evaluate.tasks.heat_map import heat_map
 from zeco_train.evaluate.tasks.scores import Scores, score
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.backend import TappedScan
-from zeco_train.system.amounts import length_name
-from zeco_train.system.arguments import docstring
-from zeco_train.system.ranges import check_least
+from zeco_train.system.command import docstring
+from zeco_train.system.numbers import check_least, length_name
 from zeco_train.training.forward import SequenceForward
 
 Table = dict[int, Scores]

@@ -1,4 +1,4 @@
-"""Rendezvous of a Slurm job: unsigned state is never unpickled; stores listen on the configured interface."""
+"""torchrun on a node of a Slurm job: unsigned state is never unpickled, where stores listen, exit codes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from base64 import b64encode
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from launch import slurm_node
 from launch.slurm_node import SignedBackend
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
@@ -147,9 +152,40 @@ def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> N
         assert last.split()[0] == "127.0.0.1"
 
 
-@pytest.mark.slow
-def test_missing_interface_ends_node(tmp_path: Path) -> None:
-    with node(tmp_path, free_port(), CLUSTER_INTERFACE="none0") as process:
-        _, errors = process.communicate(timeout=ENOUGH)
-    line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on this node (No such device) (on n0)\n"
-    assert (process.returncode, errors) == (102, line)
+@pytest.mark.parametrize(
+    ("code", "written", "lines", "of_node"),
+    [
+        # The first rank to end may be a peer of the failed one, which has reported, here or on another node.
+        (3, "", [], 103),
+        (7, "", [], 70),
+        (6, "", [], 70),
+        (3, "error: a file: is gone\n", ["error: a file: is gone", "rank 1 on n0 ended with exit code 3"], 103),
+        (1, "KeyError: ours\n", ["KeyError: ours", "rank 1 on n0 ended with exit code 1"], 70),
+        (-9, "", ["rank 1 on n0 was ended by SIGKILL"], 70),
+    ],
+)
+def test_node_reports_failed_rank_and_exit_code(
+    code: int, written: str, lines: list[str], of_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    files = slurm_node.RankFiles(tmp_path, console=2)
+    files.ranks = [0, 1]
+    (tmp_path / "rank_0001.err").write_text(written)
+    said, found = slurm_node._explain(1, cast(ProcessFailure, SimpleNamespace(exitcode=code)), files)
+    assert ([line.partition("; its output")[0] for line in said], found) == (lines, of_node)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("CACHE_DIR", "/proc/cache"), ("CLUSTER_INTERFACE", "none0"), ("CLUSTER_INTERFACE", "x" * 16)]
+)
+def test_unusable_folder_or_interface_ends_job(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["slurm_node.py", "--nodes", "1", "--ranks", "1", "--output", "o", "--", "x"])
+    # `main` sets environment variables.
+    with mock.patch.dict(os.environ, {"CACHE_DIR": str(tmp_path / "cache"), "SLURMD_NODENAME": "n0", name: value}):
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        assert slurm_node.main() == 102
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {name}={value}: ")
+    assert line.endswith(" (on n0)")
