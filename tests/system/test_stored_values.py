@@ -13,7 +13,8 @@ import pytest
 from data.recipes import load_recipe
 from tests.support.commands import SMALL, Outcome, run_here, train_here
 from zeco_train import export
-from zeco_train.config.schema import Device, load_config, read_config
+from zeco_train.config.schema import load_config, read_config
+from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.system.stored_values import read_values
