@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ from omegaconf import OmegaConf
 from data.sources.hugging_face import recipe_names
 from models.registry import MIXERS
 from tests.support.unmasked import UnmaskedMixer
+from zeco_train.config import composing
 from zeco_train.config.composing import CONFIG_DIR
-from zeco_train.config.schema import describe, group_options, load_config, to_plain
+from zeco_train.config.overrides import REMOVED
+from zeco_train.config.schema import config_of, describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.system.stored_values import by_key
 from zeco_train.training.config import Dtype
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
@@ -67,6 +71,39 @@ def test_command_line_overrides_set_config_fields() -> None:
     assert (config.train.steps, config.train.dtype, config.train.log_every) == (7, Dtype.bf16, 2)
     assert (config.parallel.strategy.value, config.checkpoint.every, config.logger.kind.value) == ("hsdp", 9, "wandb")
     assert config.logger.mode.value == "offline"
+
+
+def test_training_has_at_most_180_keys() -> None:
+    """With those of all mixers; commands such as `bench` have settings of their own."""
+    models = [by_key("model", to_plain(mixer.config_class())) for mixer in MIXERS.values()]
+    keys = {key for own in (*models, *(by_key(*item) for item in to_plain(load_config([])).items())) for key in own}
+    assert len(keys) <= 180
+
+
+def test_text_that_looks_like_a_number_arrives_as_written() -> None:
+    config = load_config(["name=1234e5", "checkpoint.load=007", "logger=wandb", "logger.tags=[a,'2']"])
+    assert (config.name, config.checkpoint.load, config.logger.tags) == ("1234e5", "007", ["a", "2"])
+
+
+def test_removed_keys_tell_what_replaces_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "train.warm=3: went in 0.3; set sched.warmup_steps"
+    monkeypatch.setitem(REMOVED, "train.warm", line.partition(": ")[2])
+    with pytest.raises(ConfigError) as caught:
+        load_config(["train.warm=3"])
+    assert str(caught.value) == line
+    configs = shutil.copytree(CONFIG_DIR, tmp_path / "configs")
+    (configs / "experiment" / "old.yaml").write_text("# @package _global_\ntrain:\n  warm: 3\n")
+    monkeypatch.setattr(composing, "CONFIG_DIR", configs)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["+experiment=old"])
+    assert (caught.value.field, str(caught.value).endswith(f"train.warm: {REMOVED['train.warm']}")) == (
+        "experiment",
+        True,
+    )
+    # Exports of earlier versions have it.
+    plain = to_plain(load_config([]))
+    plain["train"]["warm"] = 3
+    assert config_of(plain) == load_config([])
 
 
 def test_compute_and_master_dtypes() -> None:

@@ -32,7 +32,7 @@ from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
 
-TOKENS, STEPS = 512, WARM_UP + 4
+TOKENS, STEPS = 512 if torch.cuda.is_available() else 128, WARM_UP + 4
 SETTINGS = [
     [],
     ["data.reset_state_at_document=true"],
@@ -58,7 +58,8 @@ def batches(number: int, documents: bool, segments: int, mesh: ProcessMesh) -> l
     labels = tokens[:, 1:].clone()
     if number % 5 < 2:
         labels[:, : TOKENS // 4] = -100
-    borders = torch.tensor([0, 64 + 7 * number, 300 + 13 * number % 100, TOKENS]) if documents else None
+    inner = [(64 + 7 * number) * TOKENS // 512, (300 + 13 * number % 100) * TOKENS // 512]
+    borders = torch.tensor([0, *inner, TOKENS]) if documents else None
     split, step_labels = mesh.split(TOKENS, 1, segments=segments), int((labels >= 0).sum())
     found = []
     for segment in range(segments):

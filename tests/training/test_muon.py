@@ -20,9 +20,11 @@ from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, make_step, run_steps, write_documents
 from tests.support.training import largest_difference, train
 from zeco_train.distributed.owned_matrices import WholeMatrices, assign
+from zeco_train.config.schema import load_config
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.sp.exchange import local_exchange
+from zeco_train.tracking.run_folder import RunFolder
 from zeco_train.training.optim.muon import Muon, orthogonalise
 from zeco_train.training.optim.registry import OptimConfig, OptimizerName
 from zeco_train.training.optim.spec import AdjustLR, OptimizerSettings, Precision
@@ -183,8 +185,8 @@ def _on_ranks(rank: int, world_size: int, store: str, sp_size: int, reference: b
     for number, strategy in enumerate(Strategy):
         for turn in half:
             backend = BACKENDS[(number + turn) % len(BACKENDS)]
-            # Each strategy takes ten steps. Another backend changes the gradients only, and two steps use them.
-            steps = 10 if turn == half[0] else 2
+            # Each strategy takes ten steps on four ranks. Another backend changes the gradients only, and two use them.
+            steps = 10 if turn == half[0] and (world_size == 4 or strategy is Strategy.zero2) else 2
             found = run_steps(_case(strategy, steps, mesh.dp_size), scans[backend], mesh, store)
             # The contract. Measured 2e-13 at most.
             check(found, expected[steps], 1e-9, f"{strategy}, {backend}")
@@ -202,8 +204,7 @@ def test_ten_steps_equal_one_rank(world_size: int, sp_size: int, tmp_path: Path)
 
 
 def _train(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str, Any]:
-    own = [] if "optim=adamw" in overrides else ["optim=muon"]
-    arguments = [*own, "train.dtype=fp64", "train.steps=4", "train.eval_sequences=0", "checkpoint.every=2"]
+    arguments = ["optim=muon", "train.dtype=fp64", "train.steps=4", "train.eval_sequences=0", "checkpoint.every=2"]
     return train(rank, world_size, folder, *arguments, *overrides)
 
 
@@ -220,13 +221,9 @@ def test_resume_on_another_split_equals_unbroken_run(tmp_path: Path) -> None:
         assert (resumed["parameters"][name] - parameter).norm() <= 1e-9 * parameter.norm(), name
 
 
-def _train_with_both(rank: int, world_size: int, folder: str) -> str:
-    _train(rank, world_size, folder, "optim=adamw", "train.steps=2", "sched=constant")
-    with pytest.raises(CheckpointError) as error:
-        _train(rank, world_size, folder, "sched=constant")
-    return str(error.value)
-
-
-def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    message = run_distributed(_train_with_both, 1, str(tmp_path / "run"))[0]
-    assert message.startswith(f"optim.name=muon: the run in {tmp_path / 'run'} has adamw and can only go on with that;")
+def test_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", load_config([]).identity())
+    folder.begin({}, [])
+    folder.release()
+    with pytest.raises(CheckpointError, match=r"^optim.name=muon: the run in .* has adamw and can only go on with"):
+        RunFolder(tmp_path / "run", load_config(["optim=muon"]).identity())

@@ -23,7 +23,7 @@ from tests.support.training import SMALL, train
 from tests.training.test_graphs import RunAgain
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError, NonFiniteError
-from zeco_train.training import build
+from zeco_train.training import build, loading
 from zeco_train.training.build import build_model
 from zeco_train.training.config import skip_limit
 from zeco_train.training.forward import SequenceForward
@@ -32,7 +32,7 @@ from zeco_train.training.step import TrainingStep
 
 pytestmark = pytest.mark.numeric
 
-SETTINGS = ["sp=zeco", "sched=constant", "data.seq_len=96", "train.eval_sequences=0", "checkpoint.every=1"]
+SETTINGS = ["sp=zeco", "sched=constant", "data.seq_len=96", "train.eval_sequences=0"]
 GRADIENT, ACTIVATION = "model.layers.0.attn.o_proj.weight", "model.layers.1.attn.o_proj"
 
 
@@ -83,7 +83,8 @@ def _without_updates(steps: set[int]) -> Iterator[None]:
 
 def _runs(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, Any]:
     def run(name: str, steps: int, policy: str) -> dict[str, Any]:
-        settings = [f"train.steps={steps}", f"train.nonfinite={policy}", *SETTINGS]
+        saved = f"checkpoint.every={int(resumed)}"
+        settings = [f"train.steps={steps}", f"train.nonfinite={policy}", *SETTINGS, saved]
         return train(rank, world_size, f"{folder}/{name}", *settings)
 
     results: dict[str, Any] = {}
@@ -237,7 +238,7 @@ def _addresses(
 
     with contextlib.ExitStack() as stack:
         for target, name, replacement in (
-            (build, "build_model", build_and_plant),
+            (loading, "build_model", build_and_plant),
             (TrainingStep, "zero_grad", begin_step),
             (TrainingStep, "launched", repeat),
             (TrainingStep, "backward", spoil),

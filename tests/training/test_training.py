@@ -195,7 +195,7 @@ def test_fp32_losses_agree_for_ten_steps(runs: Runs, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name"), [(3, "zeco, sp 3, 5 blocks"), pytest.param(4, "lasp1, sp 4", marks=pytest.mark.slow)]
+    ("world_size", "name"), [(2, "lasp2, sp 2, hsdp"), pytest.param(4, "lasp1, sp 4", marks=pytest.mark.slow)]
 )
 def test_each_rank_has_its_own_log(runs: Runs, world_size: int, name: str) -> None:
     runs(_splits, world_size)

@@ -110,7 +110,6 @@ def explain(error: OmegaConfBaseException, file: str, chosen: Sequence[str], giv
 
 
 def _sets(values: Any, key: str) -> bool:
-    """Whether a file's values have a dotted key, resolved or not."""
     for part in key.partition("[")[0].split("."):
         if not OmegaConf.is_dict(values) or part not in values.keys():  # noqa: SIM118 – `in` would resolve the value
             return False
@@ -169,7 +168,6 @@ def choose_files(overrides: Sequence[str], groups: Mapping[str, Collection[str]]
 
 
 def _same_size(size: str, mixer: str, options: Collection[str]) -> str:
-    """The file of `mixer` with a size."""
     wanted = f"{mixer}_{size}"
     if wanted not in options:
         # The name of another mixer may begin with that of this one.

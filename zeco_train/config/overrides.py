@@ -224,7 +224,6 @@ def _check_group(override: Override, shown: str, options: Collection[str], has_d
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Flatten an override, whose value may be a dictionary, to keys and values."""
     if not isinstance(value, dict):
         yield key, value
         return
@@ -263,13 +262,11 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Collec
 
 
 def _section_of(kind: Any) -> type | None:
-    """The element type of a list of dataclasses; None for every other type."""
     element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
     return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
 
 
 def _check_sections(key: str, value: Any, shown: Any, section: type, settings: Any) -> None:
-    """Check the value of a list of sections, each key by key."""
     kinds = typing.get_type_hints(section)
     names = ", ".join(kinds)
     if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
@@ -286,7 +283,6 @@ def _check_sections(key: str, value: Any, shown: Any, section: type, settings: A
 
 
 def _type_of(key: str, schema: Any) -> Any:
-    """The annotated type of a dotted key; None if there is no such key."""
     kind = schema
     for part in key.split("."):
         if dataclasses.is_dataclass(kind):
@@ -309,7 +305,6 @@ def _kinds(schema: Any) -> dict[str, Any]:
 
 
 def _allowed(kind: Any) -> str:
-    """Describe the allowed values of a type."""
     if isinstance(kind, types.UnionType):
         return " or ".join(_allowed(member) for member in typing.get_args(kind))
     if kind is types.NoneType:
@@ -332,7 +327,6 @@ def _keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def _mixer(key: str, schema: Any) -> str | None:
-    """The mixer that a key's section belongs to; None for sections other than the model."""
     return getattr(_kinds(schema).get(key.partition(".")[0]), "mixer", None)
 
 

@@ -205,7 +205,6 @@ def defaults_of(model: type[LanguageModelConfig]) -> Any:
 
 
 def _compose(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
-    """The configuration, without checks of ranges, and the keys that the overrides set."""
     groups = group_options()
     # An unknown mixer comes before all else, since the meaning of the other keys depends on it.
     if (asked := find_value(overrides, MIXER)) is not None:

@@ -194,7 +194,6 @@ class StepGraphs(StepLauncher):
         )
 
     def _fixed(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy at the address of all tensors of this name and shape."""
         key = name, tensor.shape
         if key not in self._inputs:
             self._inputs[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)

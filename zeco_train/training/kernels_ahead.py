@@ -74,7 +74,6 @@ def kernels_ahead(
 
 
 def _has_room(model: LanguageModelConfig, config: TrainConfig, shape: tuple[int, int], device: torch.device) -> bool:
-    """Whether the memory is enough for the blocks beside the whole model, which is built unsharded."""
     weights = spec_of(model).num_parameters * config.dtype.master.itemsize
     widths = _WIDTHS * model.hidden_size + _MLP_WIDTHS * model.intermediate_size
     block = _fewer(shape)[0] * _fewer(shape)[1] * widths * config.dtype.master.itemsize
@@ -82,7 +81,6 @@ def _has_room(model: LanguageModelConfig, config: TrainConfig, shape: tuple[int,
 
 
 def _fewer(shape: tuple[int, int]) -> tuple[int, int]:
-    """The shape, or one of fewer tokens."""
     batch, tokens = shape
     if batch * tokens <= _MOST_TOKENS:
         return shape

@@ -108,7 +108,6 @@ def explain(
 def _run(
     step: TrainingStep, watch: _Watch, read: Callable[[int], Sequence[Batch]], micro_steps: int, with_backward: bool
 ) -> Tensor:
-    """The sum of the losses, once more; 0 with the backward passes."""
     step.model.zero_grad(set_to_none=True)
     total = torch.zeros((), dtype=torch.float64, device=step.mesh.device)
     with watch.watching(step):
@@ -313,8 +312,6 @@ class _Watch:
 
 
 class _Operators(TorchDispatchMode):
-    """Sees the operators, which are no modules, in both passes."""
-
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
         self._watch = watch
@@ -335,8 +332,6 @@ class _Operators(TorchDispatchMode):
 
 
 class _WatchedScan(TappedScan):
-    """A scan with checks of the states that it is given, and that it returns."""
-
     def __init__(self, scan: StateScan, watch: _Watch) -> None:
         super().__init__(scan)
         self._watch = watch

@@ -108,7 +108,6 @@ def resolve(config: Config, mesh: ProcessMesh) -> Config:
 
 
 def _check_load(load: str, config: Config) -> None:
-    """Check the target of `checkpoint.load` without reading its tensors."""
     path = find_weights(load)
     if is_hf_folder(path):
         check_continuation(path, config.model)
@@ -133,7 +132,6 @@ def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh
 
 
 def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
-    """Log warnings about the setup, on rank 0."""
     load = config.checkpoint.load
     if load is not None and not complete_checkpoints(folder.path):
         path, own = find_weights(load), config.identity() | data.identity()

@@ -177,7 +177,6 @@ class TrainingStep:
         *,
         last: bool,
     ) -> tuple[Tensor, ...]:
-        """Forward and backward passes of a segment: its numbers, and the gradients of its carries."""
         begin_micro_batch(self.model, self._strategy, self._shards, last=last)
         # Cuts the autograd graph between segments.
         leaves = [carry.detach().requires_grad_() for carry in carries]
@@ -204,7 +203,6 @@ class TrainingStep:
 
     @torch.no_grad()
     def _run_forward(self, batch: Batch, carries: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """First pass of a segment: the states received, and those after it."""
         states = LayerStates(carry_in=carries, want_carry=True)
         self.forward.fill_states(batch, states)
         return *states.received, *states.carry_out

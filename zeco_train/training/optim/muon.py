@@ -61,7 +61,6 @@ def _products(shape: Sequence[int], rule: ParameterRule, steps: int) -> float:
 
 
 def _ratio(shape: Sequence[int], adjust: AdjustLR) -> float:
-    """The ratio of a matrix's learning rate to that of its group."""
     rows, columns = shape
     if adjust is AdjustLR.original:
         return math.sqrt(max(1, rows / columns))
