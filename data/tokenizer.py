@@ -84,9 +84,7 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens], without an end-of-sequence id.
 
-        Args:
-            texts: the texts.
-            control: control strings, such as "</s>", become their ids; by default they are text as any other.
+        With `control`, control strings such as "</s>" become their ids; by default they are text as any other.
         """
 
     def decode(self, ids: NDArray[np.integer]) -> str:
@@ -273,12 +271,7 @@ def _part(part: Any) -> Any:
 
 
 def _open_ids(decoder: Mapping[str, Any] | None, vocabulary: Mapping[str, int]) -> Container[int]:
-    """See `Tokenizer.open_ids`.
-
-    Args:
-        decoder: of the `tokenizers` library, as in tokenizer.json.
-        vocabulary: the id of each token.
-    """
+    # The decoder as in tokenizer.json.
     joined, found = False, frozenset[int]()
     for step in _steps(decoder):
         kind = step["type"]

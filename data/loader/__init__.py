@@ -36,13 +36,7 @@ from zeco_train.system import background
 
 @dataclass(frozen=True)
 class Source:
-    """One store of a run.
-
-    Attributes:
-        documents: the documents to read.
-        weight: sampling weight of its sequences, relative to the other stores.
-        name: label of its metrics.
-    """
+    """The documents of one store of a run, see `data.loader.batches.SequenceSource`."""
 
     documents: Documents
     weight: int = 1
@@ -73,10 +67,6 @@ class SequenceReader(Reader):
         split: this rank's part of the sequences.
         shuffle, seed: the order of documents and sequences in each epoch.
         number: the store's number in a mixture, so that stores of the same size have different orders.
-
-    Attributes:
-        num_sequences: sequences per epoch.
-        has_labels: last tokens of documents have no label.
 
     Raises:
         ConfigError: sequences longer than the store.
@@ -170,7 +160,7 @@ class Mixture:
 
     Args:
         weights: positive integers, one per store.
-        seed: seed of the order within blocks.
+        seed: of the order within blocks.
     """
 
     def __init__(self, weights: Sequence[int], seed: int) -> None:

@@ -96,11 +96,6 @@ def find_mask_ids(mask_token: int | None, meta: StoreMeta, vocab_size: int) -> M
     By default the mask token is an id that no text has: the byte tokenizer's id for unknown text, and of any other
     tokenizer the first id after its own, if the model's vocabulary has one.
 
-    Args:
-        mask_token: `task.mask_token`.
-        meta: of the store.
-        vocab_size: of the model.
-
     Raises:
         ConfigError: the id is outside the vocabulary or occurs in texts, or no id is free.
     """
@@ -120,12 +115,7 @@ def find_mask_ids(mask_token: int | None, meta: StoreMeta, vocab_size: int) -> M
 
 
 class SequenceMasks:
-    """The masks of one sequence: by `splitmix_words` of the positions.
-
-    Args:
-        fraction: probability that a token is chosen.
-        name: of the sequence; determines the masks.
-    """
+    """The masks of the sequence `name`, by `splitmix_words` of the positions; tokens are chosen with `fraction`."""
 
     def __init__(self, fraction: float, name: str) -> None:
         digest = hashlib.blake2b(f"masks of {name}".encode(), digest_size=16).digest()
@@ -159,11 +149,7 @@ class SequenceMasks:
 class MaskedReader(Reader):
     """Another reader's sequences with masked tokens.
 
-    Args:
-        reader: of the sequences; all their tokens count.
-        fraction: see `TaskConfig`.
-        ids: replace tokens.
-        name: of the store and the seed; with epoch and number of a sequence it determines the masks.
+    `name` is of the store and the seed; with epoch and number of a sequence it determines the masks.
     """
 
     has_labels = True
@@ -231,12 +217,7 @@ class MaskedSource:
 
 
 def for_task(sources: Sequence[SequenceSource], task: TaskConfig, vocab_size: int) -> list[SequenceSource]:
-    """The sources as a task reads them.
-
-    Args:
-        sources: token stores, if the task masks tokens.
-        task: what the model learns.
-        vocab_size: of the model.
+    """The sources as a task reads them. With a task that masks tokens they are token stores.
 
     Raises:
         ConfigError: see `find_mask_ids`.

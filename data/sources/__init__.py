@@ -107,10 +107,12 @@ class FileSource:
 
     Attributes:
         num_files: number of files to read.
-        skipped: counts of skipped files, see `find_sources`.
+        skipped: counts of the entries skipped in folders, by suffix ("hidden": names that begin with a dot; "link to a
+            folder": not followed, since it may form a cycle).
 
     Raises:
-        DataError: as `find_sources`, or if nothing is found.
+        DataError: a path does not exist, a file given by name has an unknown suffix, one in a folder is a link out of
+            it, or nothing is found.
     """
 
     amount = "bytes"
@@ -122,7 +124,15 @@ class FileSource:
         unit_bytes: int = UNIT_BYTES,
         most_bytes: int = DOCUMENT_BYTES,
     ) -> None:
-        self._files, self.skipped = find_sources(sources)
+        self._files: list[SourceFile] = []
+        self.skipped: Counter[str] = Counter()
+        for source in sources:
+            try:
+                # Folders are walked in sorted order.
+                self._files += _walk(source, self.skipped) if source.is_dir() else [_named_file(source)]
+            except OSError as error:
+                check_open_files(error)
+                raise DataError(error.filename or source, f"cannot be read ({error.strerror})") from error
         self._text_field, self._unit_bytes, self._most_bytes = text_field, unit_bytes, most_bytes
         self.name = ", ".join(str(source) for source in sources[:3]) + (" …" if len(sources) > 3 else "")
         if not self._files:
@@ -131,100 +141,61 @@ class FileSource:
             raise DataError(self.name, "no text found", remedy)
         self.num_files = len(self._files)
         self.total: float = sum(file.size for file in self._files)
-        self.manifest_sha256 = manifest_sha256(self._files)
+        # Of names and sizes, in order; the contents are covered by the tokens' digest.
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(os.fsencode(file.name) + f"\0{file.size}\n".encode())
+        self.manifest_sha256 = digest.hexdigest()
 
     def units(self) -> Iterator[Unit]:
-        """See Source."""
-        return split_into_units(self._files, self._unit_bytes)
+        """Parts of about `unit_bytes`, in the order of the files; the cut depends on the files alone."""
+        unit_bytes = self._unit_bytes
+        group: list[SourceFile] = []
+        for file in self._files:
+            kind = _kind(file.path)
+            if kind in TEXT_SUFFIXES:
+                group.append(file)
+            # A group of text files ends before a file of another kind, so that units keep the order of the files.
+            if group and (kind not in TEXT_SUFFIXES or _size(group) >= unit_bytes or len(group) == UNIT_FILES):
+                yield _unit_of(group, 0, 0, _size(group))
+                group = []
+            if kind == ".jsonl":
+                for start in range(0, file.size, unit_bytes):
+                    stop = min(start + unit_bytes, file.size)
+                    yield _unit_of([file], start, stop, stop - start)
+            elif kind == ".parquet":
+                with open_parquet(file.path) as parquet_file:
+                    row_groups = parquet_file.num_row_groups
+                for index in range(row_groups):
+                    yield _unit_of([file], index, index + 1, file.size / row_groups)
+            elif kind not in TEXT_SUFFIXES:
+                yield _unit_of([file], 0, 0, file.size)
+        if group:
+            yield _unit_of(group, 0, 0, _size(group))
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
         """See Source."""
-        return itertools.islice(read_unit(unit, self._text_field, self._most_bytes), first, None)
+        return itertools.islice(self._read(unit), first, None)
 
-
-def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str]]:
-    """List the files of `sources` (files and folders), folders walked in sorted order.
-
-    Returns:
-        The files, and counts of the entries skipped in folders, by suffix ("hidden" for names that begin with a dot;
-        "link to a folder", not followed since it may form a cycle).
-
-    Raises:
-        DataError: a path does not exist, a file given by name has an unknown suffix, or one in a folder is a link out
-            of it.
-    """
-    files: list[SourceFile] = []
-    skipped: Counter[str] = Counter()
-    for source in sources:
+    def _read(self, unit: Unit) -> Iterator[Document]:
+        path, text_field, most_bytes = unit.paths[0], self._text_field, self._most_bytes
         try:
-            if source.is_dir():
-                files.extend(_walk(source, skipped))
-            else:
-                files.append(_named_file(source))
+            match _kind(path):
+                case ".jsonl":
+                    yield from read_lines(path, unit.start, unit.stop, text_field, most_bytes)
+                case ".jsonl.gz" | ".jsonl.zst":
+                    yield from read_compressed_lines(path, text_field, most_bytes)
+                case ".arrow":
+                    yield from read_arrow(path, text_field)
+                case ".parquet":
+                    yield from read_row_group(path, unit.start, text_field)
+                case _:
+                    for path in unit.paths:
+                        is_large = path.stat().st_size > most_bytes
+                        yield LeftOut.large if is_large else decode(path.read_bytes(), path)
         except OSError as error:
             check_open_files(error)
-            raise DataError(error.filename or source, f"cannot be read ({error.strerror})") from error
-    return files, skipped
-
-
-def manifest_sha256(files: Sequence[SourceFile]) -> str:
-    """Digest of the names and sizes of the files, in order; their contents are covered by the tokens' digest."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(os.fsencode(file.name) + f"\0{file.size}\n".encode())
-    return digest.hexdigest()
-
-
-def split_into_units(files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
-    """Cut the files into units of about `unit_bytes`, in order. The cut depends on the files alone."""
-    group: list[SourceFile] = []
-    for file in files:
-        kind = _kind(file.path)
-        if kind in TEXT_SUFFIXES:
-            group.append(file)
-        # A group of text files ends before a file of another kind, so that units keep the order of the files.
-        if group and (kind not in TEXT_SUFFIXES or _size(group) >= unit_bytes or len(group) == UNIT_FILES):
-            yield _unit_of(group, 0, 0, _size(group))
-            group = []
-        if kind == ".jsonl":
-            for start in range(0, file.size, unit_bytes):
-                stop = min(start + unit_bytes, file.size)
-                yield _unit_of([file], start, stop, stop - start)
-        elif kind == ".parquet":
-            with open_parquet(file.path) as parquet_file:
-                row_groups = parquet_file.num_row_groups
-            for index in range(row_groups):
-                yield _unit_of([file], index, index + 1, file.size / row_groups)
-        elif kind not in TEXT_SUFFIXES:
-            yield _unit_of([file], 0, 0, file.size)
-    if group:
-        yield _unit_of(group, 0, 0, _size(group))
-
-
-def read_unit(unit: Unit, text_field: str, most_bytes: int = DOCUMENT_BYTES) -> Iterator[Document]:
-    """Yield the documents of a unit; for the arguments see `FileSource`.
-
-    Raises:
-        SourceProblem: a file cannot be read, is not UTF-8, or lacks the text field.
-    """
-    path = unit.paths[0]
-    try:
-        match _kind(path):
-            case ".jsonl":
-                yield from read_lines(path, unit.start, unit.stop, text_field, most_bytes)
-            case ".jsonl.gz" | ".jsonl.zst":
-                yield from read_compressed_lines(path, text_field, most_bytes)
-            case ".arrow":
-                yield from read_arrow(path, text_field)
-            case ".parquet":
-                yield from read_row_group(path, unit.start, text_field)
-            case _:
-                for path in unit.paths:
-                    is_large = path.stat().st_size > most_bytes
-                    yield LeftOut.large if is_large else decode(path.read_bytes(), path)
-    except OSError as error:
-        check_open_files(error)
-        raise SourceProblem(str(path), f"cannot be read ({error.strerror or error})", "") from error
+            raise SourceProblem(str(path), f"cannot be read ({error.strerror or error})", "") from error
 
 
 def _named_file(source: Path) -> SourceFile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -61,11 +61,8 @@ def read_lines(path: Path, start: int, stop: int, text_field: str, most: int) ->
             if not rest.endswith(b"\n"):
                 return
             first = start - 1 + len(rest)
-        for position, line in _lines(file, most, first, stop):
-            try:
-                yield from _documents_of_line(line, path, position, text_field)
-            except _LineProblem as error:
-                raise SourceProblem(f"{path}, line {_line_number(path, position)}", *error.args) from error
+        lines = _lines(file, most, first, stop)
+        yield from _documents(lines, path, text_field, lambda position, _: _line_number(path, position))
 
 
 def read_compressed_lines(path: Path, text_field: str, most: int) -> Iterator[Document]:
@@ -77,11 +74,8 @@ def read_compressed_lines(path: Path, text_field: str, most: int) -> Iterator[Do
         _arrow_errors(path, "cannot be decompressed", OSError),
         pyarrow.input_stream(str(path), compression=compression) as stream,
     ):
-        for number, (position, line) in enumerate(_lines(io.BufferedReader(stream, READ_BYTES), most), 1):
-            try:
-                yield from _documents_of_line(line, path, position, text_field)
-            except _LineProblem as error:
-                raise SourceProblem(f"{path}, line {number}", *error.args) from error
+        lines = _lines(io.BufferedReader(stream, READ_BYTES), most)
+        yield from _documents(lines, path, text_field, lambda _, number: number)
 
 
 def _lines(file: IO[bytes], most: int, position: int = 0, stop: float = math.inf) -> Iterator[tuple[int, bytes | None]]:
@@ -112,11 +106,18 @@ class _LineProblem(Exception):
     """A problem of a JSON line: (problem, remedy)."""
 
 
-def _documents_of_line(line: bytes | None, path: Path, position: int, text_field: str) -> Iterator[Document]:
-    if line is None:
-        yield LeftOut.large
-    elif (text := decode(line, path, position)) and not text.isspace():
-        yield _field_of_line(text, text_field)
+def _documents(
+    lines: Iterator[tuple[int, bytes | None]], path: Path, text_field: str, number_of: Callable[[int, int], int]
+) -> Iterator[Document]:
+    # `number_of` gives a line's number in the file of its position and its number among `lines`.
+    for count, (position, line) in enumerate(lines, 1):
+        if line is None:
+            yield LeftOut.large
+        elif (text := decode(line, path, position)) and not text.isspace():
+            try:
+                yield _field_of_line(text, text_field)
+            except _LineProblem as error:
+                raise SourceProblem(f"{path}, line {number_of(position, count)}", *error.args) from error
 
 
 def _field_of_line(line: str, text_field: str) -> Document:

@@ -227,16 +227,8 @@ class TokenStore:
         Raises:
             DataError: names the first file that differs.
         """
-        for index in range(self.num_shards):
-            self.verify_shard(index)
-        self.verify_offsets()
-
-    def verify_shard(self, index: int) -> None:
-        """Read one shard whole and compare its digest with meta.json. Raises DataError as `verify`."""
-        verify_file(self.shard_path(index), self.meta.shards[index].sha256)
-
-    def verify_offsets(self) -> None:
-        """Read doc_offsets.npy whole and compare its digest with meta.json. Raises DataError as `verify`."""
+        for index, shard in enumerate(self.meta.shards):
+            verify_file(self.shard_path(index), shard.sha256)
         verify_file(self.path / OFFSETS_FILE, self.meta.doc_offsets_sha256)
 
     def shard_path(self, index: int) -> Path:

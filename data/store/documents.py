@@ -179,12 +179,7 @@ class Pieces:
 
 
 class DocumentStream:
-    """The documents of a store as one stream of tokens.
-
-    Args:
-        store: holds the documents.
-        index: selection and order of the documents; None for all, in stored order.
-    """
+    """The documents of a store as one stream of tokens, selected and ordered by `index`; None: all as stored."""
 
     def __init__(self, store: TokenStore, index: DocumentIndex | None = None) -> None:
         self.store, self._index = store, index
@@ -233,7 +228,7 @@ class Documents:
     """A store's documents of at least `min_tokens` tokens, and token streams of them.
 
     Args:
-        store: holds the documents.
+        store: of the documents.
         min_tokens: shorter documents, end of sequence included, are dropped.
         cache_dir: folder for the indices of large stores; None for the user's cache.
         smallest_cached: indices of stores with at least this many documents are cached as files.

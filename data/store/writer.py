@@ -28,12 +28,7 @@ _HEADER_BYTES = 128
 
 @dataclass(frozen=True)
 class WriterState:
-    """Progress of a store; `StoreWriter.resume` truncates data beyond these counts.
-
-    Attributes:
-        num_tokens, num_documents: written so far.
-        full_shards: digests of the full shards.
-    """
+    """Progress of a store, with the digests of full shards; `StoreWriter.resume` truncates data beyond these counts."""
 
     num_tokens: int = 0
     num_documents: int = 0

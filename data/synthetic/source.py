@@ -22,12 +22,7 @@ _ENDLESS = 1 << 40
 
 
 class ExampleReader(Reader):
-    """Generates one sequence-parallel rank's shards of examples; only the labels of answers count.
-
-    Args:
-        example: generates an example from its number.
-        count: number of examples.
-    """
+    """Generates one sequence-parallel rank's shards of examples, each from its number; only labels of answers count."""
 
     has_labels = True
 
