@@ -21,8 +21,11 @@ pytestmark = pytest.mark.numeric
 
 TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "dtype=fp64", "device=cpu", "check_tokens=80"]
 QUICK = [*TINY, "contexts=[70,200]", "batches=[1,3]", "steps=4", "warmup=1", "prefill_tokens=64"]
+# Of what does not depend on chunks, or on several contexts.
+SHORT = [*QUICK, "contexts=[70]", "check_tokens=8"]
 
 
+@pytest.mark.usefixtures("rendered")
 def test_result_rows_and_plot_are_written(tmp_path: Path) -> None:
     outcome = run_here(command.main, "decode", *QUICK, f"out={tmp_path}")
     assert outcome.code == 0, outcome
@@ -46,7 +49,13 @@ def test_result_rows_and_plot_are_written(tmp_path: Path) -> None:
 def test_states_of_a_hybrid_include_its_caches(tmp_path: Path) -> None:
     """With the capacity of the context and the steps after it."""
     outcome = run_here(
-        command.main, "decode", *QUICK, "model.attn.every=2", "model.attn.num_kv_heads=2", f"out={tmp_path}"
+        command.main,
+        "decode",
+        *QUICK,
+        "contexts=[70]",
+        "model.attn.every=2",
+        "model.attn.num_kv_heads=2",
+        f"out={tmp_path}",
     )
     assert outcome.code == 0, outcome
     for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
@@ -57,7 +66,7 @@ def test_states_of_a_hybrid_include_its_caches(tmp_path: Path) -> None:
 
 
 def test_exceeded_budget_skips_remaining_contexts(tmp_path: Path) -> None:
-    outcome = run_here(command.main, "decode", *QUICK, "budget_seconds=0.001", f"out={tmp_path}")
+    outcome = run_here(command.main, "decode", *SHORT, "budget_seconds=0.001", f"out={tmp_path}")
     assert outcome.code == 0, outcome
     result = json.loads((tmp_path / "results.json").read_text())
     assert result["rows"] == []
@@ -73,7 +82,7 @@ def test_decode_with_wrong_logits_is_not_timed(tmp_path: Path, monkeypatch: pyte
         return step(self, tokens)
 
     monkeypatch.setattr(Decoder, "step", forgetful)
-    outcome = run_here(command.main, "decode", *QUICK, f"out={tmp_path}")
+    outcome = run_here(command.main, "decode", *SHORT, f"out={tmp_path}")
     assert outcome.code == 8
     assert "eager is wrong, nothing is timed: logits by steps" in outcome.errors[0]
     assert not (tmp_path / "results.json").exists()
@@ -95,7 +104,7 @@ def test_decode_is_not_timed_if_logits_of_chunks_are_not_finite(
         return logits
 
     monkeypatch.setattr(decode, "whole_logits", broken)
-    outcome = run_here(command.main, "decode", *QUICK, f"out={tmp_path}")
+    outcome = run_here(command.main, "decode", *SHORT, f"out={tmp_path}")
     assert outcome.code == 8
     error = f"eager is wrong, nothing is timed: logits by chunks on rank 0 has a relative error of {value}, allowed "
     assert outcome.errors[0].startswith(error)
@@ -113,7 +122,7 @@ def test_each_turn_starts_from_the_states_of_the_context(tmp_path: Path, monkeyp
         made(self, model, states, positions, cuda_graph)
 
     monkeypatch.setattr(Decoder, "__init__", remember)
-    outcome = run_here(command.main, "decode", *QUICK, "contexts=[70]", "batches=[1]", f"out={tmp_path}")
+    outcome = run_here(command.main, "decode", *SHORT, "batches=[1]", f"out={tmp_path}")
     assert outcome.code == 0, outcome
     # The first decoder belongs to the correctness check.
     _, first, *others = begun

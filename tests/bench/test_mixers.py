@@ -18,6 +18,7 @@ from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import load_config
 from zeco_train.lifecycle.join import Launch
+from zeco_train.sp.attention.registry import AttentionChoice
 
 pytestmark = pytest.mark.numeric
 
@@ -26,16 +27,18 @@ FAST = ["device=cpu", "tokens=[32]", "steps=2", "warmup=1", "check_tokens=32", "
 
 
 def test_each_mixer_has_the_file_of_the_size() -> None:
-    config = ModelConfig.load(SMALL)
+    # Not loaded: that composes each model to check it.
+    config = ModelConfig(model="gla_tiny", mixers=["gla", "retnet", "mamba2"], overrides=["model.num_layers=2"])
     runs = [config.run_config(settings) for settings in config.models]
     assert [run.model.name for run in runs] == ["gla_tiny", "retnet_tiny", "mamba2_tiny"]
     assert {run.model.num_layers for run in runs} == {2}
-    alone = ModelConfig.load(["model=retnet_tiny"])
+    alone = ModelConfig(model="retnet_tiny")
     assert [alone.run_config(settings).model.name for settings in alone.models] == ["retnet_tiny"]
 
 
 def test_patterns_of_hybrids_are_told_apart_by_name() -> None:
-    config = ModelConfig.load([*SMALL[:2], "every=[0,2]", "attention=ring", "heads=[2,1]"])
+    ring, two_layers = AttentionChoice["ring"], ["model.num_layers=2"]
+    config = ModelConfig(model="gla_tiny", overrides=two_layers, every=[0, 2], attention=ring, heads=[2, 1])
     runs = [config.run_config(settings) for settings in config.models]
     assert [(run.model.name, run.model.num_heads, list(run.model.attn.chosen(2))) for run in runs] == [
         ("gla_tiny", 2, []),

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.numeric
 # A model of two small layers.
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,10 +240,13 @@ def test_peers_of_delta_rules_take_the_same_operands(shape: Shape, module: str, 
 
 def test_peer_without_heads_takes_channels_side_by_side() -> None:
     """fla's own plain recurrence, in fp32: it has no other dtype."""
-    from fla.ops.hgrn.naive import naive_recurrent_hgrn
-
+    package = importlib.util.find_spec("fla")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    # By its path: the package itself takes seconds to import.
+    naive = runpy.run_path(str(Path(package.submodule_search_locations[0], "ops", "hgrn", "naive.py")))
     session = mock.Mock(spec=Session)
-    session.import_fla.side_effect = {"fla.ops.hgrn": SimpleNamespace(chunk_hgrn=naive_recurrent_hgrn)}.get
+    session.import_fla.side_effect = {"fla.ops.hgrn": SimpleNamespace(chunk_hgrn=naive["naive_recurrent_hgrn"])}.get
     inputs = Inputs.random(SHAPES[8], Dtype.fp32, 0, CPU)
     found = inputs.results(peer_attention(SHAPES[8], session))
     expected = inputs.results(lambda *operands: naive_of(OPERATORS["hgrn"])(*operands)[0])

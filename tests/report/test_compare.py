@@ -83,13 +83,12 @@ def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.C
 
 
 def test_340m_model_splits_for_every_backend_on_four_ranks() -> None:
+    config = load_config(["model=gla_340m", "data.global_batch=4", "data.seq_len=16384", "train.dtype=bf16"])
+    assert config.model.vocab_size >= 259
     for backend, micro_steps in (("dp", 1), ("lasp1", 4), ("lasp2", 4), ("zeco", 4)):
-        overrides = [f"sp={backend}", "model=gla_340m", "data.global_batch=4", "data.seq_len=16384", "train.dtype=bf16"]
-        config = load_config(overrides)
         sp_size = resolve_sp_size(config.sp.size, 4, backend)
         check_split(config.data, sp_size, 4 // sp_size)
         assert config.data.global_batch // config.data.micro_batch // (4 // sp_size) == micro_steps
-        assert config.model.vocab_size >= 259
 
 
 def compare_backends(folder: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -115,17 +115,19 @@ def test_changed_chart_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.processes
 def test_offline_dashboard_with_benchmarks(tmp_path: Path) -> None:
     out, folder = tmp_path / "dashboard.json", tmp_path / "bench"
-    arguments = ["--offline", str(out), "--bench", str(MODEL_RESULTS), "--bench-dir", str(folder)]
+    results = json.loads(MODEL_RESULTS.read_text())
+    (tmp_path / MODEL_RESULTS.name).write_text(json.dumps(results | {"rows": results["rows"][-2:]}))
+    arguments = ["--offline", str(out), "--bench", str(tmp_path / MODEL_RESULTS.name), "--bench-dir", str(folder)]
     done = run_python([COMMAND, *arguments], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()
-    assert first.startswith("4 measurements as runs")
+    assert first.startswith("2 measurements as runs")
     assert "17 panels, read back as they were written: Throughput over devices" in second
     written = json.loads(out.read_text())
     assert check(written)
     assert [*written["charts"]] == [chart_name()]
 
-    row = next(row for row in json.loads(MODEL_RESULTS.read_text())["rows"] if row["variant"] == "zeco")
+    row = next(row for row in results["rows"] if row["variant"] == "zeco")
     (log,) = folder.glob("model_4xh200_16k-gla_1b-zeco-65536/wandb/offline-run-*/run-*.wandb")
     run = run_record(log)
     assert (run.job_type, run.run_group) == ("bench", "gla_1b-64k")

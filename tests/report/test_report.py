@@ -14,6 +14,7 @@ import pytest
 from matplotlib.image import imread
 
 from tests.support.commands import Outcome, check_line
+from zeco_train.report import panels
 from zeco_train.report.__main__ import main
 from zeco_train.report.measurements import Spread, read
 from zeco_train.tracking.starts import Layout, Start, append_start
@@ -132,7 +133,8 @@ def test_runs_of_other_identity_give_no_ratio(tmp_path: Path) -> None:
     assert len(found.families) == 2
 
 
-def test_page_is_complete_and_self_contained(tmp_path: Path) -> None:
+def test_page_is_complete_and_self_contained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "PANEL_DPI", 60)
     name = "<script>alert('$x_{$')</script> & \"zeco\""
     runs = [
         write_run(tmp_path / "dp", dict.fromkeys(range(1, 9), 100.0), [(0, DP)]),

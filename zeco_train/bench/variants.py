@@ -97,7 +97,7 @@ class Variant:
         blocks = str(max(1, state_elements // PAPER_BLOCK)) if self.blocks == "paper" else self.blocks
         config = AllScanConfig(self.algorithm, self.transport, blocks)
         config.validate()
-        return SPConfig(Backend["zeco"], all_scan=config)
+        return SPConfig(Backend[self.kind], all_scan=config)
 
 
 def _in_one_kernel() -> Iterator[str]:
