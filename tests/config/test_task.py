@@ -99,9 +99,8 @@ def test_identity_has_the_task_and_its_masks() -> None:
 
 
 @pytest.mark.usefixtures("unmasked")
-def test_runs_from_before_tasks_go_on_with_the_next_token_only(tmp_path: Path) -> None:
-    old = {key: value for key, value in load_config([]).identity().items() if key not in ("task.name", "model.causal")}
-    folder = RunFolder(tmp_path / "run", old)
+def test_run_goes_on_with_its_task_only(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", load_config([]).identity())
     folder.begin({}, [])
     folder.release()
     RunFolder(tmp_path / "run", load_config([]).identity()).release()
