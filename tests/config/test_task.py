@@ -10,17 +10,18 @@ from unittest import mock
 
 import pytest
 
-from data.loader.masking import TaskConfig, TaskName
+from data.masking import TaskConfig, TaskName
 from data.tokenizer import ByteTokenizer
 from models.mixers.gla import GLAConfig
 from models.registry import MIXERS, unmasked_mixers
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.schema import config_of, load_config, to_plain
-from zeco_train.errors import ConfigError
+from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
 from zeco_train.hf.config_json import to_config_json
 from zeco_train.hf.trained import Trained
+from zeco_train.tracking.run_folder import RunFolder
 
 MASKED = ["task=mlm", "model.causal=false"]
 
@@ -95,6 +96,16 @@ def test_identity_has_the_task_and_its_masks() -> None:
     causal = load_config([]).identity()
     assert causal["task.name"] == "lm"
     assert "task.mask_fraction" not in causal
+
+
+@pytest.mark.usefixtures("unmasked")
+def test_run_goes_on_with_its_task_only(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", load_config([]).identity())
+    folder.begin({}, [])
+    folder.release()
+    RunFolder(tmp_path / "run", load_config([]).identity()).release()
+    with pytest.raises(CheckpointError, match="has True and can only go on with that"):
+        RunFolder(tmp_path / "run", load_config(MASKED).identity())
 
 
 def _unmasked_run(path: str) -> Trained:

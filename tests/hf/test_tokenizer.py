@@ -15,6 +15,7 @@ from zeco_train.errors import DataError
 from zeco_train.hf.tokenizer import tokenizer_info, write_tokenizer
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model_type", [one.model_type for one in FORMATS])
 def test_any_export_encodes_by_default_as_training_did(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer

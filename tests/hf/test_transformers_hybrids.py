@@ -280,32 +280,28 @@ def test_configuration_survives_the_round_trip(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "problem"),
+    ("kind", "change", "refused"),
     [
-        ("olmo_hybrid", {"o_norm_eps": None}, "model.o_norm_eps=None: transformers' OlmoHybrid knows 1e-05 only"),
-        ("olmo_hybrid", {"use_gate": False}, "model.use_gate=False: transformers' OlmoHybrid knows True only"),
-        ("olmo_hybrid", {"zero_centred_norms": True}, "zero_centred_norms=True: transformers' OlmoHybrid knows False"),
-        ("olmo_hybrid", {"attn": {"norm_after": False}}, "attn.norm_after=false: transformers' OlmoHybrid knows true"),
-        ("olmo_hybrid", {"attn": {"window": 8}}, "model.attn.window=8: transformers' OlmoHybrid knows null only"),
-        ("olmo_hybrid", {"attn": {"rotary_dim": 2}}, "attn.rotary_dim=2: transformers' OlmoHybrid rotates whole heads"),
-        ("olmo_hybrid", {"attn": {"every": None}}, "attn.layers=None: transformers' OlmoHybrid has both kinds"),
-        ("qwen3_5_text", {"zero_centred_norms": False}, "zero_centred_norms=False: transformers' Qwen3_5 knows True"),
-        ("qwen3_5_text", {"allow_neg_eigval": True}, "allow_neg_eigval=True: transformers' Qwen3_5 knows False only"),
-        ("qwen3_5_text", {"o_norm_eps": 1e-5}, "model.o_norm_eps=1e-05: transformers' Qwen3_5 knows None only"),
-        ("qwen3_5_text", {"attn": {"gate": False}}, "model.attn.gate=false: transformers' Qwen3_5 knows true only"),
-        (
-            "qwen3_5_text",
-            {"attn": {"rope_theta": None, "rotary_dim": None}},
-            "model.attn.rope_theta=null: transformers' Qwen3_5 always rotates",
-        ),
+        ("olmo_hybrid", {"o_norm_eps": None}, "o_norm_eps=null"),
+        ("olmo_hybrid", {"use_gate": False}, "use_gate=false"),
+        ("olmo_hybrid", {"zero_centred_norms": True}, "zero_centred_norms=true"),
+        ("olmo_hybrid", {"attn": {"norm_after": False}}, "attn.norm_after=false"),
+        ("olmo_hybrid", {"attn": {"window": 8}}, "attn.window=8"),
+        ("olmo_hybrid", {"attn": {"rotary_dim": 2}}, "attn.rotary_dim=2"),
+        ("olmo_hybrid", {"attn": {"every": None}}, "attn.layers=null"),
+        ("qwen3_5_text", {"zero_centred_norms": False}, "zero_centred_norms=false"),
+        ("qwen3_5_text", {"allow_neg_eigval": True}, "allow_neg_eigval=true"),
+        ("qwen3_5_text", {"o_norm_eps": 1e-5}, "o_norm_eps=1e-05"),
+        ("qwen3_5_text", {"attn": {"gate": False}}, "attn.gate=false"),
+        ("qwen3_5_text", {"attn": {"rope_theta": None, "rotary_dim": None}}, "attn.rope_theta=null"),
     ],
     ids=lambda value: f"{value!s:.30}",
 )
-def test_what_a_class_cannot_say_is_not_exported(kind: str, change: dict[str, Any], problem: str) -> None:
+def test_what_a_class_cannot_say_is_not_exported(kind: str, change: dict[str, Any], refused: str) -> None:
     model = small(kind, **change)
     with pytest.raises(ConfigError) as caught:
         to_config_json(model, TOKENIZER, None, 128, "float32", kind)
-    assert problem in caught.value.line
+    assert caught.value.line.startswith(f"error: model.{refused}: ")
     assert caught.value.line.endswith("so this model cannot be exported")
 
 

@@ -93,7 +93,7 @@ def test_tokenizer_entries_of_strangers_give_short_errors(entry: object, tmp_pat
     store = write_store(tmp_path / "store")
     meta = json.loads((store / "meta.json").read_text())
     (store / "meta.json").write_text(json.dumps({**meta, "tokenizer": entry}))
-    (store / "identity.json").write_text(json.dumps({"data.tokenizer": entry}))
+    (store / "identity.json").write_text(json.dumps({"format": 2, "data.tokenizer": entry}))
     for read in (lambda: read_meta(store).tokenizer, lambda: read_identity(store)["data.tokenizer"]):
         with pytest.raises((DataError, CheckpointError)) as raised:
             load_tokenizer(tokenizer_name(read(), store))
