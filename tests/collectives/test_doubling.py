@@ -49,6 +49,7 @@ class Mail:
         return Message()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 16, 17])
 def test_doubling_equals_reference_on_any_rank_count(size: int, matrices: bool) -> None:

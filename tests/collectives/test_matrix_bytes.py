@@ -20,6 +20,7 @@ LAYER = (1, 16, 128, 128)
 STATE = 16 * 128 * 128 * 4
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", SCANS)
 def test_scans_with_matrices_send_the_bytes_of_their_descriptor(name: str, ranks: int) -> None:

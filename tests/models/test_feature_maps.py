@@ -159,6 +159,7 @@ def test_outputs_and_gradients_equal_an_attention_matrix(name: str) -> None:
         assert_close(ours, theirs, f"gradient of {label}")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_second_shard_continues_the_first(name: str) -> None:
     """A border inside a chunk, the state handed over by hand; then token by token. Gradients through the border too."""
@@ -178,6 +179,7 @@ def test_second_shard_continues_the_first(name: str) -> None:
             assert_close(y, whole[:, token : token + 1], f"step {token}")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_documents_are_independent(name: str) -> None:
     """cosFormer's positions count from the start of the sequence: only their differences matter."""
@@ -221,6 +223,7 @@ def test_normaliser_has_exact_gradients(compiled: bool, monkeypatch: pytest.Monk
     assert with_ones(o).shape[-1] == 16
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_traced_form_equals_the_eager_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a compiler the maps and the normaliser are plain operations."""
@@ -235,6 +238,7 @@ def test_traced_form_equals_the_eager_one(name: str, monkeypatch: pytest.MonkeyP
         assert_close(ours, theirs, "a gradient")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_layer_stays_close_to_fp64(name: str) -> None:
     config = CASES[name]

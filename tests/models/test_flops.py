@@ -59,6 +59,7 @@ def flops_of(config: GLAConfig, recompute: Recompute, segments: int) -> TokenFLO
     return spec.flops_per_token(TOKENS) + spec.recomputed_flops_per_token(TOKENS, recompute, segments)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("segments", [1, 2, 5])
 @pytest.mark.parametrize("recompute", Recompute)
 def test_linear_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int) -> None:

@@ -315,6 +315,7 @@ def one_rank_mesh() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_sharded_units_give_same_gradients(one_rank_mesh: Any, tied: bool, dtype: torch.dtype) -> None:

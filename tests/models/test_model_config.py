@@ -62,6 +62,7 @@ def test_parameter_counts_match_built_models(name: str) -> None:
     assert spec_of(config).num_parameters == sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
 def test_parameter_names_and_shapes_equal_fla(name: str, tied: bool) -> None:

@@ -46,6 +46,7 @@ def check_sums(found: Tensor, products: list[tuple[Tensor, Tensor]]) -> None:
     assert ((found.double() - exact).abs() <= 0.5 * terms * torch.finfo(found.dtype).eps * sizes).all()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_outputs_and_gradients_equal_separate_linear_layers(dtype: torch.dtype, strided: bool) -> None:

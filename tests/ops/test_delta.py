@@ -165,6 +165,7 @@ def test_one_rank_equals_recurrence(rule: str, num_tokens: int, decay: str) -> N
         check(rule, make(rule, num_tokens, decay), [0, num_tokens])
 
 
+@pytest.mark.few
 @EACH
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 2])

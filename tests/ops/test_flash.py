@@ -35,6 +35,7 @@ def _pairs(span: Span, key_start: int, key_stop: int) -> Tensor:
     return seen
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("window", [None, 1, 3, 30])
 def test_calls_have_the_visible_pairs_and_no_others(documents: tuple[int, ...] | None, window: int | None) -> None:

@@ -180,6 +180,7 @@ def test_gradients_are_scaled_without_rounding_the_factor(form: str, device: str
     assert torch.equal(source, expected)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("form", ["eager", "compiled"])
 def test_inputs_need_not_be_contiguous(form: str, dtype: torch.dtype, compiled: LossParts) -> None:

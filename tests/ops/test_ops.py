@@ -238,6 +238,7 @@ def test_one_rank_equals_recurrence(num_tokens: int, decay: str) -> None:
     check(make_case(num_tokens, decay), [0, num_tokens])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("edges", [[0, 100, 200], [0, 1, 65, 200], [0, 64, 128, 192], [0, 3, 67, 190, 300]])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong"])
 def test_sharded_ranks_equal_recurrence(edges: list[int], decay: str) -> None:
@@ -266,6 +267,7 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("decay", ["none", "mixed", "strongest"])
 def test_documents_equal_recurrence(documents: str, decay: str) -> None:
@@ -279,6 +281,7 @@ def test_sharded_documents_equal_recurrence(documents: str, edges: list[int]) ->
     check(make_case(200, cu_seqlens=DOCUMENTS[documents]), edges)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("cu_seqlens", "edges"),
     [
@@ -294,6 +297,7 @@ def test_documents_straddling_shards_equal_recurrence(cu_seqlens: list[int], edg
     check(make_case(260, decay, cu_seqlens=cu_seqlens), edges)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("edges", [[0, 150], [0, 70, 150]])
 @pytest.mark.parametrize("loud", [slice(0, 70), slice(70, 150)])
 def test_no_value_or_gradient_crosses_restart(edges: list[int], loud: slice) -> None:
@@ -322,6 +326,7 @@ def test_log_decay_of_a_restart_is_minus_infinity() -> None:
 # Precision
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 60, 61, 170, 300]])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong", "strongest"])
 def test_fp32_error_is_bounded(decay: str, cu_seqlens: list[int] | None) -> None:

@@ -167,6 +167,7 @@ def test_decay_matrix_is_the_product_of_the_decays_between_tokens() -> None:
         torch.testing.assert_close(found[0, 0, :, :, i, j], between, rtol=1e-14, atol=0)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("groups", [2, 6])
 @pytest.mark.parametrize("documents", [None, [0, 3, 70, 150]])
 def test_scalar_decay_equals_gla_with_expanded_decays(groups: int, documents: list[int] | None) -> None:
@@ -232,6 +233,7 @@ def test_bf16_tokens_are_computed_in_fp32(operator: Operator) -> None:
 # One token
 
 
+@pytest.mark.few
 @BOTH
 @pytest.mark.parametrize("groups", [1, 3, 6])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.bfloat16, 4e-3)])

@@ -94,6 +94,7 @@ def check(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str, toler
         assert error <= tolerance, f"{name} is off by {error:.1e}: {where}"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("carry", [False, True])
 def test_equals_conv1d_with_every_gradient(width: int, carry: bool) -> None:
@@ -105,6 +106,7 @@ def test_equals_conv1d_with_every_gradient(width: int, carry: bool) -> None:
         check(found, expected(values, None, carry), f"{tokens} tokens")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("carry", [False, True])
 def test_documents_equal_separate_convolutions(width: int, carry: bool) -> None:

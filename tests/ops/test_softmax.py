@@ -39,6 +39,7 @@ def _span(start: int, stop: int, borders: tuple[int, ...] | None, window: int | 
     return Span(start, stop, None if borders is None else torch.tensor(borders), window)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("borders", BORDERS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_spans_know_the_keys_of_each_query(borders: tuple[int, ...] | None, window: int | None) -> None:
@@ -77,6 +78,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Te
     return torch.einsum("bhij,bjhv->bihv", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("borders", BORDERS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_blocks_of_keys_add_up_to_the_gradients_of_the_whole(

@@ -79,6 +79,7 @@ def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Te
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("name", "ranks", "window"),

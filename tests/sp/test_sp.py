@@ -235,6 +235,7 @@ def test_autocast_changes_nothing() -> None:
     assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("num_tokens", [1, 64, 65])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_single_chunk_or_head_equals_recurrence(num_tokens: int, heads: int) -> None:

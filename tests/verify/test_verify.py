@@ -109,6 +109,7 @@ def test_every_backend_passes_with_every_operator(operator: str) -> None:
         assert sum(f" {backend} " in row for row in rows) == 2, backend
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operator", [name for name in VERIFIED if name != "gla"])
 def test_operators_on_one_device_are_within_the_limits(operator: str, dtype: torch.dtype) -> None:

@@ -3,9 +3,7 @@
 It moves 28 bytes a parameter: gradient, weight and two moments are read, and all but the gradient written. torch's
 writes the gradient back as well if it divides it by `grad_scale`, as every step that clips does.
 
-The launch of AdamW's kernel: tables of addresses, which stay valid in a CUDA graph.
-
-The kernel of AdamW (`zeco_train.training.optim.adamw`). Triton only.
+The launch takes tables of addresses, which stay valid in a CUDA graph (`zeco_train.training.optim.adamw`). Triton only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Copies of many tensors, with a cast or a sum on the way: each element is read once and written once.
 
-The launches of the kernel that copies many tensors.
-
-Copies of gradients and weights around FSDP2's communication (`zeco_train.distributed`). Triton only.
+For gradients and weights around FSDP2's communication (`zeco_train.distributed`). Triton only.
 """
 
 from __future__ import annotations

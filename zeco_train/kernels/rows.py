@@ -2,10 +2,6 @@
 
 Sizes are compared as integers: the bits of fp32 without the sign rise with the number, infinity and NaN are above all
 others, and a maximum of integers does not depend on the order.
-
-Launches of the kernels that round to fp8.
-
-The kernels that round rows and columns of matrices to fp8 (`zeco_train.ops.linear`). Triton only.
 """
 
 from __future__ import annotations

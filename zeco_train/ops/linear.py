@@ -1,7 +1,7 @@
 """Matrix products of linear layers in fp8, one scale for each row of both operands.
 
-`rows` rounds the rows of a matrix to fp8, `scaled` multiplies two such matrices: on GPUs by their fp8 units, elsewhere
-emulated. `models.projections` uses both for y = x Wᵀ and dx = dy W:
+`quantise_rows` rounds the rows of a matrix to fp8, `product` multiplies two such matrices: on GPUs by their fp8 units,
+elsewhere emulated. `models.projections` uses both for y = x Wᵀ and dx = dy W:
 
     y   a scale for each token of x, and for each output of W
     dx  a scale for each token of dy, and for each input of W
@@ -10,13 +10,10 @@ emulated. `models.projections` uses both for y = x Wᵀ and dx = dy W:
 A scale of a token depends on that token alone, and FSDP gathers a weight before its use, so the loss depends on neither
 split. torchao's recipe `rowwise_with_gw_hp` has the same products, with one scale for the whole W in dx.
 
-Rows of a matrix in fp8: e4m3 numbers, and one power of two for each row.
-
-A power of two scales without rounding errors, so each number is rounded once, to three bits after its leading one. As
-the numbers are floating, the factor of up to 2 by which a row's largest may stay below the format's costs no precision,
-only one of 18 binary orders of magnitude: those below 2⁻¹⁷ of a row's largest become 0, and those below 2⁻¹⁴ lose bits.
-
-Products of two matrices in fp8.
+Rows are e4m3 numbers, and one power of two for each row. A power of two scales without rounding errors, so each number
+is rounded once, to three bits after its leading one. As the numbers are floating, the factor of up to 2 by which a
+row's largest may stay below the format's costs no precision, only one of 18 binary orders of magnitude: those below
+2⁻¹⁷ of a row's largest become 0, and those below 2⁻¹⁴ lose bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Base class of the backends, and the backend descriptor, the interface to the rest of the project.
 
 A backend launches each scan over the worker of its direction.
-
-A scan that sees, and may change, what goes through another one.
 """
 
 from __future__ import annotations

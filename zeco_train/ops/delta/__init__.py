@@ -15,17 +15,11 @@ values are not checked here, since that would synchronise with the device.
 
 The transition of a shard is a matrix, [B, H, K, K].
 
-FLOPs of the delta rules per token, a multiply-add counting as two; independent of the sequence length.
+FLOPs are those of matrix products and of the triangular systems of chunks, a multiply-add counting as two. Of the token
+pairs inside a chunk of C = 64 only the causal half counts: (C+1)/2 per token with the token itself, (C−1)/2 without.
+Products with matrices of transitions, which only several ranks need, count as nothing, like the scan itself.
 
-Matrix products and the triangular systems of chunks. Of the token pairs inside a chunk of C = 64 only the causal half
-counts: (C+1)/2 per token with the token itself, (C−1)/2 without. Products with matrices of transitions, which only
-several ranks need, count as nothing, like the scan itself.
-
-One token of a delta rule, for generation: the state is updated in place, so memory is that of one state.
-
-    S ← Diag(exp(g)) S,    u = β (v − kᵀ S),    S ← S + k uᵀ,    o = scale · qᵀ S
-
-On all devices a few passes over the state in PyTorch. No gradients.
+One token, for generation, updates the state in place by a few passes in PyTorch on all devices, without gradients.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 The equations are those of `zeco_train.ops.gated_norm`. Bytes: x and gate are read, y is written; dy, x and gate are
 read, dx and dgate written. Compiled code reads the latter three twice: torch's compiler does not fuse a sum over rows
 with what else it computes of them.
-
-Launches of the gated norm's kernels: tiles and strides.
-
-The kernels of the gated RMS norm (`zeco_train.ops.gated_norm`). Triton only.
 """
 
 from __future__ import annotations

@@ -4,17 +4,12 @@
 
 q, k, g [B, T, H, K]; v, o [B, T, H, V]; g is log-decays, fp32 or fp64, finite and at most 0.
 
-FLOPs of gated linear attention per token, a multiply-add counting as two; independent of the sequence length.
+FLOPs are those of matrix products per token, a multiply-add counting as two. Of the token pairs inside a chunk of C =
+64 only the causal half counts, (C+1)/2 per token, although kernels compute the whole square.
 
-Matrix products only. Of the token pairs inside a chunk of C = 64 only the causal half counts, (C+1)/2 per token,
-although kernels compute the whole square.
-
-One token of the recurrence, for generation: the state is updated in place, so memory is that of one state.
-
-    S ← exp(g) ⊙_K S + k vᵀ,    o = scale · qᵀ S
-
-On CUDA this is one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
-Elsewhere, and for fp64, three passes over the state in PyTorch. No gradients.
+One token, for generation, updates the state in place, without gradients. On CUDA this is one kernel, which is not tuned
+and compiles in a second, so a process's first token is not delayed. Elsewhere, and for fp64, three passes over the
+state in PyTorch.
 """
 
 from __future__ import annotations

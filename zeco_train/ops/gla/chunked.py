@@ -20,9 +20,6 @@ the state restarts (`zeco_train.ops.documents`); None means no restarts. Operand
 
 The chunkwise form is that of Yang et al. 2024 (arXiv 2312.06635, section 4.2 and appendix C); its split over ranks is
 ZeCO's. Time and memory are linear in T: per chunk a state, at most 64 × 64 scores, and a few copies of its tokens.
-
-Interactions between the tokens of one chunk: the phases that need no other rank and overlap the scans.
-
 The products of token pairs are those of `zeco_train.ops.pairs`.
 """
 

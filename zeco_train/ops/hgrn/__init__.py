@@ -5,13 +5,8 @@
 x, g, o [B, T, H, K]; g is log-decays, fp32 or fp64, finite and at most 0. Heads are groups of channels, by which scans
 over ranks cut the state, [B, H, K, 1]: they change no result. There is no scale.
 
-FLOPs of the elementwise recurrence per token: 0, since matrix products only are counted and it has none.
-
-Its operations per channel are a few thousandths of those of the projections that make its operands.
-
-One token of the recurrence, for generation: h ← exp(g) ⊙ h + x, in place, in PyTorch. No gradients.
-
-The exact results: sums over pairs of tokens, see `zeco_train.ops.oracle`.
+Its FLOPs count as 0, since matrix products only are counted and it has none: its operations per channel are a few
+thousandths of those of the projections that make its operands. One token, for generation, updates the state in place.
 """
 
 from __future__ import annotations

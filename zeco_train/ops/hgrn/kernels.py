@@ -1,4 +1,4 @@
-"""The kernels of the elementwise recurrence.
+"""The Triton kernels of the elementwise recurrence, and their launches.
 
 A program has BC channels, a few of a thread, and walks over a run of tokens in steps of ROWS, whose loads are issued
 together: that keeps enough bytes on their way, and no thread needs another. Programs of a later run begin with what
@@ -6,10 +6,6 @@ together: that keeps enough bytes on their way, and no thread needs another. Pro
 
 Tensors over tokens are [B, T, C], over runs [B, runs, C], of the ends of a rank's tokens [B, C]; all are contiguous.
 Sums are fp32. A restart is a log-decay of −inf.
-
-Launches of the kernels of the elementwise recurrence: tiles and grids.
-
-The kernels of the elementwise recurrence (`zeco_train.ops.hgrn`). Triton only.
 """
 
 from __future__ import annotations

@@ -9,15 +9,10 @@ group h // (H / G). Mamba-2 has few groups, RetNet as many as heads.
 its place: g_t = log_decay for all t; 0 is no decay. It is a constant: its gradient is zeros, [H], and a forward pass
 refuses one that requires a gradient.
 
-FLOPs of linear attention with one decay a head, per token, a multiply-add counting as two.
+FLOPs are those of matrix products per token, a multiply-add counting as two. Of the token pairs inside a chunk of C =
+64 only the causal half counts, (C+1)/2 per token.
 
-Matrix products only. Of the token pairs inside a chunk of C = 64 only the causal half counts, (C+1)/2 per token.
-
-One token of the recurrence, for generation: the state is updated in place, so memory is that of one state.
-
-    S ← exp(g) S + k vᵀ,    o = scale · qᵀ S
-
-On all devices a few passes over the state in PyTorch. No gradients.
+One token, for generation, updates the state in place by a few passes in PyTorch on all devices, without gradients.
 """
 
 from __future__ import annotations

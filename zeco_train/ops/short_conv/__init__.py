@@ -10,11 +10,8 @@ operator is. The transition over T tokens is the shift by T rows, a matrix: 0 fr
 restarts. Hence a shard needs only the last tokens before it, as a rule of one shard (`Operator.state_is_halo`);
 replays, segments, documents and reverse scans of gradients need nothing else.
 
-FLOPs of the short convolution per token: 0, since matrix products only are counted and it has none.
-
-Its 2w operations per channel are a few thousandths of those of the projection that makes its input.
-
-One token of the convolution, for generation: the state, its last w − 1 inputs, is updated in place. No gradients.
+Its FLOPs count as 0, since matrix products only are counted and it has none: 2w operations per channel are a few
+thousandths of those of the projection that makes its input. One token, for generation, updates the state in place.
 """
 
 from __future__ import annotations

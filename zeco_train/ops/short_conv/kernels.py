@@ -1,4 +1,4 @@
-"""The short convolution's kernels.
+"""The short convolution's Triton kernels, their launches and the passes on them, for inputs up to fp32.
 
 Tokens are counted from the shard's first one; the received inputs are tokens −(W − 1) … −1, of piece 0.
 
@@ -9,12 +9,6 @@ over a run's tokens need no other thread. The kernels of the few tokens at the s
 
 Tensors over tokens [B, T, C] have strides, with channels side by side; states [B, 1, W − 1, C] are contiguous. Sums
 are fp32.
-
-Launches of the short convolution's kernels: tiles, grids and strides.
-
-The kernels of the short convolution (`zeco_train.ops.short_conv`). Triton only.
-
-The passes of the short convolution on Triton kernels, for inputs up to fp32; sums are fp32.
 
 The kernels also run on a CPU under Triton's interpreter.
 """

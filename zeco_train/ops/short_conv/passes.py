@@ -5,8 +5,6 @@
 where weight[lag] is weight[:, 0, w−1−lag], and tokens of different documents do not see each other. The received inputs
 R are w − 1 more tokens before the shard, of piece 0. All but the first (in reverse: the last) w − 1 tokens are complete
 without them; these few are computed again once R (D_in) is known, so that each result is rounded once.
-
-Checks of the operands, shared by all implementations.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A query reads the keys from the start of its document, or from `window` − 1 tokens before it if that is later, up to its
 own. So one position per query describes every mask here: the first key that it reads.
-
-The result of softmax attention to some keys, which blocks of keys merge by.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ q, k [B, T, H, K]; v, o [B, T, H, V]; no decay, since decays need an order. The 
 over the whole sequence, too (algorithm 3): dS = scale · Σ_i q_i do_iᵀ. A scan over ranks gives both sums as its state
 after the whole sequence (`Operator.reads_whole`). On GPUs too the products are PyTorch's: there are no chunks.
 
-FLOPs of unmasked linear attention per token, a multiply-add counting as two; independent of the sequence length.
-
-Refusal of generation: a token of an unmasked model reads tokens that are yet to be generated.
+Generation is refused: a token of an unmasked model reads tokens that are yet to be generated.
 """
 
 from __future__ import annotations

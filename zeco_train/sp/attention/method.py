@@ -1,7 +1,4 @@
-"""Base class of the methods, and the method descriptor, the interface to the rest of the project.
-
-Softmax attention on one rank that has the whole sequence.
-"""
+"""Base class of the methods, and the method descriptor, the interface to the rest of the project."""
 
 from __future__ import annotations
 
