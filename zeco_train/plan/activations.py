@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from models.config import LanguageModelConfig
+from models.config import SOFTMAX, LanguageModelConfig
 from models.language_model import Block
 from models.parameters import cast
 from models.projections import set_matmul
@@ -151,12 +151,21 @@ def measure_block(
         matmul: format of the linear layers' operands.
     """
     setting = _Setting(config.mixer_of(layer), layer, dtype, matmul, compiled, target, batch, in_pytorch)
-    key = repr(config), setting._replace(layer=0)
+    key = _shape_of(config, setting.mixer), setting._replace(layer=0)
     if key not in _MEASURED:
         measured = _compiled if compiled else _eager
         with assume(target), _without_launches():
             _MEASURED[key] = measured(copy.deepcopy(config), setting)
     return _MEASURED[key]
+
+
+def _shape_of(config: LanguageModelConfig, mixer: str) -> str:
+    """What a block of a kind depends on: neither the vocabulary, nor which layers are of its kind."""
+    values = dict(vars(config), name="", vocab_size=0)
+    attn = dict(vars(config.attn), every=0, layers=()) if mixer == SOFTMAX else None
+    # A parameter of the whole model has a part for each layer.
+    layers = config.num_layers if LAYERS[mixer].shared is not None else 0
+    return repr(values | {"attn": attn, "num_layers": layers})
 
 
 class _Run(NamedTuple):
