@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from models.activations import Activations, Part, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, Shared
 from models.mlp import MLP
@@ -102,32 +101,6 @@ class Block(nn.Module):
         """Map x [B, 1, D] → y [B, 1, D]; see `Mixer.step`."""
         y = self.attn.step(self._before(self.attn_norm, x), states, positions, shared)
         return self._mlp(x + self._after(self.attn_norm, y))
-
-    def activations(self) -> Mapping[Part, Activations]:
-        """Activations by part; norms and residual sums belong to the block itself."""
-        width, wide = self.attn_norm.weight.shape[0], self.wide_residual
-        # Norms keep their inputs. With norms after those are outputs; mixer and MLP read the residual stream itself.
-        reads, inner_reads = ("mixer's output", "mlp's output") if self.norm_after else ("x normed", "middle, normed")
-        around_mixer = Activations(
-            (TokenTensor("1 / rms of x", 1, wide=True), TokenTensor(reads, width)),
-            traffic=(Traffic("residual sum and norm before the mixer", width, 5, 4, wide=wide),),
-        )
-        middle = Activations(
-            (TokenTensor("x in the middle", width, wide=wide),),
-            (TokenTensor("gradient in the middle", width, wide=wide),),
-        )
-        around_mlp = Activations(
-            (TokenTensor("1 / rms in the middle", 1, wide=True), TokenTensor(inner_reads, width)),
-            traffic=(Traffic("residual sum and norm before the mlp", width, 4, 4, wide=wide),),
-        )
-        output = Activations((), (TokenTensor("gradient of the block's output", width, wide=wide),))
-        of_mixer = around_mixer + self.attn.activations()
-        return {
-            Part.input: Activations((TokenTensor("x, the block's input", width, wide=wide),)),
-            Part.replay: Activations(self.attn.replayed()),
-            Part.mixer: of_mixer + middle if self.has_mlp else of_mixer,
-            Part.mlp: around_mlp + output + self.mlp.activations() if self.has_mlp else output,
-        }
 
     def _mlp(self, x: Tensor, is_read: bool = True) -> Tensor:
         if not self.has_mlp:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.modules import swiglu
 from models.projections import Projection, project
@@ -23,18 +22,3 @@ class MLP(nn.Module):
         """With `is_read=False` the last product is skipped: the output is NaN, only the gradients are valid."""
         inner = swiglu(*project(x, self.gate_proj, self.up_proj))
         return self.down_proj(inner, is_read)
-
-    def activations(self) -> Activations:
-        """Activations of `forward`, without its input and output."""
-        # Compiled code can write the gradients of gate and up over two other tensors. The peaks measured on H200s
-        # (recompute=selective and full) show that it does; they would be 22 kB per token of gla_1b higher otherwise.
-        inner = self.up_proj.out_features
-        return Activations(
-            (TokenTensor("mlp's gate", inner), TokenTensor("mlp's up", inner), TokenTensor("their product", inner)),
-            (
-                TokenTensor("gradient of the product", inner),
-                TokenTensor("gradient of mlp's gate", inner, compiled=False),
-                TokenTensor("gradient of mlp's up", inner, compiled=False),
-            ),
-            (Traffic("SwiGLU", inner, 3, 6),),
-        )

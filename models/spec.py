@@ -1,4 +1,4 @@
-"""Model shape in numbers (parameters, FLOPs, activations), from one walk over the model on the meta device.
+"""Model shape in numbers (parameters, FLOPs), from one walk over the model on the meta device.
 
 The walk builds one block per mixer and runs it on a few meta tokens. Matrix products, and which of them share an input,
 are recorded rather than summed by hand.
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.activations import Activations, Part
 from models.config import LanguageModelConfig
 from models.language_model import Block, LanguageModel
 from models.mixers.base import OperatorFLOPs
@@ -104,7 +103,6 @@ class BlockSpec:
         attention: softmax attention in place of operators with states, or None.
         gated_norm: width of the gated norm of the output; 0 without one.
         operator_flops: see `Mixer`.
-        activations: by part.
         norm_after: see `Mixer`; the backward pass then reads the output of the MLP's last linear layer.
     """
 
@@ -118,7 +116,6 @@ class BlockSpec:
     attention: AttentionSpec | None
     gated_norm: int
     operator_flops: Callable[[int], OperatorFLOPs]
-    activations: Mapping[Part, Activations]
     norm_after: bool = False
 
     @property
@@ -241,12 +238,6 @@ class ModelSpec:
         """H, K, V of the largest state of a layer."""
         shapes = (shape for block in self.blocks.values() for shape in block.state_shapes)
         return max(shapes, key=math.prod, default=(0, 0, 0))
-
-    @property
-    def matrix_elements(self) -> int:
-        """Elements of all transitions of all layers that are matrices, for one sequence."""
-        shapes = ((block.count, block.state_shape) for block in self.blocks.values() if block.scans_matrices)
-        return sum(count * heads * key_dim * key_dim for count, (heads, key_dim, _) in shapes)
 
     @property
     def state_elements(self) -> int:
@@ -405,6 +396,5 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
         in_mixer.attention,
         in_mixer.gated_norm,
         block.attn.operator_flops,
-        block.activations(),
         block.norm_after,
     )

@@ -1,4 +1,4 @@
-"""Interface of a token mixer: for the block around it, and for FLOP and memory estimates."""
+"""Interface of a token mixer: for the block around it, and for FLOP estimates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from models.activations import Activations, TokenTensor
 from models.config import LanguageModelConfig
 from models.parameters import ParameterRule
 from models.states import StateOf, TokenCache
@@ -46,7 +45,7 @@ class Shared(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A layer's token mixer: x [B, T, D] → [B, T, D], with its static properties (shapes, FLOPs, activations).
+    """A layer's token mixer: x [B, T, D] → [B, T, D], with its static properties (shapes, FLOPs).
 
     Args:
         config: of the model, of `config_class`.
@@ -159,14 +158,6 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         """FLOPs for one token of sequences of `seq_len`, without linear layers, which `models.spec` counts."""
-
-    @abstractmethod
-    def activations(self) -> Activations:
-        """Activations between the mixer's normed input and its output; those two are counted by the block."""
-
-    def replayed(self) -> tuple[TokenTensor, ...]:
-        """Tensors of `activations` that `train.recompute=full` keeps, as state outputs (`num_state_outputs`)."""
-        return ()
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """Rules of parameters owned by the mixer itself, not by a submodule."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.activations import TokenTensor
 from models.config import LanguageModelConfig
 from models.mixers.linear_base import FeatureMapAttention, HeadWidths
 from zeco_train.ops import accumulation_dtype
@@ -90,13 +89,6 @@ class Cosformer(FeatureMapAttention):
         if torch.compiler.is_compiling():
             return _weighted(q, table), _weighted(k, table)
         return _Weighted.apply(q, table), _Weighted.apply(k, table)
-
-    def kept_by_map(self) -> tuple[TokenTensor, ...]:
-        """Cosine and sine of each token; with a compiler also which queries and keys are positive, in bytes."""
-        return (
-            TokenTensor("cos and sin of the positions", 2, wide=True),
-            TokenTensor("signs of q and k", self.num_heads * self.head.query, eager=False),
-        )
 
 
 def _weighted(x: Tensor, table: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution, l2_normalised
 from models.parameters import MATRIX, ParameterRule
 from models.projections import Projection
 from zeco_train.errors import ConfigError
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
@@ -257,10 +256,6 @@ class DeltaMixer(Mixer):
         both = [(one.forward_flops(*shape), one.recomputed_flops(*shape)) for one, shape in pairs]
         return OperatorFLOPs(*map(sum, zip(*both, strict=True)))
 
-    def kept_by_gates(self) -> tuple[TokenTensor, ...]:
-        """Tensors that the decays and the output's gate keep, besides log-decays and gate."""
-        return ()
-
     def decay_width(self) -> int:
         """Log-decays of a token."""
         return 0
@@ -268,57 +263,3 @@ class DeltaMixer(Mixer):
     def gate_width(self) -> int:
         """Width of the output's gate, 0 without one."""
         return self.heads.value_width
-
-    def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save.
-
-        In PyTorch the operator makes fp32 copies of all its tensors. Its kernels keep two matrices of each chunk, and
-        make the operands of their walks over states again in the backward pass.
-        """
-        heads, decays, gate = self.heads, self.decay_width(), self.gate_width()
-        keys, values = heads.key_width, heads.value_width
-        all_keys, states = heads.values * heads.key_dim, heads.values * heads.key_dim * heads.value_dim // CHUNK
-        pairs = heads.values * CHUNK
-        doubled = self.config.allow_neg_eigval
-        kept = (
-            TokenTensor("input of the convolutions", heads.conv_width),
-            TokenTensor("output of the convolutions", heads.conv_width),
-            TokenTensor("q", keys),
-            TokenTensor("k", keys),
-            TokenTensor("1 / norms of q and k", 2 * heads.keys, wide=True),
-            TokenTensor("v", values),
-            TokenTensor("strengths", heads.values, wide=True),
-            TokenTensor("strengths, doubled", heads.values * doubled, wide=True),
-            *self.kept_by_gates(),
-            TokenTensor("log-decays", decays, wide=True),
-            TokenTensor("output gate", gate),
-            TokenTensor("o", values),
-            TokenTensor("1 / rms of o", heads.values, wide=True),
-            TokenTensor("o normed", values),
-            TokenTensor("scores and inverses in chunks", 2 * pairs, cpu=False),
-        )
-        of_kernels = (
-            TokenTensor("W, decayed queries and keys, their gradients by head", 5 * all_keys, cpu=False),
-            TokenTensor("U, new values, and gradients", 3 * values, cpu=False),
-            TokenTensor("states and their gradients", 2 * states, cpu=False),
-        )
-        gradients = (
-            TokenTensor("gradient of o", values),
-            TokenTensor("gradient of the output gate", gate),
-            TokenTensor("gradients of q and k", 2 * keys),
-            TokenTensor("gradient of v", values),
-            TokenTensor("gradient of the log-decays", decays, wide=True),
-            TokenTensor("states and their gradients", 2 * states, wide=True, gpu=False),
-            TokenTensor("chunks of q and k, W, decayed ones, and gradients", 11 * all_keys, wide=True, gpu=False),
-            TokenTensor("chunks of v and do, U, new values, and gradients", 9 * values, wide=True, gpu=False),
-            TokenTensor("products and systems in chunks, and gradients", 6 * pairs, wide=True, gpu=False),
-            *of_kernels,
-        )
-        traffic = (
-            Traffic("queries, keys and values side by side", heads.conv_width, 2, 2),
-            Traffic("convolutions", heads.conv_width, 2, 5),
-            Traffic("silu and norms of q, k and v", heads.conv_width, 2, 3),
-            Traffic("log-decays", decays, 2, 3, wide=True),
-            Traffic("norm of o", values, 2 + (gate > 0), 4 + (gate > 0)),
-        )
-        return Activations(kept, gradients, traffic)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.heads import ExpandedHeadsConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.projections import Projection, project
 from models.rotary import check_rotary, rotate
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
@@ -107,37 +106,3 @@ class FixedDecayAttention(Mixer):
         """FLOPs of the operator; independent of the sequence length."""
         operator, (shape,) = OPERATORS["fixed_decay"], self.state_shapes
         return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
-
-    def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save, without those of f and of the norm.
-
-        The operator's kernels keep neither scores nor states of chunks. The positions, 8 bytes per token for all layers
-        together, are not counted.
-        """
-        config, ((heads, key_dim, value_dim),) = self.config, self.state_shapes
-        keys, values = config.key_dim, config.value_dim
-        scores, states = heads * CHUNK, heads * key_dim * value_dim // CHUNK
-        rotated = config.rope_theta is not None
-        kept = (
-            TokenTensor("cosines and sines", key_dim * rotated, wide=True, compiled=False),
-            TokenTensor("q", keys),
-            TokenTensor("k", keys),
-            TokenTensor("v", values),
-            TokenTensor("output gate", values),
-            TokenTensor("o", values),
-            TokenTensor("o normed and gated", values),
-        )
-        gradients = (
-            TokenTensor("gradient of o", values),
-            TokenTensor("gradient of the output gate", values),
-            TokenTensor("gradient of q", keys),
-            TokenTensor("gradient of k", keys),
-            TokenTensor("gradient of v", values),
-            TokenTensor("states", states, gpu=False),
-            TokenTensor("gradients of states", states, gpu=False),
-            # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of q, k, v, do", keys, wide=True, gpu=False),
-            TokenTensor("scores", scores, gpu=False),
-            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
-        )
-        return Activations(kept, gradients, (Traffic("gated norm of o", values, 3, 5),))

@@ -14,7 +14,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from models.activations import TokenTensor
 from models.decays import StepDecay, step_log_decays
 from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
@@ -100,7 +99,3 @@ class GatedDeltaNet(DeltaMixer):
     def gate_width(self) -> int:
         """See `DeltaMixer`."""
         return self.heads.value_width * self.config.use_gate
-
-    def kept_by_gates(self) -> tuple[TokenTensor, ...]:
-        """See `DeltaMixer`."""
-        return (TokenTensor("logits of the decays", self.heads.values),)

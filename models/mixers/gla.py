@@ -1,4 +1,4 @@
-"""Gated linear attention (Yang et al., 2023, arXiv 2312.06635): the layer, its configuration, FLOPs and activations.
+"""Gated linear attention (Yang et al., 2023, arXiv 2312.06635): the layer, its configuration and FLOPs.
 
 Names and shapes of its parameters equal those of `fla.models.GLAForCausalLM` 0.6.0 (with fused norms, no short
 convolution, no attention layers), so a checkpoint maps one to one, in both directions (`zeco_train.hf`). fla's
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.heads import ExpandedHeadsConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import GatedRMSNorm, RMSNorm
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
@@ -205,52 +204,3 @@ class GatedLinearAttention(Mixer):
         """FLOPs of the operator; independent of the sequence length."""
         operator, (shape,) = OPERATORS["gla"], self.state_shapes
         return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
-
-    def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save.
-
-        On GPUs the operator keeps the scores, in PyTorch it recomputes them. Feature maps and the lower bound of the
-        decays are not counted.
-        """
-        config, heads = self.config, self.config.num_heads
-        keys, values, decays = config.key_dim, config.value_dim, config.projection_widths[1]
-        scores, states = heads * CHUNK, heads * self.head_k_dim * self.head_v_dim // CHUNK
-        gated = config.use_output_gate
-        kept = (
-            TokenTensor("x in the gate's low rank", config.gate_low_rank_dim),
-            TokenTensor("gate logits", decays, wide=True, compiled=False),
-            TokenTensor("gate logits", decays, eager=False),
-            # On CPUs log σ keeps a second tensor.
-            TokenTensor("exp of the gate logits", decays, wide=True, compiled=False, gpu=False),
-            TokenTensor("q", keys),
-            TokenTensor("k", keys),
-            TokenTensor("v", values),
-            TokenTensor("log-decays, summed in chunks", keys, wide=True),
-            TokenTensor("output gate", values * gated),
-            TokenTensor("o", values),
-            TokenTensor("1 / rms of o", heads, wide=True),
-            TokenTensor("o normed and gated", values),
-            TokenTensor("scores", scores, cpu=False),
-        )
-        gradients = (
-            TokenTensor("gradient of o", values),
-            TokenTensor("gradient of the output gate", values * gated),
-            TokenTensor("gradient of q", keys),
-            TokenTensor("gradient of k", keys),
-            TokenTensor("gradient of v", values),
-            TokenTensor("gradient of the log-decays", keys, wide=True),
-            TokenTensor("q ⊙ dq − k ⊙ dk", keys, wide=True),
-            TokenTensor("states", states),
-            TokenTensor("gradients of states", states),
-            # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of q, k, v, do", keys, wide=True, gpu=False),
-            TokenTensor("decays in chunks", keys, wide=True, gpu=False),
-            TokenTensor("scores", scores, gpu=False),
-            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
-        )
-        traffic = (
-            Traffic("gate logits", decays, 1, 2),
-            Traffic("log-decays", decays, 1, 1, wide=True),
-            Traffic("gated norm of o", values, 2 + gated, 4 + gated),
-        )
-        return Activations(kept, gradients, traffic)

@@ -1,4 +1,4 @@
-"""HGRN (Qin et al., 2023, arXiv 2311.04823): the layer, its configuration, FLOPs and activations.
+"""HGRN (Qin et al., 2023, arXiv 2311.04823): the layer, its configuration and FLOPs.
 
 Names and shapes of its parameters equal those of `fla.models.HGRNForCausalLM` 0.6.0 (without short convolutions, with
 lower bounds), so a checkpoint maps one to one. The lower bounds of the forget gates are one parameter of the model,
@@ -13,7 +13,6 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, OperatorFLOPs, Shared
 from models.mixers.hgrn_base import forget_gate, lower_bounds
@@ -27,8 +26,6 @@ from zeco_train.ops.seam import StateInput, StateOutput
 
 # Most channels of a head. Scans cut states between heads.
 _CHANNELS = 128
-# Tokens between the states that kernels keep.
-_STATE_TOKENS = 16
 
 
 @dataclass
@@ -129,34 +126,3 @@ class HGRN(Mixer):
         """FLOPs of the operator; independent of the sequence length."""
         operator, (shape,) = OPERATORS["hgrn"], self.state_shapes
         return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
-
-    def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save."""
-        width = self.config.width
-        kept = (
-            TokenTensor("projection of the input", width),
-            TokenTensor("logits of the forget gate", width),
-            TokenTensor("1 − forget gate", width),
-            TokenTensor("u", width),
-            TokenTensor("log-decays", width, wide=True),
-            TokenTensor("states", width // _STATE_TOKENS, wide=True, cpu=False),
-            TokenTensor("output gate", width),
-            TokenTensor("o", width),
-            TokenTensor("1 / rms of o", 1, wide=True),
-            TokenTensor("o normed and gated", width),
-        )
-        gradients = (
-            TokenTensor("gradient of o", width),
-            TokenTensor("gradient of the output gate", width),
-            TokenTensor("gradient of u", width),
-            TokenTensor("gradient of the log-decays", width, wide=True),
-            # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of h, dh, and decays", 4 * width, wide=True, gpu=False),
-        )
-        traffic = (
-            Traffic("logits of the forget gate, and 1 − it", width, 2, 3),
-            Traffic("log-decays", width, 1, 1, wide=True),
-            Traffic("u", width, 3, 5),
-            Traffic("gated norm of o", width, 3, 5),
-        )
-        return Activations(kept, gradients, traffic)

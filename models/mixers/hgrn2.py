@@ -1,4 +1,4 @@
-"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): the layer, its configuration, FLOPs and activations.
+"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): the layer, its configuration and FLOPs.
 
 Names and shapes of its parameters equal those of `fla.models.HGRN2ForCausalLM` 0.6.0 (without short convolution, with
 lower bounds), so a checkpoint maps one to one. The lower bounds of the forget gates are one parameter of the model,
@@ -14,7 +14,6 @@ from typing import Self
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, OperatorFLOPs, Shared
 from models.mixers.hgrn_base import forget_gate, lower_bounds
@@ -22,7 +21,6 @@ from models.modules import RMSNorm
 from models.parameters import ParameterRule
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
-from zeco_train.ops import CHUNK
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
@@ -129,45 +127,3 @@ class HGRN2(Mixer):
         """FLOPs of the operator; independent of the sequence length."""
         operator, (shape,) = OPERATORS["gla"], self.state_shapes
         return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
-
-    def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save.
-
-        On GPUs the operator keeps the scores, in PyTorch it recomputes them.
-        """
-        width, heads = self.config.hidden_size, self.config.num_heads
-        scores, states = heads * CHUNK, width * self.head_dim // CHUNK
-        kept = (
-            TokenTensor("projection of q", width),
-            TokenTensor("logits of the forget gate", width),
-            TokenTensor("q", width),
-            TokenTensor("k", width),
-            TokenTensor("v", width),
-            TokenTensor("log-decays, summed in chunks", width, wide=True),
-            TokenTensor("o", width),
-            TokenTensor("1 / rms of o", 1, wide=True),
-            TokenTensor("o normed", width),
-            TokenTensor("scores", scores, cpu=False),
-        )
-        gradients = (
-            TokenTensor("gradient of o", width),
-            TokenTensor("gradient of q", width),
-            TokenTensor("gradient of k", width),
-            TokenTensor("gradient of v", width),
-            TokenTensor("gradient of the log-decays", width, wide=True),
-            TokenTensor("q ⊙ dq − k ⊙ dk", width, wide=True),
-            TokenTensor("states", states),
-            TokenTensor("gradients of states", states),
-            # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of q, k, v, do", width, wide=True, gpu=False),
-            TokenTensor("decays in chunks", width, wide=True, gpu=False),
-            TokenTensor("scores", scores, gpu=False),
-            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
-        )
-        traffic = (
-            Traffic("swish of q", width, 2, 3),
-            Traffic("logits of the forget gate, and k", width, 2, 3),
-            Traffic("log-decays", width, 1, 1, wide=True),
-            Traffic("norm of o", width, 2, 4),
-        )
-        return Activations(kept, gradients, traffic)

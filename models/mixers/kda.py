@@ -14,7 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from models.activations import TokenTensor
 from models.decays import StepDecay, step_log_decays
 from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
@@ -80,10 +79,3 @@ class KimiDeltaAttention(DeltaMixer):
     def decay_width(self) -> int:
         """See `DeltaMixer`."""
         return self.heads.values * self.heads.key_dim
-
-    def kept_by_gates(self) -> tuple[TokenTensor, ...]:
-        """See `DeltaMixer`."""
-        return (
-            TokenTensor("x in low rank, for decays and gate", 2 * self.heads.value_dim),
-            TokenTensor("logits of the decays", self.decay_width()),
-        )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.mixers.fixed_decay_base import FixedDecayAttention, FixedDecayConfig
 from models.modules import GatedRMSNorm, GateFunction
 
@@ -79,11 +78,3 @@ class LightningAttention(FixedDecayAttention):
     def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         """A norm over all heads."""
         return self.g_norm(o.flatten(-2), gate)
-
-    def activations(self) -> Activations:
-        """See `FixedDecayAttention`; with swish and the norm."""
-        width = 2 * self.config.key_dim + self.config.value_dim
-        kept = TokenTensor("projections of q, k, v", width), TokenTensor("1 / rms of o", 1, wide=True)
-        return super().activations() + Activations(
-            kept, traffic=(Traffic("swish of q, k, v, and rotation", width, 2, 3),)
-        )

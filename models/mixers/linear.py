@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from models.activations import TokenTensor
 from models.heads import ExpandedHeadsConfig
 from models.mixers.linear_base import FeatureMapAttention, HeadWidths
 from zeco_train.ops import accumulation_dtype
@@ -97,11 +96,6 @@ class LinearAttention(FeatureMapAttention):
         """See `FeatureMapAttention`."""
         del positions
         return self.feature_map(q), self.feature_map(k)
-
-    def kept_by_map(self) -> tuple[TokenTensor, ...]:
-        """With a compiler's elu, queries and keys."""
-        width = self.num_heads * self.head.query * (self.feature_map is LinearFeatureMap.elu)
-        return TokenTensor("q before elu", width, eager=False), TokenTensor("k before elu", width, eager=False)
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:

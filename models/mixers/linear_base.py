@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import RMSNorm
 from models.normaliser import COLUMNS, normalised, round_up, with_ones
 from models.projections import Projection, project
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
@@ -123,50 +122,3 @@ class FeatureMapAttention(Mixer):
         shape = self.num_heads, self.head.features, self.head.value + self.has_normaliser
         operator = OPERATORS[self.operator]
         return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
-
-    def kept_by_map(self) -> tuple[TokenTensor, ...]:
-        """Tensors that the feature map keeps, besides its results."""
-        return ()
-
-    def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save.
-
-        The operator's kernels keep neither scores nor states of chunks.
-        """
-        ((heads, key_dim, columns),) = self.state_shapes
-        keys, wide_values, values = heads * key_dim, heads * columns, heads * self.head.value
-        scores, states = heads * CHUNK, heads * key_dim * columns // CHUNK
-        if not self.config.causal:
-            scores = states = 0
-        of_normaliser = (
-            TokenTensor("1 / normaliser", heads, wide=True, compiled=False),
-            # From which the compiler divides again.
-            TokenTensor("o with its normaliser", wide_values, eager=False),
-        )
-        of_norm = (TokenTensor("1 / rms of o", heads, wide=True), TokenTensor("o normed", values))
-        kept = (
-            *self.kept_by_map(),
-            TokenTensor("features of q", keys),
-            TokenTensor("features of k", keys),
-            TokenTensor("v", wide_values),
-            *of_normaliser * self.has_normaliser,
-            TokenTensor("o", values),
-            *of_norm * (self.norm is not None),
-        )
-        gradients = (
-            TokenTensor("gradient of o", wide_values),
-            TokenTensor("gradient of the features of q", keys),
-            TokenTensor("gradient of the features of k", keys),
-            TokenTensor("gradient of v", wide_values),
-            TokenTensor("states", states, gpu=False),
-            TokenTensor("gradients of states", states, gpu=False),
-            # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of q, k, v, do", 2 * (keys + wide_values), wide=True, gpu=False),
-            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
-        )
-        traffic = (
-            Traffic("feature map", heads * (self.head.query + key_dim), 2, 3),
-            Traffic("normaliser's columns", values + wide_values, 2 * self.has_normaliser, 2 * self.has_normaliser),
-            Traffic("norm of o", values, 2 * (self.norm is not None), 4 * (self.norm is not None)),
-        )
-        return Activations(kept, gradients, traffic)

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060): the layer, its configuration, FLOPs and activations.
+"""Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060): the layer, its configuration and FLOPs.
 
 Names and shapes of its parameters equal those of transformers' `Mamba2ForCausalLM`, up to regular renames, so a
 checkpoint maps one to one, in both directions (`zeco_train.hf`). A block has no MLP unless `intermediate_size` is set.
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.decays import initial_rates, initial_steps
 from models.mixers.base import Mixer, OperatorFLOPs
@@ -25,7 +24,7 @@ from models.modules import RMSNormOfGated, ShortConvolution
 from models.parameters import ParameterRule
 from models.projections import Projection, StackedProjection, parallel_linear
 from zeco_train.errors import ConfigError
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
@@ -35,9 +34,6 @@ from zeco_train.system.numbers import divisors
 
 # Initial values of exp(A_log), as in the paper's code and in flash-linear-attention.
 _A_RANGE = (1.0, 16.0)
-# For the gradient of the decays, the operator's kernels keep a state every so many tokens, and sums over so many
-# channels of the keys (zeco_train/ops/scalar_decay/kernels/tuning.py).
-_STATE_TOKENS, _SUMMED_CHANNELS = 4 * CHUNK, 64
 
 
 @dataclass
@@ -258,59 +254,3 @@ class Mamba2(Mixer):
         pairs = zip((OPERATORS["short_conv"], OPERATORS["scalar_decay"]), self.state_shapes, strict=True)
         both = [(one.forward_flops(*shape), one.recomputed_flops(*shape)) for one, shape in pairs]
         return OperatorFLOPs(*map(sum, zip(*both, strict=True)))
-
-    def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save; a clamp of the time steps is not counted.
-
-        The operator's kernels keep neither scores nor states of chunks. They sum the gradients of keys and queries over
-        the heads of a group afterwards, before there are gradients of values.
-        """
-        config = self.config
-        inner, channels, heads = config.inner_dim, config.conv_dim, config.num_heads
-        keys, states = config.group_dim, inner * config.state_size // CHUNK
-        by_head = heads * config.state_size * (config.n_groups < heads)
-        sums = 3 * heads * -(-config.state_size // _SUMMED_CHANNELS)
-        kept = (
-            TokenTensor("z", inner),
-            TokenTensor("input of the convolution", channels),
-            TokenTensor("output of the convolution", channels),
-            TokenTensor("values, keys, queries", channels),
-            TokenTensor("logits of the time steps", heads, wide=True, compiled=False),
-            TokenTensor("logits of the time steps", heads, eager=False),
-            TokenTensor("time steps", heads, wide=True, compiled=False),
-            TokenTensor("log-decays", heads, wide=True),
-            TokenTensor("values times time steps", inner),
-            TokenTensor("o", inner),
-            TokenTensor("1 / rms of o", config.n_groups, wide=True),
-            TokenTensor("o gated and normed", inner),
-        )
-        of_kernels = (
-            # Their memory then serves the gradient of the values times time steps.
-            TokenTensor("gradient of the keys by head, beyond that of the values", max(0, by_head - inner), cpu=False),
-            TokenTensor(
-                "states for the gradient of the log-decays", inner * config.state_size // _STATE_TOKENS, cpu=False
-            ),
-            TokenTensor("sums of q ⊙ dq and k ⊙ dk", sums, wide=True, cpu=False),
-        )
-        gradients = (
-            TokenTensor("gradient of o", inner),
-            TokenTensor("gradient of z", inner),
-            TokenTensor("gradient of the values times time steps", inner),
-            TokenTensor("gradient of the values", inner),
-            TokenTensor("gradients of keys and queries", 2 * keys),
-            TokenTensor("gradient of the log-decays", heads, wide=True),
-            TokenTensor("states", states, gpu=False),
-            TokenTensor("gradients of states", states, gpu=False),
-            # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of values and their gradients", 2 * inner, wide=True, gpu=False),
-            TokenTensor("chunks of keys and queries", 2 * keys, wide=True, gpu=False),
-            TokenTensor("decays and scores in chunks, and their gradients", 3 * heads * CHUNK, wide=True, gpu=False),
-            *of_kernels,
-        )
-        traffic = (
-            Traffic("convolution", channels, 2, 5),
-            Traffic("silu of the convolution", channels, 2, 3),
-            Traffic("values times time steps", inner, 2, 4),
-            Traffic("skip connection and gated norm of o", inner, 5, 8),
-        )
-        return Activations(kept, gradients, traffic)

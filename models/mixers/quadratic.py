@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.activations import TokenTensor
 from models.config import LanguageModelConfig
 from models.mixers.linear_base import FeatureMapAttention, HeadWidths
 from models.normaliser import round_up
@@ -113,11 +112,6 @@ class QuadraticAttention(FeatureMapAttention):
 
     def __init__(self, config: QuadraticConfig, layer: int) -> None:
         super().__init__(config, layer, config.head, scale=1.0, has_normaliser=True, has_norm=False)
-
-    def kept_by_map(self) -> tuple[TokenTensor, ...]:
-        """Queries and keys: their features are computed again."""
-        width = self.num_heads * self.head.query
-        return TokenTensor("q", width), TokenTensor("k", width)
 
 
 def keep_inputs(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

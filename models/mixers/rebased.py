@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.activations import TokenTensor
 from models.mixers.quadratic import Polynomial, QuadraticAttention, QuadraticConfig, keep_inputs
 from models.parameters import BIAS, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
@@ -88,8 +87,3 @@ class Rebased(QuadraticAttention):
         """See `FeatureMapAttention`."""
         del positions
         return self.feature_map(q), self.feature_map(k)
-
-    def kept_by_map(self) -> tuple[TokenTensor, ...]:
-        """With a compiler also the statistics of their norms."""
-        statistics = TokenTensor("means and deviations of q and k", 4 * self.num_heads, wide=True, eager=False)
-        return *super().kept_by_map(), statistics

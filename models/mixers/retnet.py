@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.mixers.fixed_decay_base import FixedDecayAttention, FixedDecayConfig
 from models.modules import GatedRMSNorm
 
@@ -67,9 +66,3 @@ class MultiScaleRetention(FixedDecayAttention):
     def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         """A norm over each head."""
         return self.g_norm_swish_gate(o, gate.unflatten(-1, (-1, self.head_v_dim))).flatten(-2)
-
-    def activations(self) -> Activations:
-        """See `FixedDecayAttention`; with the norm, and the traffic of the rotation."""
-        kept = (TokenTensor("1 / rms of o", self.config.num_heads, wide=True),)
-        rotation = Traffic("rotation of q and k", self.config.key_dim * (self.rope_theta is not None), 4, 4)
-        return super().activations() + Activations(kept, traffic=(rotation,))

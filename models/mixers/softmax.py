@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from models.activations import Activations, TokenTensor, Traffic
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, OperatorFLOPs
@@ -111,45 +110,3 @@ class SoftmaxAttention(Mixer):
         keys = window - window * (window - 1) / (2 * seq_len)
         product = 2 * shape.heads * shape.head_dim * keys
         return OperatorFLOPs(2 * product, product)
-
-    def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save; methods of `sp.attention` list their own."""
-        shape = self.shape
-        queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
-        gated, normed = self.g_proj is not None, self.q_norm is not None
-        normed_parts = 2 if self.all_heads else shape.heads + shape.key_heads
-        rotated = shape.head_dim if self.rotary_dim is None else self.rotary_dim
-        o, lse = self.replayed()
-        kept = (
-            TokenTensor("q and k before their norms", (queries + keys) * normed),
-            TokenTensor("1 / rms of q and of k", normed_parts * normed, wide=True),
-            TokenTensor("cosines and sines", rotated * self.reads_positions, wide=True, compiled=False),
-            TokenTensor("q", queries),
-            TokenTensor("k", keys),
-            TokenTensor("v", keys),
-            o,
-            lse,
-            TokenTensor("output gate", queries * gated),
-            TokenTensor("o gated", queries * gated),
-        )
-        gradients = (
-            TokenTensor("gradient of o", queries),
-            TokenTensor("gradient of the output gate", queries * gated),
-            TokenTensor("gradient of q", queries, wide=True),
-            TokenTensor("gradient of k", keys, wide=True),
-            TokenTensor("gradient of v", keys, wide=True),
-        )
-        traffic = (
-            Traffic("norms of q and k", (queries + keys) * normed, 2, 3),
-            Traffic("rotation of q and k", (queries + keys) * self.reads_positions, 2, 2),
-            Traffic("gated o", queries * gated, 3, 5),
-        )
-        return Activations(kept, gradients, traffic)
-
-    def replayed(self) -> tuple[TokenTensor, ...]:
-        """The output and its log-sum-exp."""
-        shape = self.shape
-        return (
-            TokenTensor("o", shape.heads * shape.head_dim),
-            TokenTensor("log-sum-exp", shape.heads, wide=True),
-        )

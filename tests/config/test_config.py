@@ -18,7 +18,7 @@ from zeco_train.config.overrides import REMOVED
 from zeco_train.config.schema import config_of, describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.system.stored_values import by_key
+from zeco_train.system.stored_values import flatten
 from zeco_train.training.config import Dtype
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
@@ -75,8 +75,8 @@ def test_command_line_overrides_set_config_fields() -> None:
 
 def test_training_has_at_most_180_keys() -> None:
     """With those of all mixers; commands such as `bench` have settings of their own."""
-    models = [by_key("model", to_plain(mixer.config_class())) for mixer in MIXERS.values()]
-    keys = {key for own in (*models, *(by_key(*item) for item in to_plain(load_config([])).items())) for key in own}
+    settings = [to_plain(load_config([])), *({"model": to_plain(mixer.config_class())} for mixer in MIXERS.values())]
+    keys = {key for own in settings for key, _ in flatten(own, lists=False)}
     assert len(keys) <= 180
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from data.masking import TaskConfig, TaskName
+from data.loader.masking import TaskConfig, TaskName
 from data.tokenizer import ByteTokenizer
 from models.mixers.gla import GLAConfig
 from models.registry import MIXERS, unmasked_mixers

@@ -12,7 +12,7 @@ from torch import Tensor
 from models.language_model import LanguageModel
 from models.parameters import cast
 from models.registry import MIXERS
-from models.spec import ModelSpec, spec_of
+from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.planning import make_case, saved_bytes
 from tests.support.positions import position_of
@@ -20,7 +20,6 @@ from tests.support.sp_reference import build_scans
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange, LayerStates
-from zeco_train.plan.memory import kept_bytes_per_token
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.config import Dtype
 
@@ -137,5 +136,4 @@ def test_activations_are_what_autograd_keeps(name: str, dtype: Dtype, recompute:
     )
     case = dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
     short, long = (saved_bytes(config, dtype.compute, recompute, False, tokens) for tokens in (128, 384))
-    (block,) = spec_of(config).blocks.values()
-    assert (long - short) / 256 == kept_bytes_per_token(case, block)
+    assert (long - short) / 256 == case.measured(name).kept.by_token

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from models.activations import Part
 from models.attn import AttnConfig
 from models.config import SOFTMAX
 from models.mixers.gla import GLAConfig
@@ -16,7 +15,6 @@ from models.registry import MIXERS
 from models.spec import AttentionSpec, spec_of
 from tests.support.planning import make_case, saved_bytes
 from zeco_train.ops.recompute import Recompute
-from zeco_train.plan.memory import kept_bytes_per_token
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
@@ -66,7 +64,7 @@ def test_activations_of_softmax_are_what_autograd_keeps(
     short, long = (saved_bytes(config, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
     # Compiled code keeps the positions in place of a table: 8 bytes per token, for all layers together.
     positions = 8 * (compiled and config.attn.rope_theta is not None)
-    assert (long - short) / 256 == kept_bytes_per_token(case, spec_of(config).blocks[SOFTMAX]) + positions
+    assert (long - short) / 256 == case.measured(SOFTMAX).kept.by_token + positions
 
 
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
@@ -75,7 +73,7 @@ def test_full_recompute_keeps_input_output_and_sums(dtype: Dtype) -> None:
     case = make_case("gpu=cpu", "train.compile=never", f"train.dtype={dtype.value}", "train.recompute=full")
     case = dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
     short, long = (saved_bytes(config, dtype.compute, Recompute.full, False, tokens) for tokens in (128, 384))
-    kept = kept_bytes_per_token(case, spec_of(config).blocks[SOFTMAX])
+    kept = case.measured(SOFTMAX).kept.by_token
     assert kept == 2 * 128 * dtype.compute.itemsize + 4 * 4
     # Positions, 8 bytes per token of all layers together, are not saved by a layer: their record holds them.
     assert (long - short) / 256 == kept
@@ -112,8 +110,3 @@ def test_full_recompute_does_not_repeat_softmax_attention() -> None:
     for recompute in Recompute:
         # Scores, which every backward pass computes again.
         assert spec.recomputed_flops_per_token(1000, recompute).operator == own / 2
-
-
-def test_tensors_kept_for_a_replay_are_among_those_kept_otherwise() -> None:
-    for block in spec_of(GLAConfig(attn=AttnConfig(every=2))).blocks.values():
-        assert set(block.activations[Part.replay].kept) <= set(block.activations[Part.mixer].kept)

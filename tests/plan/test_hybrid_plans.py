@@ -20,7 +20,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.span import Span
 from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.attention import attention_blocks, attention_seconds, method_costs, plan_exchanges, problem_of
-from zeco_train.plan.memory import kept_bytes_per_token, plan_memory
+from zeco_train.plan.memory import plan_memory
 from zeco_train.plan.report import as_json
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import count_scans, step_bytes
@@ -150,7 +150,7 @@ def test_peak_has_the_keys_that_a_method_holds_wherever_the_layer_is(settings: l
 
 def test_full_recompute_keeps_outputs_of_softmax() -> None:
     case = make_case(*HYBRID, "train.recompute=full", "world_size=1", "data.seq_len=16384")
-    own = {name: kept_bytes_per_token(case, block) for name, block in case.spec.blocks.items()}
+    own = {name: case.measured(name).kept.by_token for name in case.spec.blocks}
     assert own == {"gla": 2 * 2048, SOFTMAX: 2 * 2048 + 2 * 2048 + 4 * 16}
 
 

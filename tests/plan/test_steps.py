@@ -37,7 +37,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import legal_segments
-from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
+from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import Halos, count_scans, parameter_traffic, plan_halos, scan_bytes, step_bytes
 from zeco_train.sp.backend import TappedScan
@@ -342,18 +342,18 @@ COMPILED = pytest.param(Dtype.bf16, True, marks=pytest.mark.slow)
 def test_activation_bytes_equal_saved_tensors(
     variant: list[str], dtype: Dtype, compiled: bool, recompute: Recompute
 ) -> None:
-    """The planner's tables of saved tensors, exact to the byte."""
+    """The planner's measurement on tensors without memory, exact to the byte."""
     torch._dynamo.reset()
     shape = ["model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=352", *variant]
     how = ["always" if compiled else "never", dtype.value, recompute.value]
     case = make_case(*shape, "gpu=cpu", *map("train.{}={}".format, ("compile", "dtype", "recompute"), how))
     short, long = (saved_bytes(case.config.model, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
-    assert (long - short) / 256 == kept_bytes_per_token(case, case.block(0))
+    assert (long - short) / 256 == case.measured("gla").kept.by_token
 
 
 def test_activation_bytes_with_full_recompute() -> None:
     case = make_case(*GLA_1B, "train.recompute=full", "world_size=1")
-    assert kept_bytes_per_token(case, case.block(0)) == 2 * case.config.model.hidden_size
+    assert case.measured("gla").kept == (2 * case.config.model.hidden_size, 0)
 
 
 def test_planned_loss_chunk_equals_loss_implementation() -> None:

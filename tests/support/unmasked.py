@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.activations import Activations
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.mixers.gla import GLAConfig
 from zeco_train.ops.mix import mix_at
@@ -51,6 +50,3 @@ class UnmaskedMixer(Mixer):
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         operator, [shape] = OPERATORS["unmasked"], self.state_shapes
         return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
-
-    def activations(self) -> Activations:
-        return Activations(())

@@ -19,8 +19,8 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, make_step, run_steps, write_documents
 from tests.support.training import largest_difference, train
-from zeco_train.distributed.owned_matrices import WholeMatrices, assign
 from zeco_train.config.schema import load_config
+from zeco_train.distributed.owned_matrices import WholeMatrices, assign
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.sp.exchange import local_exchange

@@ -214,11 +214,6 @@ class PeerFunction(NamedTuple):
     joins_heads: bool = False
 
 
-def one_a_multiprocessor(key_dim: int, value_dim: int) -> int:
-    """`Operator.walk_programs` of programs that take a multiprocessor each."""
-    return 132
-
-
 @dataclass(frozen=True)
 class Operator:
     """An operator as the rest of the project sees it.
@@ -243,9 +238,6 @@ class Operator:
             products are as fast.
         kernels: which calls `cuda` serves; None without it.
         step_kernels: the same for `one_token`.
-        walk_programs: (K, V) → programs that walk over chunks at once on an H200, for 64 columns of the values each, of
-            kernels that keep the states that the walks start from; 0: none but those in the mixers' `activations`;
-            None: the states of all chunks.
         time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
             default operator's for None.
         peers: functions of flash-linear-attention; empty: `bench operator` does not measure it.
@@ -266,7 +258,6 @@ class Operator:
     cuda: Callable[[], Passes] | None = None
     kernels: KernelRule | None = None
     step_kernels: KernelRule = KernelRule(dtypes=())
-    walk_programs: Callable[[int, int], int] | None = one_a_multiprocessor
     time: OperatorTime | None = None
     cpu_time: OperatorTime | None = None
     peers: tuple[PeerFunction, ...] = ()

@@ -1,6 +1,6 @@
 """Every measured or assumed constant of the planner but those of operators (`Operator.time`), each in its folder.
 
-Quantities that depend on the model alone, such as kept tensors, are defined by its modules (`models.activations`).
+Quantities that depend on the model alone, such as kept tensors, are measured (`zeco_train.plan.activations`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ PROCESS_BYTES = 0.6e9
 # with MALLOC_MMAP_THRESHOLD_=131072).
 HEAP_TENSOR, HEAP_SHARE = 32 << 20, 0.8
 
-# Without `torch.compile` each step of a formula reads and writes memory: this multiple of the compiled traffic.
-EAGER_TRAFFIC = 6.0
 # Bytes per logit that the loss reads and writes, compiled (2 ms for 16,384 × 32,000 of them on an H200) and not.
 LOGIT_TRAFFIC = {True: 14.0, False: 40.0}
 # Bytes per parameter of this rank that norm and AdamW read and write, and the share of the bandwidth that they reach:

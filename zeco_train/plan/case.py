@@ -19,6 +19,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import SlowPath, check_kernels, find_slow_paths
+from zeco_train.plan.activations import BlockMemory, measure_block
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
 from zeco_train.training.checks import kernel_calls
@@ -168,6 +169,22 @@ class Case:
     def spec(self) -> ModelSpec:
         """The model."""
         return spec_of(self.config.model)
+
+    def measured(self, name: str) -> BlockMemory:
+        """Memory and elementwise work of the blocks of a kind."""
+        config, train = self.config.model, self.config.train
+        layer = next(layer for layer in range(config.num_layers) if config.mixer_of(layer) == name)
+        found = measure_block(
+            config,
+            layer,
+            train.dtype.compute,
+            target=self.machine.target,
+            compiled=self.compiled,
+            in_pytorch=self.in_pytorch(self.spec.blocks[name]),
+            batch=self.batch,
+            matmul=train.matmul,
+        )
+        return found[self.recompute]
 
     def in_pytorch(self, block: BlockSpec) -> bool:
         """Whether the block's operator runs in PyTorch: on CPUs, and where it has no kernels for these operands."""

@@ -9,37 +9,23 @@ The peak of a step is in one of four phases, each of which is summed up by kind:
     first block     backward pass of the first block: its activations, and the gradients of all parameters
     optimizer       weights, gradients and optimizer state
 
-Weights, gradients and optimizer state are computed from the shapes of the parameters, and exact; the activations of a
-block are those listed by its modules (`models.activations`).
+Weights, gradients and optimizer state are computed from the shapes of the parameters, and exact; what a block keeps,
+and takes in its backward pass, is measured on tensors without memory (`zeco_train.plan.activations`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from models.activations import Part, TokenTensor
-from models.spec import BlockSpec, Shape
+from models.spec import Shape
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.ops import CHUNK
-from zeco_train.ops.kernel_operands import padded_dim
-from zeco_train.ops.operator import Kind
-from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration
 from zeco_train.plan.attention import method_costs
 from zeco_train.plan.case import Case
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
-
-_KEPT_PARTS = {
-    Recompute.none: (Part.input, Part.mixer, Part.mlp),
-    Recompute.selective: (Part.input, Part.mixer),
-    Recompute.full: (Part.input, Part.replay),
-}
 
 
 @dataclass(frozen=True)
@@ -86,25 +72,22 @@ class Memory:
 
 def plan_memory(case: Case, headroom: float) -> Memory:
     """The memory of the rank with the highest peak."""
-    blocks = list(case.spec.blocks.values())
-    first, last = case.block(0), case.block(-1)
+    first, last = (case.config.model.mixer_of(layer) for layer in (0, case.config.model.num_layers - 1))
     others = dict(list(case.last_layers.items())[1:])
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
     # Master weights of this rank; its reduced gradients take as much again.
     parameters = parameter_bytes(case, case.master_bytes)
-    # Gradients of earlier passes of a step exist when the next one begins.
-    carried = parameters if case.passes > 1 else 0.0
+    # Gradients of earlier passes of a step exist when the next one begins; those of replayed steps have their place.
+    carried = parameters if case.passes > 1 or case.is_replayed else 0.0
 
-    # States that the operator's kernels keep: of one layer if blocks are recomputed.
-    walked = [dataclasses.replace(last, count=1)] if case.recompute is Recompute.full else blocks
     everywhere = {
         "weights": parameters + _gathered_bytes(case),
         "optimizer": optimizer_bytes(case),
-        "states": _state_bytes(case) + sum(block.count * _kept_state_bytes(case, block) for block in walked),
+        "states": _state_bytes(case),
         "buffers": _buffer_bytes(case),
         "workspace": calibration.WORKSPACE_BYTES,
     }
-    kept = sum(block.count * case.tokens * kept_bytes_per_token(case, block) for block in blocks)
+    kept = sum(block.count * kept_bytes(case, name) for name, block in case.spec.blocks.items())
     whole, passing_back = kept + 16.0 * case.tokens, _passing_back(case, last)
     if case.machine.is_cpu:
         everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + passing_back)
@@ -121,8 +104,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
         "backward of the first block": {
             **everywhere,
             "gradients": parameters,
-            "activations": case.tokens * (kept_bytes_per_token(case, first) + 16.0) + _passing_back(case, first),
-            "states": _state_bytes(case) + _kept_state_bytes(case, first),
+            "activations": kept_bytes(case, first) + 16.0 * case.tokens + _passing_back(case, first),
         },
         "optimizer": {
             "weights": parameters,
@@ -139,24 +121,22 @@ def plan_memory(case: Case, headroom: float) -> Memory:
 
 def _back_to(case: Case, layer: int) -> dict[str, float]:
     """Gradients and activations in the backward pass of a layer: the blocks after it are done."""
-    block, model = case.block(layer), case.config.model
-    after = [case.block(later) for later in range(layer + 1, model.num_layers)]
-    done = sum(_local(shape, case.shards) for each in after for shape in each.parameters) * case.master_bytes
-    kept = sum(each.count * kept_bytes_per_token(case, each) for each in case.spec.blocks.values())
-    kept -= sum(kept_bytes_per_token(case, each) for each in after)
+    model, blocks = case.config.model, case.spec.blocks
+    after = [model.mixer_of(later) for later in range(layer + 1, model.num_layers)]
+    done = sum(_local(shape, case.shards) for name in after for shape in blocks[name].parameters) * case.master_bytes
+    kept = sum(block.count * kept_bytes(case, name) for name, block in blocks.items())
+    kept -= sum(kept_bytes(case, name) for name in after)
     parameters = parameter_bytes(case, case.master_bytes)
     own = max(unit_bytes(case, case.master_bytes)) / case.shards
     return {
-        "gradients": parameters if case.passes > 1 else min(parameters, done + own),
-        "activations": case.tokens * (kept + 16.0) + _passing_back(case, block),
+        "gradients": parameters if case.passes > 1 or case.is_replayed else min(parameters, done + own),
+        "activations": kept + 16.0 * case.tokens + _passing_back(case, model.mixer_of(layer)),
     }
 
 
 def _heap_share(case: Case) -> float:
     """Overhead of a CPU's allocator relative to the activations."""
-    parts = [part for block in case.spec.blocks.values() for part in block.activations.values()]
-    widest = max(tensor.width for part in parts for tensor in (*part.kept, *part.gradients))
-    largest = case.tokens * widest * case.wide_bytes
+    largest = max(case.measured(name).widest.at(case.tokens) for name in case.spec.blocks)
     return calibration.HEAP_SHARE if case.passes > 1 and largest < calibration.HEAP_TENSOR else 0.0
 
 
@@ -175,38 +155,18 @@ def optimizer_bytes(case: Case) -> float:
     return float(sum(state_bytes(count, case.master_bytes, rule) for count, rule in elements))
 
 
-def kept_bytes_per_token(case: Case, block: BlockSpec) -> float:
-    """Bytes per token that a block keeps from its forward pass to its backward pass."""
-    kept = (block.activations[part].kept for part in _KEPT_PARTS[case.recompute])
-    return sum(_sum(case, tensors, case.in_pytorch(block)) for tensors in kept)
+def kept_bytes(case: Case, name: str) -> float:
+    """What a block of a kind keeps from its forward pass to its backward pass."""
+    return case.measured(name).kept.at(case.tokens)
 
 
-def _sum(case: Case, tensors: Iterable[TokenTensor], in_pytorch: bool) -> float:
-    """Bytes per token."""
-    return float(
-        sum(
-            tensor.width * (case.wide_bytes if tensor.wide else case.compute_bytes)
-            for tensor in tensors
-            if (tensor.compiled if case.compiled else tensor.eager) and (tensor.cpu if in_pytorch else tensor.gpu)
-        )
-    )
-
-
-def _passing_back(case: Case, block: BlockSpec) -> float:
-    """Memory of a block's backward pass in addition to the kept tensors.
-
-    That is recomputed activations, with recompute=full up to the block's output, and the gradients inside it. The
-    mixer's gradients come after the MLP's kept tensors are freed.
-    """
-    in_pytorch = case.in_pytorch(block)
-    kept = {part: _sum(case, activations.kept, in_pytorch) for part, activations in block.activations.items()}
-    gradients = {part: _sum(case, activations.gradients, in_pytorch) for part, activations in block.activations.items()}
-    if block.attention is not None and case.tokens:
-        gradients[Part.mixer] += method_costs(case, block.attention).held / case.tokens
-    again = sum(kept[part] for part in _KEPT_PARTS[Recompute.none] if part not in _KEPT_PARTS[case.recompute])
-    output = case.config.model.hidden_size * case.compute_bytes if case.recompute is Recompute.full else 0
-    backward = max(gradients[Part.mlp], gradients[Part.mixer] - kept[Part.mlp])
-    return case.tokens * backward + case.tokens * (again + output)
+def _passing_back(case: Case, name: str) -> float:
+    """Memory of a block's backward pass in addition to what it keeps; a method of softmax attention holds more."""
+    measured, attention = case.measured(name), case.spec.blocks[name].attention
+    passing = measured.backward.at(case.tokens)
+    if attention is None:
+        return passing
+    return max(passing, measured.attending.at(case.tokens) + method_costs(case, attention).held)
 
 
 def _loss_bytes(case: Case) -> float:
@@ -222,7 +182,7 @@ def _loss_bytes(case: Case) -> float:
 
 
 def _state_bytes(case: Case) -> float:
-    """R and the carries of each layer and segment, transitions that are matrices, and the buffers of a scan."""
+    """R and the carries of each layer and segment, and the buffers of a scan."""
     kept = case.segments
     if case.segments > 1:
         # The carries into each segment, and the gradients at both ends of one.
@@ -232,30 +192,7 @@ def _state_bytes(case: Case) -> float:
             kept += 3 + 3 * 2 + 4
     held = max((scan.held_states(case.sp_size) for scan in case.config.sp.scans_over(case.topology)), default=0)
     of_all_layers = case.batch * case.spec.state_elements * case.wide_bytes
-    # Kept for the backward pass of a segment; recomputation makes those of one layer at a time.
-    matrices = 0 if case.recompute is Recompute.full else case.batch * case.spec.matrix_elements * case.wide_bytes
-    return float(kept * of_all_layers + held * case.state_bytes + matrices)
-
-
-def _kept_state_bytes(case: Case, block: BlockSpec) -> float:
-    """States that the operator's kernels keep for the backward pass, in one layer.
-
-    Those at all chunks' borders, or those that walks over chunks start from, and their transitions if matrices.
-    """
-    if not block.state_shapes or case.in_pytorch(block):
-        return 0.0
-    operator, heads = OPERATORS[block.operators[-1]], block.state_shape[0]
-    key_dim, value_dim = map(padded_dim, block.state_shape[1:])
-    if operator.walk_programs is None:
-        return case.tokens / CHUNK * heads * key_dim * value_dim * case.compute_bytes
-    columns = value_dim + (key_dim if operator.kind is Kind.matrix else 0)
-    programs = operator.walk_programs(key_dim, value_dim)
-    if programs == 0:
-        return 0.0
-    # Long sequences have as many walks as run at once.
-    of_all = case.batch * heads
-    walks = of_all * max(1, programs // (-(-value_dim // 64) * of_all))
-    return float(walks * key_dim * columns * 4)
+    return float(kept * of_all_layers + held * case.state_bytes)
 
 
 def _gathered_bytes(case: Case) -> float:

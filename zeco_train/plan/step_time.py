@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.activations import Part
 from models.spec import BlockSpec
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.ops.linear import Matmul
@@ -162,10 +161,10 @@ def _compute_seconds(case: Case) -> dict[str, float]:
     again = spec.recomputed_flops_per_token(seq_len, case.recompute, case.segments)
     forwards = forward_passes(case) + (case.passes if case.recompute is Recompute.full else 0)
     traffic, operators = case.config.model.vocab_size * known.LOGIT_TRAFFIC[case.compiled], 0.0
-    for block in spec.blocks.values():
+    for name, block in spec.blocks.items():
         forward, backward = operator_seconds(case, block)
         operators += block.count * (forwards * forward + case.passes * backward)
-        traffic += block.count * _traffic_per_token(case, block)
+        traffic += block.count * _traffic(case, name) / case.tokens
     parameters = parameter_bytes(case, 1)
     copies = parameter_traffic(case)
     around = known.REDUCE_TRAFFIC * copies.reductions
@@ -217,17 +216,10 @@ def _optimizer_products(case: Case) -> float:
     return optim.spec.products(case.spec.parameters, case.world_size, optim) / case.machine.flops[dtype]
 
 
-def _traffic_per_token(case: Case, block: BlockSpec) -> float:
-    """Bytes moved by the elementwise work of a block, averaged over the segments."""
-    again = (case.segments - 1) / case.segments
-    total = 0.0
-    for part, activations in block.activations.items():
-        in_mlp = part is Part.mlp
-        computed_again = case.recompute is Recompute.full or (case.recompute is Recompute.selective and in_mlp)
-        for row in activations.traffic:
-            times = row.forward * (1 + again + computed_again) + row.backward
-            total += times * row.width * (case.wide_bytes if row.wide else case.compute_bytes)
-    return total if case.compiled else total * known.EAGER_TRAFFIC
+def _traffic(case: Case, name: str) -> float:
+    """Bytes moved in a pass by the elementwise work of a block, averaged over the segments."""
+    measured, again = case.measured(name), (case.segments - 1) / case.segments
+    return (1 + again) * measured.forward_traffic.at(case.tokens) + measured.backward_traffic.at(case.tokens)
 
 
 def _gaps(case: Case, busy: float) -> float:

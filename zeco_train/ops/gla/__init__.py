@@ -107,7 +107,6 @@ GLA = Operator(
     cuda=_cuda,
     kernels=KernelRule(),
     step_kernels=STEP_KERNELS,
-    walk_programs=None,
     # 0.745 ms for 16,384 tokens and 16 heads, 0.274 of them forward (docs/benchmarks.md); 60.7 ms for 4,096 tokens and
     # 4 heads on two CPU cores.
     time=OperatorTime("gla", 2.84e-9, 0.37, 64, 128),

@@ -112,6 +112,5 @@ HGRN = ElementwiseRecurrence(
     has_scale=False,
     cuda=_cuda,
     kernels=KernelRule(),
-    walk_programs=lambda key_dim, value_dim: 0,
     peers=(PeerFunction("fla.ops.hgrn", "chunk_hgrn", joins_heads=True),),
 )

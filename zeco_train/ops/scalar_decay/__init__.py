@@ -95,10 +95,6 @@ _KERNELS = KernelRule(largest=256)
 FIXED_TIME = OperatorTime("fixed_decay", 2.09e-9, 0.31, 128, 128)
 
 
-def _walk_programs(key_dim: int, value_dim: int) -> int:
-    return 264 if max(key_dim, value_dim) <= 128 else 132
-
-
 def _cuda_scalar() -> Passes:
     from zeco_train.ops.scalar_decay.cuda import CUDA_SCALAR  # imports Triton
 
@@ -122,7 +118,6 @@ SCALAR_DECAY = Operator(
     recomputed_flops=recomputed_flops,
     cuda=_cuda_scalar,
     kernels=_KERNELS,
-    walk_programs=_walk_programs,
     # 16,384 tokens and 16 heads: 0.186 + 0.742 ms.
     time=OperatorTime("scalar_decay", 3.54e-9, 0.20, 128, 128),
     peers=(PeerFunction("fla.ops.simple_gla", "chunk_simple_gla"),),
@@ -139,7 +134,6 @@ FIXED_DECAY = Operator(
     recomputed_flops=recomputed_flops,
     cuda=_cuda_fixed,
     kernels=_KERNELS,
-    walk_programs=_walk_programs,
     time=FIXED_TIME,
     # fla's retention has RetNet's decays by itself.
     peers=(
