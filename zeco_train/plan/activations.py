@@ -433,6 +433,8 @@ def _partitioned(run: _Run) -> tuple[tuple[Tensor, ...], list[fx.Graph]]:
     backend = aot_autograd(
         fw_compiler=lambda module, _: module.forward, partition_fn=partition, decompositions=select_decomp_table()
     )
+    # All blocks have one code, of which a compiler takes few forms.
+    torch._dynamo.reset()
     run.block.compile_compute(backend=backend)
     return run(), graphs
 
