@@ -1,10 +1,9 @@
 """Question: is planned memory within 5 % of that of a GPU, in three recompute modes?
-
-Command, on one GPU: python -m lab.campaigns.planned_memory [CASE …]
+Command: python -m lab.campaigns.planned_memory [CASE …]
 Date: not run yet (26 November 2026: written on a machine without GPUs).
 Answer: open for hgrn, and for mamba2, kda and hybrids with recomputation; docs/benchmarks.md has gla's.
 
-Each case trains five steps by `train.py`, whose metrics have the peak of torch's allocator, and is planned for the same
+On one GPU each case trains five steps by `train.py`, whose metrics have the peak of torch's allocator, and is planned for the same
 GPU. A line for each: case, recompute mode, planned GB, measured GB, their ratio.
 """
 
@@ -35,6 +34,9 @@ CASES = {
 
 def main(names: list[str]) -> int:
     """Print planned and measured memory; 1 if a pair differs by more than 5 %, or a run failed."""
+    if {"-h", "--help"} & {*names}:
+        print(__doc__)
+        return 0
     gpu = "h200" if torch.cuda.get_device_properties(0).total_memory > 100e9 else "h100"
     bad = 0
     print("case      recompute   planned GB  measured GB  ratio")

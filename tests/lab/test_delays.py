@@ -26,6 +26,7 @@ from tests.support.bench_settings import TINY, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import parse_variants
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.plan import calibration as known
@@ -134,7 +135,7 @@ def test_prediction_is_that_of_the_planner() -> None:
     with mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
         chain, two_shot = (
             Predicted.of(config.run_config("ddp"), variant, 16_384, session)
-            for variant in ("zeco:chain", "zeco:two_shot")
+            for variant in parse_variants(["zeco:chain", "zeco:two_shot"], "zeco")
         )
     assert (chain.layers, chain.one_way, two_shot.one_way) == (config.layers, True, False)
     # S of 0.5 MiB by the costs of symmetric memory.
