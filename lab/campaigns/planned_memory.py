@@ -3,8 +3,8 @@ Command: python -m lab.campaigns.planned_memory [CASE …]
 Date: not run yet (26 November 2026: written on a machine without GPUs).
 Answer: open for hgrn, and for mamba2, kda and hybrids with recomputation; docs/benchmarks.md has gla's.
 
-On one GPU each case trains five steps by `train.py`, whose metrics have the peak of torch's allocator, and is planned for the same
-GPU. A line for each: case, recompute mode, planned GB, measured GB, their ratio.
+On one GPU each case trains five steps by `train.py`, whose metrics have the peak of torch's allocator, and is planned
+for the same GPU. A line for each: case, recompute mode, planned GB, measured GB, their ratio.
 """
 
 from __future__ import annotations
