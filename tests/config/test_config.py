@@ -15,10 +15,9 @@ from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config import composing
 from zeco_train.config.composing import CONFIG_DIR
 from zeco_train.config.overrides import REMOVED
-from zeco_train.config.schema import config_of, describe, group_options, load_config, to_plain
+from zeco_train.config.schema import describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.system.stored_values import flatten
 from zeco_train.training.config import Dtype
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
@@ -73,13 +72,6 @@ def test_command_line_overrides_set_config_fields() -> None:
     assert config.logger.mode.value == "offline"
 
 
-def test_training_has_at_most_180_keys() -> None:
-    """With those of all mixers; commands such as `bench` have settings of their own."""
-    settings = [to_plain(load_config([])), *({"model": to_plain(mixer.config_class())} for mixer in MIXERS.values())]
-    keys = {key for own in settings for key, _ in flatten(own, lists=False)}
-    assert len(keys) <= 180
-
-
 def test_text_that_looks_like_a_number_arrives_as_written() -> None:
     config = load_config(["name=1234e5", "checkpoint.load=007", "logger=wandb", "logger.tags=[a,'2']"])
     assert (config.name, config.checkpoint.load, config.logger.tags) == ("1234e5", "007", ["a", "2"])
@@ -100,10 +92,6 @@ def test_removed_keys_tell_what_replaces_them(tmp_path: Path, monkeypatch: pytes
         "experiment",
         True,
     )
-    # Exports of earlier versions have it.
-    plain = to_plain(load_config([]))
-    plain["train"]["warm"] = 3
-    assert config_of(plain) == load_config([])
 
 
 def test_compute_and_master_dtypes() -> None:

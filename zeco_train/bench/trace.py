@@ -35,7 +35,7 @@ from zeco_train.bench.runner import Subject
 from zeco_train.bench.session import Session
 
 PARTS = ("products", "operator", "elementwise", "optimizer", "copies", "communication", "other")
-# Of packages of kernels; of any other it is the operator.
+# Of modules and packages of kernels; of any other it is the operator.
 _PACKAGES = {
     "adamw": "optimizer",
     "pack": "copies",
@@ -60,8 +60,10 @@ def own_kernels() -> Mapping[str, str]:
     """The part of each of this project's kernels, by name."""
     found: dict[str, str] = {}
     for folder in zeco_train.__path__:
-        for file in sorted(Path(folder).glob("**/kernels/**/*.py")):
-            inside = file.relative_to(folder).parts
+        for file in sorted(Path(folder).glob("**/*.py")):
+            inside = file.relative_to(folder).with_suffix("").parts
+            if "kernels" not in inside:
+                continue
             part = next((part for package, part in _PACKAGES.items() if package in inside), "operator")
             found |= dict.fromkeys(_KERNEL.findall(file.read_text(encoding="utf-8")), part)
     return found
