@@ -27,6 +27,8 @@ from tests.support.sp_reference import (
     replayed_pass,
 )
 from zeco_train.collectives import ScanWorker, serial
+from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import chunked
@@ -191,14 +193,20 @@ def test_every_backend_has_a_name_and_a_configuration() -> None:
 
 
 def test_a_backend_has_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its section is not All-Scan's, and need not choose between scans."""
+    """Its section is not All-Scan's."""
 
-    class Settings(SPConfig):
-        deadline = 3
+    class Section:
+        def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
+            return BACKENDS["lasp1"].scans
 
-    config = Settings(Backend["lasp2"], all_scan=AllScanConfig(AllScanAlgorithm["chain"]))
+        def topology(self, found: Topology) -> Topology:
+            return Topology((1, 1))
+
+    config = SPConfig(Backend["lasp2"], all_scan=AllScanConfig(AllScanAlgorithm["chain"]))
+    vars(config)["deadline"] = section = Section()
     monkeypatch.setitem(BACKENDS, "lasp2", replace(BACKENDS["lasp2"], section="deadline"))
-    assert (config.settings, config.scans) == (3, BACKENDS["lasp2"].scans)
+    assert config.settings is section
+    assert (config.scans, config.topology(Topology((2,)))) == (BACKENDS["lasp1"].scans, Topology((1, 1)))
     assert SPConfig().settings == AllScanConfig()
 
 
