@@ -120,6 +120,7 @@ def test_softmax_layers_of_hybrids_are_checked_and_measured_on_two_ranks(tmp_pat
     assert rows[2]["relative_error"] < 1e-10
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn", "hgrn2"])
 def test_peer_of_a_mixer_has_our_parameters_and_set_buffers(mixer: str) -> None:

@@ -68,7 +68,7 @@ def test_uninterrupted_run_logs_all_steps(half_way: dict[str, Any]) -> None:
     assert [row["step"] for row in half_way["rows"]] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
     """One sequence-parallel group of two ranks, or two groups; every start appends its metrics rows."""
     runs = run_distributed(_resume_on_the_same_split, world_size, str(tmp_path))[0]
@@ -90,7 +90,7 @@ def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
     [
         (1, ["sp=dp"]),
         pytest.param(2, ["sp=zeco", "parallel=ddp", "train.segments=2"], marks=pytest.mark.slow),
-        pytest.param(4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"], marks=pytest.mark.slow),
+        pytest.param(4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"], marks=pytest.mark.campaign),
     ],
     ids=["1 rank", "2 ranks, 2 segments", "other groups of 4"],
 )

@@ -171,7 +171,7 @@ def missing_peer(rank: int, algorithm: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("world_size", "shapes"),
-    [(2, SMALLEST), *(pytest.param(n, SHAPES, marks=pytest.mark.slow) for n in (2, 3, 4))],
+    [(2, SMALLEST), *(pytest.param(n, SHAPES, marks=pytest.mark.campaign) for n in (2, 3, 4))],
     ids=["2, smallest", "2", "3", "4"],
 )
 def test_one_kernel_scans_in_triton_interpreter(world_size: int, shapes: tuple[tuple[int, int, int, int], ...]) -> None:

@@ -275,7 +275,7 @@ def pace_suite(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (2, 4, 5))])
 def test_every_scan_equals_the_reference(world_size: int) -> None:
     """Also two scans in flight, and invalid calls."""
     run_distributed(reference_suite, world_size, "cpu")

@@ -105,6 +105,7 @@ def test_every_scan_takes_the_modelled_time_at_256_ranks(name: str) -> None:
     check(name, Topology((8,) * 32), reverse=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_the_modelled_time_at_1024_ranks(name: str) -> None:

@@ -86,7 +86,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     "cases",
-    [FEW, pytest.param(GRID, marks=pytest.mark.campaign), pytest.param(OTHERS, marks=pytest.mark.slow)],
+    [FEW, pytest.param(GRID, marks=pytest.mark.campaign), pytest.param(OTHERS, marks=pytest.mark.campaign)],
     ids=["few", "zero2", "others"],
 )
 def test_losses_and_norms_are_those_of_one_rank(cases: list[Any], store: str) -> None:

@@ -44,7 +44,7 @@ def scores_of_hybrid(rank: int, world_size: int) -> list[list[Score]]:
     return [score(forward, requests(), batch_tokens) for batch_tokens in (16, 1 << 14)]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_scores_of_a_hybrid_do_not_depend_on_segments_and_ranks(world_size: int) -> None:
     """Later segments of a text read the keys of earlier ones from caches."""
     model, expected = build(dataclasses.replace(TINY, attn=HYBRID), spread=1.0), []
@@ -89,7 +89,7 @@ def score_on_ranks(rank: int, world_size: int) -> list[tuple[str, list[Score]]]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_scores_equal_one_by_one_reference(world_size: int) -> None:
     expected = one_by_one()
     assert {one.is_greedy for one in expected if one.log_likelihood} == {True, False}

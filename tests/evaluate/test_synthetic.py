@@ -111,7 +111,7 @@ def _assert_same(found: Scores, expected: Scores, where: str) -> None:
     torch.testing.assert_close(found.losses, expected.losses, rtol=1e-9, atol=0.0, msg=lambda text: f"{where}: {text}")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_scores_do_not_depend_on_the_split(world_size: int) -> None:
     run_distributed(_check_splits, world_size)
 

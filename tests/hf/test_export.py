@@ -178,7 +178,7 @@ def _load(rank: int, world_size: int, folder: str, layouts: list[tuple[Strategy,
     return [{name: full(p).clone() for name, p in model.named_parameters()} for model in models]
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_sharded_export_loads_on_any_split(
     tied: bool, run: tuple[Path, dict[str, Tensor]], exported: Path, tmp_path: Path
 ) -> None:

@@ -171,7 +171,7 @@ def settings(kind: str) -> list[str]:
     return ["model=gated_deltanet_tiny", *(f"model.{setting}" for setting in (*COMMON, *OURS[kind])), *DATA]
 
 
-@pytest.fixture(scope="module", params=["olmo_hybrid", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["olmo_hybrid", pytest.param("qwen3_5_text", marks=pytest.mark.campaign)])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """Format, run, and its export. No class is asked for: this one alone can express the model."""
     folder = tmp_path_factory.mktemp("exported")
@@ -245,7 +245,7 @@ def _loaded(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
     return [{name: full(p).clone() for name, p in model.named_parameters()} for model in models]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("olmo_hybrid", marks=pytest.mark.slow), "qwen3_5_text"])
+@pytest.mark.parametrize("kind", [pytest.param("olmo_hybrid", marks=pytest.mark.campaign), "qwen3_5_text"])
 def test_joined_rows_are_read_on_any_split(kind: str, tmp_path: Path) -> None:
     """On 3 ranks, whose shards end inside queries, keys and values."""
     own = random_folder(kind, folder := tmp_path / "folder")

@@ -34,7 +34,7 @@ TOLERANCE = 1e-12
 ONE_OF_A_FAMILY = pytest.mark.parametrize(
     "name",
     [
-        name if name in ("gla", "retnet", "mamba2", "kda") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("gla", "retnet", "mamba2", "kda") else pytest.param(name, marks=pytest.mark.campaign)
         for name in MIXERS
     ],
 )

@@ -117,7 +117,7 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict
 
 @pytest.mark.parametrize(
     "names",
-    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.slow)],
+    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.campaign)],
     ids=["quick", "others"],
 )
 def test_delta_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def _crossing_restarts(rank: int, world_size: int, rules: list[str]) -> list[str
 
 
 @pytest.mark.parametrize(
-    "rules", [["kda"], pytest.param(["delta", "gated_delta"], marks=pytest.mark.slow)], ids=["kda", "others"]
+    "rules", [["kda"], pytest.param(["delta", "gated_delta"], marks=pytest.mark.campaign)], ids=["kda", "others"]
 )
 def test_no_value_or_gradient_crosses_restart_in_kernels(rules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly, not within rounding: a restart is a product with 0."""
@@ -203,7 +203,7 @@ def _over_segments(rule: str, leaves: dict[str, Tensor], scan: Exchange, *, with
 
 
 @pytest.mark.parametrize(
-    "rules", [["kda"], pytest.param(["delta", "gated_delta"], marks=pytest.mark.slow)], ids=["kda", "others"]
+    "rules", [["kda"], pytest.param(["delta", "gated_delta"], marks=pytest.mark.campaign)], ids=["kda", "others"]
 )
 def test_kernels_serve_segments_with_carries_documents_and_replay(
     rules: list[str], monkeypatch: pytest.MonkeyPatch

@@ -98,7 +98,7 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict
 
 @pytest.mark.parametrize(
     "names",
-    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.slow)],
+    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.campaign)],
     ids=["quick", "others"],
 )
 def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

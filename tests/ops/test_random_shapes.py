@@ -39,6 +39,7 @@ def _failures(rank: int, world_size: int, cases: list[Case]) -> list[str]:
 CASES = {name: draw(7, 20, [name], PAIRS, LENGTHS, ()) for name in WITH_KERNELS}
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", CASES)
 def test_kernels_match_fp64_at_random_shapes(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:

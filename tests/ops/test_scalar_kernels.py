@@ -169,7 +169,7 @@ def test_sums_of_decays_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     "names",
-    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.slow)],
+    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.campaign)],
     ids=["quick", "others"],
 )
 def test_scalar_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

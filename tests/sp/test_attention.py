@@ -199,7 +199,7 @@ def exact(rank: int, world_size: int) -> None:
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (2, 4, 5))])
 def test_every_method_equals_softmax_over_the_whole_sequence(world_size: int) -> None:
     run_distributed(exact, world_size)
 

@@ -160,7 +160,7 @@ def suite(rank: int, world_size: int) -> None:
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (2, 5))])
 def test_rows_with_documents_of_their_own_equal_their_recurrences(world_size: int) -> None:
     run_distributed(suite, world_size)
 

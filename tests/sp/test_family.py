@@ -26,12 +26,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SPECIAL]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.campaign) for name in SPECIAL]
 )
 def test_mixer_trains_alike_on_two_ranks(name: str, store: str) -> None:
     compare([name], 2, store, cases=2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixer_trains_alike_on_four_ranks_with_every_scan(name: str, store: str) -> None:

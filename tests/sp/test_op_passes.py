@@ -195,7 +195,7 @@ def suite(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.few
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (2, 4))])
 def test_operators_over_ranks_equal_whole_recurrence(world_size: int, name: str) -> None:
     run_distributed(suite, world_size, name)
 

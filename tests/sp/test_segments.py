@@ -33,10 +33,10 @@ pytestmark = pytest.mark.numeric
 TOLERANCE = 1e-11
 # World size and numbers of segments by backend; only two_shot has the longest cases, to save time.
 SEGMENTS = [
-    pytest.param(1, {"dp": (1, 2, 4, 8), "two_shot": (8,)}, marks=pytest.mark.slow),
+    pytest.param(1, {"dp": (1, 2, 4, 8), "two_shot": (8,)}, marks=pytest.mark.campaign),
     (2, {"two_shot": (4,), "lasp1": (2,), "chain/3": (2,)}),
-    pytest.param(2, {"two_shot": (1, 2, 8), "lasp1": (4,), "lasp2": (2, 4), "chain/3": (4,)}, marks=pytest.mark.slow),
-    pytest.param(3, {"two_shot": (2, 8), "lasp1": (4,), "chain/3": (4,)}, marks=pytest.mark.slow),
+    pytest.param(2, {"two_shot": (1, 2, 8), "lasp1": (4,), "lasp2": (2, 4), "chain/3": (4,)}, marks=pytest.mark.campaign),
+    pytest.param(3, {"two_shot": (2, 8), "lasp1": (4,), "chain/3": (4,)}, marks=pytest.mark.campaign),
 ]
 
 

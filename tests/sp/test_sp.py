@@ -160,7 +160,7 @@ def suite(rank: int, world_size: int) -> None:
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 2, 4))])
 def test_every_backend_equals_the_recurrence(world_size: int) -> None:
     """Also replays, two segments, bit-identical repetition, lower precision, and overlap of scans and compute."""
     run_distributed(suite, world_size)

@@ -96,6 +96,6 @@ def suite(rank: int, world_size: int) -> None:
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_documents_over_ranks_equal_documents_alone(world_size: int) -> None:
     run_distributed(suite, world_size)

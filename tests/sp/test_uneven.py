@@ -123,12 +123,13 @@ def suite(rank: int, world_size: int, name: str, sizes: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.campaign) for name in MODELS]
 )
 def test_three_uneven_ranks_compute_what_one_does(name: str) -> None:
     run_distributed(suite, 3, name, (3,))
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_two_and_five_uneven_ranks_compute_what_one_does(name: str) -> None:

@@ -13,7 +13,8 @@ def is_among_few(axes: Sequence[tuple[Sequence[str], Sequence[Any]]], values: Ma
     """Whether a case is one of the few.
 
     These are the cases in which the k-th values of all axes meet, for k up to the length of the longest axis; shorter
-    axes begin again. So each value of each axis is in one of them. Values marked `slow` are left out.
+    axes begin again. So each value of each axis is in one of them. Values marked `slow` or `campaign` are left
+    out.
 
     Args:
         axes: names and values of each `parametrize` of the test.
@@ -55,7 +56,7 @@ def _names(names: str | Sequence[str]) -> list[str]:
 
 
 def _is_slow(row: Any) -> bool:
-    return isinstance(row, ParameterSet) and any(getattr(mark, "name", "") == "slow" for mark in row.marks)
+    return isinstance(row, ParameterSet) and any(getattr(mark, "name", "") in ("slow", "campaign") for mark in row.marks)
 
 
 def _values(row: Any, names: Sequence[str]) -> Sequence[Any]:

@@ -221,7 +221,7 @@ END
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.campaign), "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_loaded_process_ends_with_its_owner(end: str, tmp_path: Path) -> None:
     program = OWNER.replace("END", end)
     # Not through pipes, which the loaded process would hold.

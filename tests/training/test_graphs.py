@@ -192,10 +192,10 @@ def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
         pytest.param(
             [["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]],
             2,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.campaign,
         ),
-        pytest.param([SETTINGS[12], SETTINGS[11]], 2, marks=pytest.mark.slow),
-        pytest.param([SETTINGS[4], SETTINGS[4], SETTINGS[10]], 1, marks=pytest.mark.slow),
+        pytest.param([SETTINGS[12], SETTINGS[11]], 2, marks=pytest.mark.campaign),
+        pytest.param([SETTINGS[4], SETTINGS[4], SETTINGS[10]], 1, marks=pytest.mark.campaign),
     ],
     ids=["documents and convolutions", "segments", "one rank", "others", "segments of others", "one rank of others"],
 )

@@ -108,7 +108,7 @@ def _runs(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, A
     return results
 
 
-@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_skipped_steps_equal_run_without_their_updates(resumed: bool, tmp_path: Path) -> None:
     by_rank = run_distributed(_runs, 2, str(tmp_path), resumed)
     expected = by_rank[0]["reference"]
@@ -314,6 +314,7 @@ def test_first_non_finite_tensor_has_an_address(tmp_path: Path) -> None:
     check_addresses(tmp_path, [], FAULTS)
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "graphs"),

@@ -47,7 +47,7 @@ SPLITS: dict[int, dict[str, list[str]]] = {
     },
 }
 
-THREE, FOUR = (pytest.param(world_size, marks=pytest.mark.slow) for world_size in (3, 4))
+THREE, FOUR = (pytest.param(world_size, marks=pytest.mark.campaign) for world_size in (3, 4))
 
 
 def short_documents(folder: Path) -> Path:
@@ -113,8 +113,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ("world_size", "name"),
     [
         (1, "reference"),
-        pytest.param(2, "lasp2, sp 2, hsdp", marks=pytest.mark.slow),
-        pytest.param(4, "zeco, sp 2, hsdp", marks=pytest.mark.slow),
+        pytest.param(2, "lasp2, sp 2, hsdp", marks=pytest.mark.campaign),
+        pytest.param(4, "zeco, sp 2, hsdp", marks=pytest.mark.campaign),
     ],
 )
 def test_metrics_count_all_tokens(runs: Runs, world_size: int, name: str) -> None:
@@ -154,7 +154,7 @@ def test_first_loss_is_the_mean_over_each_document_alone(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("suite", [_splits, _documents])
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), FOUR])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.campaign), FOUR])
 def test_fp64_runs_are_the_same_on_every_split(runs: Runs, world_size: int, suite: Any) -> None:
     expected = runs(suite, 1)[0]["documents" if suite is _documents else "reference"]
     for name, result in runs(suite, world_size)[0].items():
@@ -178,7 +178,7 @@ def test_each_sequence_is_read_by_exactly_one_group(runs: Runs, world_size: int)
     assert all(rank[split]["sequence_ids"] == expected for rank in runs(_splits, world_size))
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), FOUR])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign), FOUR])
 def test_bf16_loss_is_close_to_fp32_with_fp32_weights(runs: Runs, world_size: int) -> None:
     result = runs(_dtypes, world_size)[0]["bf16"]
     assert all(parameter.dtype == torch.float32 for parameter in result["parameters"].values())
@@ -195,7 +195,7 @@ def test_fp32_losses_agree_for_ten_steps(runs: Runs, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name"), [(2, "lasp2, sp 2, hsdp"), pytest.param(4, "lasp1, sp 4", marks=pytest.mark.slow)]
+    ("world_size", "name"), [(2, "lasp2, sp 2, hsdp"), pytest.param(4, "lasp1, sp 4", marks=pytest.mark.campaign)]
 )
 def test_each_rank_has_its_own_log(runs: Runs, world_size: int, name: str) -> None:
     runs(_splits, world_size)

@@ -76,7 +76,7 @@ def test_kernels_are_asked_about_for_each_operator_and_dtype() -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "dtypes"),
-    [(2, "fp64"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "bf16"), (4, "fp64")))],
+    [(2, "fp64"), *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, "bf16"), (4, "fp64")))],
 )
 def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> None:
     results = run_distributed(verify, world_size, "operator=gla", "tokens=[30]", f"dtypes=[{dtypes}]")
