@@ -35,7 +35,9 @@ TOLERANCE = 1e-11
 SEGMENTS = [
     pytest.param(1, {"dp": (1, 2, 4, 8), "two_shot": (8,)}, marks=pytest.mark.campaign),
     (2, {"two_shot": (4,), "lasp1": (2,), "chain/3": (2,)}),
-    pytest.param(2, {"two_shot": (1, 2, 8), "lasp1": (4,), "lasp2": (2, 4), "chain/3": (4,)}, marks=pytest.mark.campaign),
+    pytest.param(
+        2, {"two_shot": (1, 2, 8), "lasp1": (4,), "lasp2": (2, 4), "chain/3": (4,)}, marks=pytest.mark.campaign
+    ),
     pytest.param(3, {"two_shot": (2, 8), "lasp1": (4,), "chain/3": (4,)}, marks=pytest.mark.campaign),
 ]
 

@@ -56,7 +56,9 @@ def _names(names: str | Sequence[str]) -> list[str]:
 
 
 def _is_slow(row: Any) -> bool:
-    return isinstance(row, ParameterSet) and any(getattr(mark, "name", "") in ("slow", "campaign") for mark in row.marks)
+    return isinstance(row, ParameterSet) and any(
+        getattr(mark, "name", "") in ("slow", "campaign") for mark in row.marks
+    )
 
 
 def _values(row: Any, names: Sequence[str]) -> Sequence[Any]:
