@@ -131,11 +131,12 @@ def test_plan_agrees_with_measured_speeds_of_both_products(tokens: int) -> None:
 
 
 def test_plan_of_fp8_needs_a_device_with_it() -> None:
-    """CPUs emulate it, at a rate that is not known."""
+    """CPUs emulate its products, at a rate that is not known; what rounding moves is counted."""
     with pytest.raises(ConfigError, match=r"^train\.matmul=fp8: a100 has no products in fp8; take bf16"):
         make_case(*GLA_1B, "gpu=a100", "train.matmul=fp8")
     emulated, plain = (planned("gpu=cpu", "sp=dp", f"train.matmul={matmul}").time for matmul in ("fp8", "bf16"))
-    assert emulated.seconds == plain.seconds
+    assert emulated.seconds["elementwise"] > plain.seconds["elementwise"]
+    assert emulated.seconds | {"elementwise": 0.0} == plain.seconds | {"elementwise": 0.0}
 
 
 @pytest.mark.parametrize(
