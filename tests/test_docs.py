@@ -117,7 +117,7 @@ def missing_commands(path: Path, root: Path) -> Iterator[str]:
 
 def problems(path: Path, root: Path) -> list[str]:
     """All problems of a file. A change log, and a campaign's results, may name commands and files of other versions."""
-    is_history = path.name == "CHANGELOG.md" or path.parent == root / "lab" / "campaigns" / "results"
+    is_history = path.name in ("CHANGELOG.md", "upgrading.md") or path.parent == root / "lab" / "campaigns" / "results"
     return [*broken_links(path, root), *([] if is_history else missing_commands(path, root))]
 
 
