@@ -338,8 +338,8 @@ def _inside(func: Any, args: Any, setting: _Setting) -> Iterable[Bytes]:
         return [sum((setting.amount(x.numel() * accumulation_dtype(x.dtype).itemsize) for x in (q, k, v)), Bytes())]
     with _Allocations(setting) as inner:
         if name == "zeco::mix_backward":
-            operands, do, saved, _, incoming, _, of, scale, _, pieces, _ = args
-            local = OPERATORS[of].select(operands).backward(operands, do, saved, incoming, scale, pieces)
+            operands, do, saved, _, incoming, _, of, scale, _, doc_ids, _ = args
+            local = OPERATORS[of].select(operands).backward(operands, do, saved, incoming, scale, doc_ids)
             local.overlap()
             grads = local.operand_grads(local.state_grad.new_empty(local.state_grad.shape))
         else:
