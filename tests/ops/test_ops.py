@@ -128,8 +128,8 @@ def sharded(case: Case, edges: list[int]) -> dict[str, Tensor]:
         incoming_states.append(state)
         state = chunk_states.log_decay.exp()[..., None] * state + chunk_states.state
         scores = chunked.intra_scores(q, k, g, doc_ids, scale)
-        o.append(chunked.outputs(q, v, g, scores, chunk_states, incoming_states[-1], doc_ids, scale))
-        torch.testing.assert_close(chunk_states.states[-1], state)  # updated in place by `outputs`
+        o.append(chunked.outputs(q, v, scores, chunk_states, incoming_states[-1], scale))
+        torch.testing.assert_close(chunk_states.boundaries.states[-1], state)  # updated in place by `outputs`
 
     grad, grads = case.final_grad, []
     for (q, k, v, g, do, doc_ids), incoming_state in reversed(list(zip(shards, incoming_states, strict=True))):
@@ -139,7 +139,7 @@ def sharded(case: Case, edges: list[int]) -> dict[str, Tensor]:
         incoming_grad = grad
         grad = chunk_states.log_decay.exp()[..., None] * grad + chunk_grads.state_grad
         rest = (chunk_states, incoming_state, chunk_grads, incoming_grad, intra, doc_ids, scale)
-        grads.append(chunked.input_grads(q, k, v, g, do, *rest))
+        grads.append(chunked.input_grads(q, k, v, g, *rest))
     dq, dk, dv, dg = (torch.cat(parts[::-1], dim=1) for parts in zip(*grads, strict=True))
     results = (torch.cat(o, dim=1), dq, dk, dv, dg, torch.stack(incoming_states), state, grad)
     return dict(zip(NAMES, results, strict=True))
@@ -391,7 +391,7 @@ def test_invalid_state_is_named() -> None:
     chunk_states = chunked.local_states(case.k, case.v, case.g, None)
     scores = chunked.intra_scores(case.q, case.k, case.g, None, 1.0)
     with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, H, K, V\] = \[1, 2, 5, 7\], got"):
-        chunked.outputs(case.q, case.v, case.g, scores, chunk_states, case.initial_state.mT, None, 1.0)
+        chunked.outputs(case.q, case.v, scores, chunk_states, case.initial_state.mT, 1.0)
 
 
 @pytest.mark.parametrize(

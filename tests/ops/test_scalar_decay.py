@@ -17,8 +17,7 @@ from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.operator import Operator
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY, forward_flops, recomputed_flops
-from zeco_train.ops.scalar_decay.chunk_states import decay_matrix
-from zeco_train.ops.scalar_decay.chunked import CHUNKED_SCALAR
+from zeco_train.ops.scalar_decay.chunked import CHUNKED_SCALAR, decay_matrix
 
 pytestmark = pytest.mark.numeric
 

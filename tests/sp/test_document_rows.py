@@ -25,7 +25,7 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.documents import stack_borders
 from zeco_train.ops.gla import GLA
-from zeco_train.ops.gla.chunked import GlaForward
+from zeco_train.ops.gla.chunked import _GlaForward
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.passes import Passes
@@ -214,7 +214,7 @@ def test_kernels_give_a_row_the_bits_that_it_has_alone(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class Keeping(GlaForward):
+class Keeping(_GlaForward):
     """GLA's forward pass, which saves 2g in place of g, and its states, as kernels do."""
 
     def outputs(self, incoming_state: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.chunks import ChunkDecays, chunk_decays, matrices, to_chunks
 from zeco_train.ops.pairs import pair_grads, pair_scores
 from zeco_train.ops.passes import check_state
-from zeco_train.ops.scalar_decay.chunk_states import decay_matrix
+from zeco_train.ops.scalar_decay.chunked import decay_matrix
 
 
 class Pairs(Protocol):

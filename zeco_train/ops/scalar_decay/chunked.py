@@ -3,12 +3,17 @@
     forward     local states S[n] → scan | scores A = scale · q kᵀ ⊙ decays | R → o = scale · decay · q S[n] + A v
     backward    local gradients dS[n] → scan | states again, gradients through A | D_in → dq, dk, dv, dg
 
-q kᵀ is one product of a group; a head adds its matrix of decays, C × C. Nothing has K numbers a token and head. The
-gradients through A are summed over the heads of a group before the products with q and k.
+The R = H / G heads of a group share queries and keys, so their states lie side by side as columns of one matrix of
+K × (R·V): each product with queries or keys is one product of the group. A head's decay multiplies its columns of the
+values, never the keys, which would then be other ones for each head, and its matrix of decays, C × C, the scores. So
+nothing has K numbers a token and head. Letters: N chunks, C tokens each.
 
-Arithmetic and states are fp64 if v is, else fp32. Layouts and letters are those of `chunk_states`. The chunkwise form
-is that of Dao & Gu 2024 (arXiv 2405.21060, section 6); its split over ranks is ZeCO's. Operands are checked
-before (`Operator.check`).
+    tokens of a group   [B, T, G, K] → [N, B, G, C, K]        values   [B, T, H, V] → [N, B, G, C, R, V]
+    log-decays          [B, T, H] → [B, T, G, R], so that the functions of `zeco_train.ops.chunks` give [N, B, G, C, R]
+    states              [N + 1, B, G, K, R, V], at the seam [B, H, K, V]
+
+Arithmetic and states are fp64 if v is, else fp32. The chunkwise form is that of Dao & Gu 2024 (arXiv 2405.21060,
+section 6); its split over ranks is ZeCO's.
 """
 
 from __future__ import annotations
@@ -20,33 +25,57 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.chunk_states import BoundaryStates, accumulate_states
 from zeco_train.ops.chunks import (
     ChunkDecays,
+    block_sizes,
     chunk_decays,
     chunk_log_decays,
+    halves,
     matrices,
+    merge_blocks,
     to_chunks,
     to_tokens,
+    token_decays,
 )
-from zeco_train.ops.passes import Passes
-from zeco_train.ops.scalar_decay.chunk_states import (
-    BoundaryStates,
-    accumulate_states,
-    decay_matrix,
-    wide_chunks,
-)
+from zeco_train.ops.passes import Passes, check_state
+
+
+def decay_matrix(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The decays between the tokens of each chunk, without division: from a token (column) to a later one (row).
+
+    Args:
+        g: [B, T, G, R] log-decays.
+        doc_ids: [T], see `zeco_train.ops.documents`.
+        dtype: of the result.
+
+    Returns:
+        [N, B, G, R, C, C]: exp(g_{j+1} + … + g_i) for j ≤ i without a restart in (j, i], else 0.
+    """
+    from_start = token_decays(g, doc_ids, dtype)
+    decays = ChunkDecays(from_start, torch.ones_like(from_start))
+    *outer, chunk, heads = from_start.shape
+    matrix = from_start.new_zeros(*outer, heads, chunk, chunk)
+    matrix.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    # Two tokens are split at exactly one size of blocks; their decay is a factor of the later times one of the earlier.
+    for block in block_sizes(chunk):
+        # [N, B, G, pairs, block, R] → [N, B, G, R, block, pairs]
+        later, earlier = (
+            x.movedim(-1, -3).mT for x in (halves(decays.from_start, block)[1], halves(decays.to_end, block)[0])
+        )
+        squares = matrix.unflatten(-1, (-1, 2 * block)).unflatten(-3, (-1, 2 * block))
+        of_pairs = squares.diagonal(dim1=-4, dim2=-2)[..., block:, :block, :]
+        of_pairs.copy_(later[..., :, None, :] * earlier[..., None, :, :])
+        merge_blocks(decays, block)
+    return matrix
 
 
 class _Chunks:
     """The operands of a rank by chunks, and its states from a zero start.
 
-    Attributes:
-        queries, keys: [N, B, G, C, K].
-        log_decays: [B, T, G, R], by tokens.
-        decays: inside chunks, [N, B, G, C, R] each.
-        log_total: [N, B, G, R], logarithm of the decay over each chunk.
-        decayed_values: [N, B, G, C, R, V], set by `local_states`.
-        decayed_output_grads: [N, B, G, C, R, V], set by `local_state_grads`.
+    queries, keys [N, B, G, C, K]; log_decays [B, T, G, R], by tokens; decays inside chunks, [N, B, G, C, R]; `total`
+    and its logarithm over each chunk, [N, B, G, 1, R, 1], as factors of states. decayed_values and
+    decayed_output_grads, [N, B, G, C, R, V], are set by `local_states` and `local_state_grads`.
     """
 
     def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
@@ -56,22 +85,31 @@ class _Chunks:
         self.queries, self.keys = to_chunks(q, self.dtype), to_chunks(k, self.dtype)
         self.log_decays = g.unflatten(2, (self.groups, -1))
         self.decays: ChunkDecays = chunk_decays(self.log_decays, doc_ids, self.dtype)
-        self.log_total = chunk_log_decays(self.log_decays, doc_ids, self.dtype)
+        log_total = chunk_log_decays(self.log_decays, doc_ids, self.dtype)
+        self._factors = self.decays.total[..., None, :, None], log_total[..., None, :, None]
 
     def by_heads(self, x: Tensor) -> Tensor:
         """[B, T, H, V] → [N, B, G, R, C, V]."""
         return to_chunks(x, self.dtype).unflatten(2, (self.groups, -1))
 
+    def _side_by_side(self, x: Tensor) -> Tensor:
+        """[B, T, H, V] → [N, B, G, C, R, V]."""
+        chunks = to_chunks(x.unflatten(2, (self.groups, -1)).flatten(3), self.dtype)
+        return chunks.unflatten(-1, (-1, x.shape[-1]))
+
     def local_states(self) -> BoundaryStates:
-        self.decayed_values = self.decays.to_end[..., None] * wide_chunks(self.v, self.groups, self.dtype)
-        return accumulate_states(self.keys, self.decayed_values, self.decays.total, self.log_total, reverse=False)
+        self.decayed_values = self.decays.to_end[..., None] * self._side_by_side(self.v)
+        return accumulate_states(self.keys, self.decayed_values, *self._factors, reverse=False)
 
     def local_state_grads(self, do: Tensor) -> BoundaryStates:
-        wide = wide_chunks(do, self.groups, self.dtype)
-        self.decayed_output_grads = (self.decays.from_start[..., None] * wide).mul_(self.scale)
-        return accumulate_states(
-            self.queries, self.decayed_output_grads, self.decays.total, self.log_total, reverse=True
-        )
+        self.decayed_output_grads = (self.decays.from_start[..., None] * self._side_by_side(do)).mul_(self.scale)
+        return accumulate_states(self.queries, self.decayed_output_grads, *self._factors, reverse=True)
+
+    def corrected(self, local: BoundaryStates, incoming: Tensor, name: str) -> Tensor:
+        """[N + 1, B, G, K, R, V], the true states, in place; incoming [B, H, K, V]."""
+        _, batch, _, key_dim, heads, value_dim = local.states.shape
+        check_state(incoming, name, torch.Size((batch, self.groups * heads, key_dim, value_dim)))
+        return local.take_corrected(incoming.unflatten(1, (self.groups, heads)).movedim(2, -2))
 
     def products(self) -> Tensor:
         """[N, B, G, 1, C, C], scale · q kᵀ of each group."""
@@ -81,6 +119,11 @@ class _Chunks:
     def decay_matrix(self) -> Tensor:
         """[N, B, G, R, C, C]."""
         return decay_matrix(self.log_decays, self.doc_ids, self.dtype)
+
+
+def _at(local: BoundaryStates, boundary: int) -> Tensor:
+    """[B, H, K, V], the state at a boundary: a copy, since a scan may read it after `states` are overwritten."""
+    return local.states[boundary].movedim(-2, 2).clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -99,7 +142,7 @@ class _ScalarDecayForward:
             operands = _expanded(operands)
         self._chunks = _Chunks(operands, scale, doc_ids)
         self._states = self._chunks.local_states()
-        self.state = self._states.at(-1)
+        self.state = _at(self._states, -1)
         # All channels of a key decay alike; the scan takes one decay for each.
         total = self._states.log_decays[-1].flatten(1)
         self.transition = total[..., None].expand(-1, -1, operands[0].shape[-1]).contiguous()
@@ -111,7 +154,7 @@ class _ScalarDecayForward:
     def outputs(self, incoming_state: Tensor) -> Tensor:
         """Compute o [B, T, H, V], given R [B, H, K, V]. Overwrites the chunk states."""
         chunks = self._chunks
-        states = self._states.take_corrected(incoming_state, "incoming_state")
+        states = chunks.corrected(self._states, incoming_state, "incoming_state")
         seen = _product(chunks.queries, states[:-1].flatten(-2)).unflatten(-1, states.shape[-2:])
         o = _product(self._scores, chunks.by_heads(chunks.v))
         o.addcmul_(seen.transpose(-3, -2), chunks.decays.from_start.mT[..., None], value=chunks.scale)
@@ -138,7 +181,7 @@ class _ScalarDecayBackward:
         self._tokens, self._do, self._incoming = operands[:3], do, incoming_state
         self._chunks = _Chunks(operands, scale, doc_ids)
         self._grads = self._chunks.local_state_grads(do)
-        self.state_grad = self._grads.at(0)
+        self.state_grad = _at(self._grads, 0)
 
     def overlap(self) -> None:
         """Recompute the states, then compute the gradients inside chunks.
@@ -159,8 +202,8 @@ class _ScalarDecayBackward:
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         """Compute dq, dk, dv, dg, given D_in [B, H, K, V]."""
         chunks = self._chunks
-        states = self._states.take_corrected(self._incoming, "incoming_state")
-        grads = self._grads.take_corrected(incoming_grad, "incoming_grad")
+        states = chunks.corrected(self._states, self._incoming, "incoming_state")
+        grads = chunks.corrected(self._grads, incoming_grad, "incoming_grad")
         before, after = states[:-1].flatten(-2), grads[1:].flatten(-2)
         dq = self._dq.add_(_product(chunks.decayed_output_grads.flatten(-2), before.mT))
         dk = self._dk.add_(_product(chunks.decayed_values.flatten(-2), after.mT))
