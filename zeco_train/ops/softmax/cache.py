@@ -19,13 +19,7 @@ STEP_KERNELS = KernelRule(row_bytes=16)
 
 
 def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[Tensor, int]:
-    """Append consecutive tokens to a cache, in place.
-
-    Args:
-        cache: [B, G, capacity, D], of the tokens before position `start`.
-        new: [B, T, G, D], of the tokens from there on.
-        start: position of the first new token.
-        window: keys that a query reads at most, itself among them; None: no limit.
+    """Append tokens [B, T, G, D] to a cache [B, G, capacity, D] of the `start` tokens before them, in place.
 
     Returns:
         Keys, or values, of consecutive tokens: those that the new ones read and all of the new ones, [B, M, G, D]; and
@@ -52,7 +46,7 @@ def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[
 def attend_next(
     q: Tensor, k: Tensor, v: Tensor, caches: Sequence[Tensor], positions: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """Attention of one more token of each sequence, whose keys and values are written to the caches.
+    """Attention of one more token of each sequence, whose keys and values are written to the caches; [B, 1, H, V].
 
     Nothing depends on the positions' values but the contents of tensors, as a CUDA graph requires. A position beyond
     the capacity is an index out of bounds.
@@ -65,9 +59,6 @@ def attend_next(
         positions: [B] int64, of the tokens in their sequences.
         scale: factor of the scores.
         window: keys that a query reads at most, itself among them; None: no limit.
-
-    Returns:
-        [B, 1, H, V].
     """
     rows = torch.arange(len(positions), device=positions.device)
     slots = positions if window is None else positions % window
