@@ -16,8 +16,7 @@ from torch.library import custom_op
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import AttentionMethod, StateInput, StateOutput, exchange_of
-from zeco_train.ops.softmax.attention import attend
-from zeco_train.ops.softmax.cache import extend
+from zeco_train.ops.softmax.attention import attend, extend
 from zeco_train.ops.softmax.span import Attended, Span
 
 
@@ -40,7 +39,7 @@ def attend_at(
         position: of the tokens, with an `Exchange`, which the caller keeps alive until after the backward pass.
         state_inputs: two. In a replay the output and the log-sum-exp of a first forward pass: nothing is computed or
             communicated then. After earlier segments, or pieces of a prompt, the caches of their keys and values as
-            `carry_in` (`zeco_train.ops.softmax.cache`), to which these are appended, in place and on every rank.
+            `carry_in` (`zeco_train.ops.softmax.attention`), to which these are appended, in place and on every rank.
         window: keys that a query reads at most, itself among them; None: no limit.
 
     Returns:

@@ -1,10 +1,17 @@
-"""Softmax attention of a span to consecutive keys, by the kernel for the device and dtype."""
+"""Softmax attention of a span to consecutive keys, by the kernel for the device and dtype, and of one token to caches.
+
+Caches of keys and values are tensors of fixed size, [B, G, capacity, D], which a CUDA graph can be bound to. The token
+at position p is in slot p, or with a window in slot p mod window, where it replaces the token that no later query
+reads. So one rule masks both: a query at position p reads slots 0 to p.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_train.ops.operator import KernelRule
@@ -13,6 +20,8 @@ from zeco_train.ops.softmax.span import Attended, Span
 
 # PyTorch's FlashAttention refuses other heads when it is launched.
 KERNELS = KernelRule((torch.bfloat16,), largest=256, row_bytes=16)
+# Of PyTorch's fused attention with a mask; for other calls it takes plain products, without a word.
+STEP_KERNELS = KernelRule(row_bytes=16)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
@@ -61,3 +70,57 @@ def attend_backward(
 
 def _kernels(q: Tensor, v: Tensor) -> ModuleType:
     return flash if KERNELS.serves(q, v) else sdpa
+
+
+def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[Tensor, int]:
+    """Append tokens [B, T, G, D] to a cache [B, G, capacity, D] of the `start` tokens before them, in place.
+
+    Returns:
+        Keys, or values, of consecutive tokens: those that the new ones read and all of the new ones, [B, M, G, D]; and
+        the position of the first. Without a window a view of the cache.
+
+    Raises:
+        ValueError: the capacity is too small.
+    """
+    stop, capacity = start + new.shape[1], cache.shape[2]
+    if (needed := stop if window is None else min(stop, window)) > capacity:
+        raise ValueError(f"a cache of {capacity} tokens cannot keep {needed}")
+    if window is None:
+        cache[:, :, start:stop] = new.transpose(1, 2)
+        return cache[:, :, :stop].transpose(1, 2), 0
+    first = max(0, start - (window - 1))
+    before = torch.arange(first, start, device=cache.device) % window
+    # Indexing copies, before these slots are overwritten.
+    joined = torch.cat([cache[:, :, before].transpose(1, 2), new], 1)
+    kept = torch.arange(max(start, stop - window), stop, device=cache.device)
+    cache[:, :, kept % window] = new[:, kept - start].transpose(1, 2)
+    return joined, first
+
+
+def attend_next(
+    q: Tensor, k: Tensor, v: Tensor, caches: Sequence[Tensor], positions: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attention of one more token of each sequence, whose keys and values are written to the caches; [B, 1, H, V].
+
+    Nothing depends on the positions' values but the contents of tensors, as a CUDA graph requires. A position beyond
+    the capacity is an index out of bounds.
+
+    Args:
+        q: [B, 1, H, D].
+        k: [B, 1, G, D]; G divides H, each head serves H / G heads of q in a row.
+        v: [B, 1, G, V].
+        caches: of keys and of values.
+        positions: [B] int64, of the tokens in their sequences.
+        scale: factor of the scores.
+        window: keys that a query reads at most, itself among them; None: no limit.
+    """
+    rows = torch.arange(len(positions), device=positions.device)
+    slots = positions if window is None else positions % window
+    for cache, new in zip(caches, (k, v), strict=True):
+        cache[rows, :, slots] = new[:, 0]
+    keys, values = caches
+    visible = torch.arange(keys.shape[2], device=positions.device) <= positions[:, None]
+    # The H / G heads that share a head of keys are the queries of one call, so no head is repeated.
+    grouped = q[:, 0].unflatten(1, (k.shape[2], -1))
+    o = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible[:, None, None], scale=scale)
+    return o.flatten(1, 2).unsqueeze(1)
