@@ -24,7 +24,7 @@ from zeco_train.ops.passes import check_state
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.short_conv.passes import check_inputs as check_conv
 from zeco_train.ops.short_conv.passes import check_state as check_conv_state
-from zeco_train.ops.unmasked.passes import check_inputs as check_unmasked
+from zeco_train.ops.unmasked import check_inputs as check_unmasked
 
 
 def naive_gla(
