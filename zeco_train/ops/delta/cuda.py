@@ -7,11 +7,9 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends; dq, dk, dv, dg, dβ
 
 States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
-transitions passed between segments or ranks are fp32. Of the forward pass are saved P and T, in the dtype of the
-tokens, 64 numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the
-true state before it.
-
-The kernels also run on a CPU under Triton's interpreter, in fp32.
+transitions passed between segments or ranks are fp32. The forward pass saves P and T, in the dtype of the tokens, 64
+numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the true state
+before it, in place of R.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from zeco_train.ops.seam import adjoint, fold
 
 
 class DeltaKernelForward:
-    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`; `gated`: there is an operand g."""
+    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
 
     def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, gated: bool) -> None:
         q, k, v, *g, beta = operands
@@ -70,7 +68,7 @@ class DeltaKernelForward:
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """The decays' sums, in place of g; P, T; the segments' true starts, in place of R, and transitions."""
+        """The decays' sums, P, T, and the segments' true starts and transitions."""
         kept = self._systems.scores, self._systems.inverses, self._starts, self._transitions
         return (_like_g(self._sums), *kept) if self._gated else kept
 
@@ -124,16 +122,12 @@ class DeltaKernelBackward:
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
 
 
-def _names(gated: bool) -> tuple[str, ...]:
-    return ("q", "k", "v", "g", "beta") if gated else ("q", "k", "v", "beta")
-
-
 def _no_decay(beta: Tensor) -> Tensor:
     return beta.new_zeros(beta.mT.shape)
 
 
+# Sums as the kernels read them in the shape of g, and back: [B, H, T] ↔ [B, T, H]; by channel as they are.
 def _like_g(sums: Tensor) -> Tensor:
-    """Sums as the kernels read them in the shape of g, and back: [B, H, T] ↔ [B, T, H]; by channel as they are."""
     return sums if sums.dim() == 4 else sums.mT
 
 

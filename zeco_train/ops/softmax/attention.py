@@ -51,16 +51,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, of the part that these keys have in o: in fp32, or the dtype of q.
 
-    Args:
-        do: gradient of o, in its shape and dtype.
-        q: as of `attend`.
-        k: likewise.
-        v: likewise.
-        attended: over all keys, of which k and v may be a part.
-        span: as of `attend`.
-        key_start: likewise.
-        scale: likewise.
-        deterministic: add up in one order; FlashAttention does not by default, SDPA always does.
+    `do` and `attended` are of o over all keys, of which k and v may be a part; all else as of `attend`. FlashAttention
+    adds up in one order only if it must be `deterministic`, SDPA always does.
     """
     operands = do, q, k, v, attended, span, key_start, scale
     if _kernels(q, v) is flash:
@@ -100,19 +92,10 @@ def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[
 def attend_next(
     q: Tensor, k: Tensor, v: Tensor, caches: Sequence[Tensor], positions: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """Attention of one more token of each sequence, whose keys and values are written to the caches; [B, 1, H, V].
+    """Attention of one more token of each sequence, q [B, 1, H, D], whose keys and values are written to the caches.
 
-    Nothing depends on the positions' values but the contents of tensors, as a CUDA graph requires. A position beyond
-    the capacity is an index out of bounds.
-
-    Args:
-        q: [B, 1, H, D].
-        k: [B, 1, G, D]; G divides H, each head serves H / G heads of q in a row.
-        v: [B, 1, G, V].
-        caches: of keys and of values.
-        positions: [B] int64, of the tokens in their sequences.
-        scale: factor of the scores.
-        window: keys that a query reads at most, itself among them; None: no limit.
+    Nothing depends on the positions' values [B] but the contents of tensors, as a CUDA graph requires. A position
+    beyond the capacity is an index out of bounds. Returns [B, 1, H, V].
     """
     rows = torch.arange(len(positions), device=positions.device)
     slots = positions if window is None else positions % window

@@ -36,13 +36,9 @@ class _Call(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
     """The attention of a span, as `zeco_train.ops.softmax.attention.attend`."""
     call = _call(span, key_start, key_start + k.shape[1])
-    (batch, _, heads, _), width = q.shape, v.shape[3]
+    batch = q.shape[0]
     if call is None:
-        o, lse = (
-            q.new_zeros((*q.shape[:3], width)),
-            q.new_full((batch, heads, q.shape[1]), -torch.inf, dtype=torch.float32),
-        )
-        return Attended(o, lse)
+        return Attended.by_no_keys(q, v)
     queries, keys, values = _packed(q, call.queries), _packed(k, call.keys), _packed(v, call.keys)
     found, sums, *_ = torch.ops.aten._flash_attention_forward(
         queries, keys, values, *_lengths(call, batch, q.device), 0.0, call.causal, False, scale=scale, **_window(call)
@@ -50,9 +46,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
     found, sums = found.unflatten(0, (batch, -1)), sums.unflatten(1, (batch, -1)).transpose(0, 1)
     if found.shape[1] == q.shape[1]:
         return Attended(found, sums)
-    o, lse = q.new_zeros((*q.shape[:3], width)), q.new_full((batch, heads, q.shape[1]), -torch.inf, dtype=torch.float32)
-    o[:, call.queries], lse[:, :, call.queries] = found, sums
-    return Attended(o, lse)
+    attended = Attended.by_no_keys(q, v)
+    attended.o[:, call.queries], attended.lse[:, :, call.queries] = found, sums
+    return attended
 
 
 def attend_backward(

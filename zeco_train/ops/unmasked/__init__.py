@@ -3,15 +3,11 @@
     S = Σ_j k_j v_jᵀ over the whole sequence,    o_i = scale · q_iᵀ S
 
 q, k [B, T, H, K]; v, o [B, T, H, V]; no decay, since decays need an order. The gradient with respect to S is one sum
-over the whole sequence, too (algorithm 3): dS = scale · Σ_i q_i do_iᵀ. A scan over ranks gives both sums as its state
-after the whole sequence (`Operator.reads_whole`). On GPUs too the products are PyTorch's: there are no chunks.
-
-The two passes are two batched products forward, four backward:
+over the whole sequence, too (algorithm 3). A scan over ranks gives both sums as its state after the whole sequence
+(`Operator.reads_whole`), so each pass is a few batched products, which are PyTorch's on GPUs too:
 
     forward    S_loc = kᵀ v               | all ranks' sum S  | o = scale · q S
     backward   D_loc = scale · qᵀ do      | all ranks' sum D  | dk = v Dᵀ, dv = k D        (dq = scale · do Sᵀ overlaps)
-
-The transition is that of no decay at all, a logarithm of 0.
 
 Generation is refused: a token of an unmasked model reads tokens that are yet to be generated.
 """
@@ -39,9 +35,9 @@ class _UnmaskedForward:
                 "doc_ids: an unmasked operator reads whole sequences; data.reset_state_at_document must be off"
             )
         query, key, value = operands
-        check_inputs(query, key, value)
         self._query, self._scale, self._dtype = query, scale, value.dtype
         self.state = _by_head(key).mT @ _by_head(value)
+        # Logarithms of no decay at all.
         self.transition = self.state.new_zeros(self.state.shape[:3])
         self.saved: tuple[Tensor, ...] = ()
 
@@ -81,20 +77,6 @@ class _UnmaskedBackward:
 UNMASKED_PASSES = Passes(_UnmaskedForward, _UnmaskedBackward)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check shapes and dtypes.
-
-    Raises:
-        ValueError: names the first tensor that does not fit.
-    """
-    if q.ndim != 4 or q.dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"q must be [B, T, H, K] in bfloat16, float32 or float64, not {list(q.shape)} {q.dtype}")
-    for name, x, shape in (("k", k, q.shape), ("v", v, (*q.shape[:3], *v.shape[3:]))):
-        if x.ndim != 4 or x.shape != shape or (x.dtype, x.device) != (q.dtype, q.device):
-            own, other = (f"{list(y.shape)} {y.dtype} on {y.device}" for y in (x, q))
-            raise ValueError(f"{name} must fit q, {other}; got {own}")
-
-
 def _by_head(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype)).transpose(1, 2)
 
@@ -104,24 +86,17 @@ def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """FLOPs per token of the forward pass: H · (2·KV + 2·KV), adding kᵀv to the state and applying q to it.
-
-    Each product has two in the backward pass: dq = do Sᵀ, dS = qᵀ do, dk = v dSᵀ and dv = k dS.
-    """
+    """FLOPs per token of the forward pass, of adding k vᵀ to the state and of applying q to it."""
     return float(heads * 4 * key_dim * value_dim)
 
 
 def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """Nothing: the one state that the backward pass reads is kept."""
+    """None: the one state that the backward pass reads is kept."""
     return 0.0
 
 
 def refuse_step(*operands: object) -> NoReturn:
-    """The operator's `step`, which cannot exist.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse generation, the operator's `one_token`, with a ConfigError."""
     raise ConfigError("model.causal", "false", "each token reads the whole text; generation needs model.causal=true")
 
 
@@ -135,6 +110,5 @@ UNMASKED = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     reads_whole=True,
-    # Not measured; the most like it.
-    time=FIXED_TIME,
+    time=FIXED_TIME,  # not measured; the most like it
 )
