@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import CHUNK, accumulation_dtype
-from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
+from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Passes, check_step
@@ -104,7 +104,7 @@ DELTA = Operator(
     operands=("q", "k", "v", "beta"),
     dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.matrix,
-    portable=CHUNKED_DELTA,
+    portable=CHUNKED,
     oracle=by_blocks,
     one_token=delta_step,
     forward_flops=forward_flops,
@@ -119,7 +119,7 @@ GATED_DELTA = Operator(
     operands=("q", "k", "v", "g", "beta"),
     dims=("BTGK", "BTGK", "BTHV", "BTH", "BTH"),
     kind=Kind.matrix,
-    portable=CHUNKED_GATED,
+    portable=CHUNKED,
     oracle=by_blocks,
     one_token=gated_delta_step,
     forward_flops=forward_flops,

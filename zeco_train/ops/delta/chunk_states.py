@@ -26,6 +26,7 @@ from zeco_train.ops.scalar_decay.chunk_states import decay_matrix
 # Products of the token pairs inside chunks, with the decays between them. Scores are Σ_K x_i ⊙ y_j ⊙ E_ij for j <= i,
 # else 0, of x, y [N, B, H, C, K]; grads the gradients of x and y through them, given the scores' for j <= i.
 
+
 # With one decay a head, g [B, T, H, 1]: one product, and a matrix of decays.
 class _HeadPairs:
     def __init__(self, g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> None:

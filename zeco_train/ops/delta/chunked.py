@@ -11,7 +11,7 @@ backward pass scans with its transpose. The equations of the WY form are in `chu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.passes import Passes, check_state
 
 
-# `gated`: there is an operand g, and a gradient of it.
 class _DeltaForward:
     saved: tuple[Tensor, ...] = ()
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, gated: bool) -> None:
-        self._q, k, self._v, g, beta = _with_decays(operands, gated)
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+        self._q, k, self._v, g, beta = _with_decays(operands)
         self._scale = scale
         self._chunks = Chunks(k, self._v, g, beta, doc_ids)
         self.state = self._chunks.state()
@@ -58,12 +57,10 @@ class _DeltaBackward:
         incoming_state: Tensor | None,
         scale: float,
         doc_ids: Tensor | None,
-        *,
-        gated: bool,
     ) -> None:
         assert incoming_state is not None
-        self._operands, self._gated, self._doc_ids = operands, gated, doc_ids
-        q, k, v, g, beta = _with_decays(operands, gated)
+        self._operands, self._gated, self._doc_ids = operands, len(operands) == 5, doc_ids
+        q, k, v, g, beta = _with_decays(operands)
         self._scale, self._incoming, self._groups = scale, incoming_state, q.shape[2]
         self._chunks = Chunks(k, v, g, beta, doc_ids)
         self._grads = ChunkGrads(self._chunks, q, do, scale)
@@ -135,13 +132,10 @@ def sum_boundary_terms(states: Tensor, grads: Tensor) -> Tensor:
     return (states * grads).sum(-1)
 
 
-# q, k, v, g, β; without `gated`, log-decays of 0, a view of one number.
-def _with_decays(operands: Sequence[Tensor], gated: bool) -> tuple[Tensor, ...]:
-    if gated:
-        return tuple(operands)
-    q, k, v, beta = operands
-    return q, k, v, beta.new_zeros(1).expand(beta.shape), beta
+# q, k, v, g, β; of the rule without g, log-decays of 0, a view of one number.
+def _with_decays(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    q, k, v, *g, beta = operands
+    return q, k, v, g[0] if g else beta.new_zeros(1).expand(beta.shape), beta
 
 
-CHUNKED_DELTA = Passes(partial(_DeltaForward, gated=False), partial(_DeltaBackward, gated=False))
-CHUNKED_GATED = Passes(partial(_DeltaForward, gated=True), partial(_DeltaBackward, gated=True))
+CHUNKED = Passes(_DeltaForward, _DeltaBackward)

@@ -15,7 +15,7 @@ before it, in place of R.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ from zeco_train.ops.seam import adjoint, fold
 class DeltaKernelForward:
     """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, gated: bool) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         q, k, v, *g, beta = operands
         q, k, v, beta = (dense(x) for x in (q, k, v, beta))
-        tuning, self._gated = options_for(k), gated
-        self._sums = decay_sums_of(dense(g[0]), tuning) if gated else _no_decay(beta)
-        self._launcher = DeltaKernels(k, v, self._sums, beta, doc_ids, scale, tuning, gated=gated)
+        tuning, self._gated = options_for(k), bool(g)
+        self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
+        self._launcher = DeltaKernels(k, v, self._sums, beta, doc_ids, scale, tuning, gated=self._gated)
         self._systems = self._launcher.systems(q)
         self._operands = self._launcher.operands(q, self._systems.inverses)
         self._states, self._transitions = self._launcher.summaries(self._operands)
@@ -84,16 +84,14 @@ class DeltaKernelBackward:
         incoming_state: Tensor | None,
         scale: float,
         doc_ids: Tensor | None,
-        *,
-        gated: bool,
     ) -> None:
-        # With `gated` the fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
+        # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, do))
         scores, inverses, self._starts, self._transitions = saved
         self._systems = Systems(scores, inverses)
-        of_decays = dense(_like_g(sums[0])) if gated else _no_decay(beta)
-        self._launcher = DeltaKernels(k, v, of_decays, beta, doc_ids, scale, options_for(k), gated=gated)
+        of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
+        self._launcher = DeltaKernels(k, v, of_decays, beta, doc_ids, scale, options_for(k), gated=bool(sums))
         self._operands = self._launcher.operands(self._q, inverses)
         self._local = self._launcher.local_grads(self._operands, scores, self._do)
         *earlier, grad = self._local.unbind()
@@ -131,27 +129,17 @@ def _like_g(sums: Tensor) -> Tensor:
     return sums if sums.dim() == 4 else sums.mT
 
 
-def _saved_like(operands: Sequence[Tensor], *, gated: bool) -> tuple[Tensor, ...]:
+def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _, k, v, *g, beta = operands
-    sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if gated and g[0].dim() == 4 else beta.mT
+    sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if g and g[0].dim() == 4 else beta.mT
     sums = sums if sums.dim() == 4 else sums.new_empty(sums.shape)
     # For the shapes only, which do not depend on documents or the scale.
-    launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=gated)
+    launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=bool(g))
     pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
     kept = *pairs, beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape)
-    return (_like_g(sums), *kept) if gated else kept
+    return (_like_g(sums), *kept) if g else kept
 
 
-def _passes(gated: bool) -> Passes:
-    passes = Passes(
-        partial(DeltaKernelForward, gated=gated),
-        partial(DeltaKernelBackward, gated=gated),
-        partial(_saved_like, gated=gated),
-        replaced=(3,) if gated else (),
-        needs_incoming=False,
-    )
-    return with_padded_heads(passes)
-
-
-CUDA_DELTA = _passes(gated=False)
-CUDA_GATED = _passes(gated=True)
+_PASSES = Passes(DeltaKernelForward, DeltaKernelBackward, _saved_like, needs_incoming=False)
+CUDA_DELTA = with_padded_heads(_PASSES)
+CUDA_GATED = with_padded_heads(_PASSES._replace(replaced=(3,)))
