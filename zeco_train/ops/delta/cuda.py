@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zeco_train.ops.delta.kernels.launch import DeltaKernels, Systems, decay_sums_of
+from zeco_train.ops.delta.kernels.launch import DeltaKernels, decay_sums_of
 from zeco_train.ops.delta.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes, check_state
@@ -36,8 +36,8 @@ class DeltaKernelForward:
         tuning, self._gated = options_for(k), bool(g)
         self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
         self._launcher = DeltaKernels(k, v, self._sums, beta, doc_ids, scale, tuning, gated=self._gated)
-        self._systems = self._launcher.systems(q)
-        self._operands = self._launcher.operands(q, self._systems.inverses)
+        self._scores, self._inverses = self._launcher.systems(q)
+        self._operands = self._launcher.operands(q, self._inverses)
         self._states, self._transitions = self._launcher.summaries(self._operands)
         # A copy, since the segments' states are read again.
         self.state = self._states[0].clone()
@@ -64,12 +64,12 @@ class DeltaKernelForward:
         for local, transition in zip(self._states[:-1], self._transitions[:-1], strict=True):
             starts.append(fold(local, transition, starts[-1]))
         self._starts = torch.stack(starts)
-        return self._launcher.outputs(self._operands, self._systems.scores, self._starts)
+        return self._launcher.outputs(self._operands, self._scores, self._starts)
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
         """The decays' sums, P, T, and the segments' true starts and transitions."""
-        kept = self._systems.scores, self._systems.inverses, self._starts, self._transitions
+        kept = self._scores, self._inverses, self._starts, self._transitions
         return (_like_g(self._sums), *kept) if self._gated else kept
 
 
@@ -88,12 +88,11 @@ class DeltaKernelBackward:
         # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, do))
-        scores, inverses, self._starts, self._transitions = saved
-        self._systems = Systems(scores, inverses)
+        self._scores, self._inverses, self._starts, self._transitions = saved
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
         self._launcher = DeltaKernels(k, v, of_decays, beta, doc_ids, scale, options_for(k), gated=bool(sums))
-        self._operands = self._launcher.operands(self._q, inverses)
-        self._local = self._launcher.local_grads(self._operands, scores, self._do)
+        self._operands = self._launcher.operands(self._q, self._inverses)
+        self._local = self._launcher.local_grads(self._operands, self._scores, self._do)
         *earlier, grad = self._local.unbind()
         for local, transition in zip(reversed(earlier), reversed(self._transitions[:-1].unbind()), strict=True):
             grad = fold(local, adjoint(transition), grad)
@@ -111,11 +110,9 @@ class DeltaKernelBackward:
             reversed(self._local[1:].unbind()), reversed(self._transitions[1:].unbind()), strict=True
         ):
             ends.append(fold(local, adjoint(transition), ends[-1]))
-        grads, of_added = self._launcher.state_grads(
-            self._operands, self._systems.scores, self._do, torch.stack(ends[::-1])
-        )
+        grads, of_added = self._launcher.state_grads(self._operands, self._scores, self._do, torch.stack(ends[::-1]))
         dq, dk, dv, dg, dbeta = self._launcher.input_grads(
-            self._q, self._do, self._systems.inverses, self._states, grads, self._added, of_added
+            self._q, self._do, self._inverses, self._states, grads, self._added, of_added
         )
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
 
