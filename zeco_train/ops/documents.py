@@ -1,9 +1,8 @@
 """State restarts inside a rank's tokens, for packed documents (docs/mathematics.md).
 
 The data loader gives the documents' borders (`zeco_train.ops.position`); operators take them as *document ids*, [T]
-int32 on the device of the tokens, [B, T] for several sequences: the number of restarts through each token. A token with
-a restart sees nothing before itself, so tokens of equal numbers may see each other, and those of number 0 the state
-before the shard.
+int32, or [B, T], on the device of the tokens: the number of restarts through each token. A token with a restart sees
+nothing before itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from torch import Tensor
 
 
 def checked_borders(name: str, borders: Tensor | Sequence[int], end: int) -> Tensor:
-    """Borders of documents as [D + 1] int64 on the CPU.
-
-    Raises:
-        ValueError: they are not integers that rise from 0 to `end`.
-    """
+    """Borders of documents as [D + 1] int64 on the CPU; a ValueError if they do not rise from 0 to `end`."""
     found = torch.as_tensor(borders)
     if found.dim() != 1 or found.numel() < 2 or found.is_floating_point():
         shape = f"shape {list(found.shape)} of {found.dtype}"
@@ -42,11 +37,8 @@ def find_doc_ids(cu_seqlens: Tensor | None, before: int, num_tokens: int, device
     Args:
         cu_seqlens: [D + 1] integers that rise from 0 to T; equal neighbours are empty documents.
         before: tokens of the first piece's document before these tokens; the piece continues it if it is not 0.
-        num_tokens: T, the number of tokens on this rank.
+        num_tokens: T, on this rank.
         device: of the tokens.
-
-    Raises:
-        ValueError: `cu_seqlens` is not such a list of borders.
     """
     if cu_seqlens is None:
         return None

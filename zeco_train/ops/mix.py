@@ -13,7 +13,8 @@ compute that overlaps it, and a compiled block has no graph break.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ def mix(
 
     Args:
         operator: its name (`zeco_train.ops.registry`).
-        operands: of this rank's tokens, in the operator's order (`Operator.dims`). Values are not checked, since that
-            would synchronise with the device: positive log-decays give wrong results on GPUs.
+        operands: of this rank's tokens, as `Operator.dims`. Values are not checked, since that would synchronise with
+            the device: positive log-decays give wrong results on GPUs.
         position: of these tokens, with an exchange.
         scale: factor of the outputs; if None K^-1/2, or 1 for an operator without scale.
         incoming_state: [B, H, K, V], the state R that a first forward pass received. It is replayed as a constant:
@@ -84,10 +85,7 @@ def mix(
 def mix_at(
     operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, state_input: StateInput
 ) -> tuple[Tensor, StateOutput]:
-    """`mix` with arguments that a compiler can trace, and a position on the device of the tokens.
-
-    Returns o, shaped like the operand `Operator.output`, and the states that crossed ranks.
-    """
+    """`mix` as a compiler can trace it, of a position on the tokens' device: o, and the states that crossed ranks."""
     assert position.doc_ids is not None or position.documents is None, "take `SequencePosition.on` first"
     where = position.handle, position.doc_ids
     o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *where, *state_input)
@@ -95,11 +93,7 @@ def mix_at(
 
 
 def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
-    """Look up an operator by name.
-
-    Raises:
-        ValueError: unknown name, or wrong number of operands.
-    """
+    """Look up an operator; a ValueError names an unknown name, or a wrong number of operands."""
     if name not in OPERATORS:
         raise ValueError(f"operator: must be one of {', '.join(OPERATORS)}; got {name!r}")
     operator = OPERATORS[name]
@@ -113,6 +107,13 @@ def _passes(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor | No
     if doc_ids is None or doc_ids.dim() == 1:
         return operator.select(operands)
     return by_rows(operator, operands, doc_ids)
+
+
+# Triton and streams use the current device. Autocast would change the dtypes of some products, in backward passes too.
+@contextmanager
+def _on_device_of(x: Tensor) -> Iterator[None]:
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        yield
 
 
 # o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`; absent tensors are [0].
@@ -129,7 +130,7 @@ def _mix(
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     chosen.check(operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
-    with _alone(operands[0]):
+    with _on_device_of(operands[0]):
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
         passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
         shape = chosen.transition_shape(operands)
@@ -199,7 +200,7 @@ def _mix_backward(
 ) -> tuple[list[Tensor], Tensor]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     chosen.check(operands, doc_ids, do)
-    with _alone(do):
+    with _on_device_of(do):
         passes = _passes(chosen, operands, doc_ids)
         local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
@@ -283,18 +284,3 @@ _LIBRARY.define(f"mix{infer_schema(_mix, mutates_args=())}", tags=(torch.Tag.pt2
 _LIBRARY.impl("mix", _mix, "CompositeExplicitAutograd")
 _LIBRARY.impl("mix", _under_autograd, "Autograd")
 register_fake("zeco::mix", _mix_shapes, lib=_LIBRARY)
-
-
-# Makes the tokens' device current, which Triton and streams use, and disables autocast, which would change the dtypes
-# of some products, in backward passes too.
-class _alone:
-    def __init__(self, q: Tensor) -> None:
-        self._device, self._autocast = torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False)
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        self._autocast.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._autocast.__exit__(*exception)
-        self._device.__exit__(*exception)

@@ -5,7 +5,7 @@ The choice is a function of shapes, dtypes and a `Target`, so that it can be ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -103,39 +103,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
-def check_operands(doc_ids: Tensor | None, dims: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Check the tensors of a call against each other.
-
-    Args:
-        doc_ids: [T] for a batch of one, or [B, T].
-        dims: of each tensor, a letter each, as of `Operator`.
-        tensors: by their names.
-
-    Raises:
-        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
-    """
-    sizes: dict[str, int] = {}
-    first = next(iter(tensors))
-    for name, x in tensors.items():
-        shape = f"[{', '.join(dims[name])}]"
-        if x.dim() != len(dims[name]):
-            raise ValueError(f"{name}: expected shape {shape}, got {list(x.shape)}")
-        expected = [sizes.setdefault(dim, size) for dim, size in zip(dims[name], x.shape, strict=True)]
-        if expected != list(x.shape):
-            raise ValueError(f"{name}: expected shape {shape} = {expected}, got {list(x.shape)}")
-        if 0 in x.shape:
-            raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
-        if name not in WIDE and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
-            raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
-        if name in WIDE and x.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
-    if "G" in sizes and sizes["H"] % sizes["G"]:
-        raise ValueError(f"q: expected a number of groups that divides the {sizes['H']} heads of v, got {sizes['G']}")
-    of_rows = [sizes["B"], sizes["T"]][sizes["B"] == 1 :]
-    if doc_ids is not None and list(doc_ids.shape) != of_rows:
-        raise ValueError(f"documents: expected ids of shape {of_rows}, got {list(doc_ids.shape)}")
-
-
 # (*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last token,
 # [B, H, K, V] in fp64 or fp32; differentiable by autograd.
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
@@ -204,9 +171,8 @@ class Operator:
     def select(self, operands: Sequence[Tensor], target: Target | None = None) -> Passes:
         """The implementation that serves a call: the only place that chooses by device, shapes and dtypes.
 
-        Args:
-            operands: in their order, or those of a backward pass (`Passes.replaced`).
-            target: to run on; None: that of the operands' device.
+        The operands of a backward pass may be replaced (`Passes.replaced`). Without a `target` that of the operands'
+        device.
         """
         if self.cuda is None or self.kernels is None:
             return self.portable
@@ -215,7 +181,7 @@ class Operator:
         return self.cuda() if is_served else self.portable
 
     def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
-        """Check the operands of a call, and the gradient of the outputs, against `dims` and each other.
+        """Check the operands of a call, the gradient of the outputs, and doc_ids [T] or [B, T], against each other.
 
         Raises:
             ValueError: naming the tensor, the expected shape or dtype, and the actual one.
@@ -223,14 +189,30 @@ class Operator:
         dims, tensors = self.dims_of, dict(zip(self.operands, operands, strict=True))
         if do is not None:
             dims["do"], tensors["do"] = self.dims[self.output], do
-        check_operands(doc_ids, dims, tensors)
+        sizes: dict[str, int] = {}
+        first = self.operands[0]
+        for name, x in tensors.items():
+            shape = f"[{', '.join(dims[name])}]"
+            if x.dim() != len(dims[name]):
+                raise ValueError(f"{name}: expected shape {shape}, got {list(x.shape)}")
+            expected = [sizes.setdefault(dim, size) for dim, size in zip(dims[name], x.shape, strict=True)]
+            if expected != list(x.shape):
+                raise ValueError(f"{name}: expected shape {shape} = {expected}, got {list(x.shape)}")
+            if 0 in x.shape:
+                raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
+            if name not in WIDE and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
+                raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
+            if name in WIDE and x.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
+        if "G" in sizes and sizes["H"] % sizes["G"]:
+            wanted = f"a number of groups that divides the {sizes['H']} heads of v"
+            raise ValueError(f"q: expected {wanted}, got {sizes['G']}")
+        of_rows = [sizes["B"], sizes["T"]][sizes["B"] == 1 :]
+        if doc_ids is not None and list(doc_ids.shape) != of_rows:
+            raise ValueError(f"documents: expected ids of shape {of_rows}, got {list(doc_ids.shape)}")
 
     def step(self, *operands_and_state: Any) -> Tensor:
-        """The output of one token of each sequence: `one_token` with its operands checked.
-
-        Raises:
-            ValueError: shapes or dtypes do not fit; the message names the tensor.
-        """
+        """`one_token` with its operands checked; a ValueError names the tensor that does not fit."""
         self.check(operands_and_state[: len(self.operands)], None)
         return self.one_token(*operands_and_state)
 
@@ -245,22 +227,14 @@ class Operator:
         return any("G" in dims for dims in self.dims)
 
     def scale_of(self, operands: Sequence[Tensor], scale: float | None) -> float:
-        """The factor of the outputs: `scale`; for None K^-1/2, or 1 for an operator that has none.
-
-        Raises:
-            ValueError: it has none, and this is not 1.
-        """
+        """The factor of the outputs: `scale`; for None K^-1/2, or 1 for an operator that has none."""
         if not self.has_scale and scale not in (None, 1.0):
             raise ValueError(f"scale: the operator has none, expected 1; got {scale:g}")
         default = float(operands[0].shape[-1]) ** -0.5 if self.has_scale else 1.0
         return default if scale is None else scale
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
-        """Refuse states of other segments for an operator that reads the whole sequence.
-
-        Raises:
-            ValueError: names the argument, and the setting that it comes from.
-        """
+        """Refuse states of other segments for an operator that reads the whole sequence."""
         if self.reads_whole and (carry_in is not None or want_carry):
             name = "want_carry" if carry_in is None else "carry_in"
             raise ValueError(f"{name}: an unmasked operator reads the whole sequence at once, not by train.segments")

@@ -85,13 +85,7 @@ class ExactTokens:
     """Consecutive tokens of a sequence: once forward from the state before them, then once backward.
 
     The backward pass recomputes them in pieces, so memory is that of a piece and of the states between pieces.
-
-    Args:
-        operator: of the tokens.
-        operands: by name, in fp64.
-        do: the gradient of the outputs.
-        starts: the tokens before which the state restarts.
-        scale: of the outputs; None: K^-1/2.
+    `operands` are by name, in fp64; before the tokens `starts` the state restarts; `scale` is K^-1/2 for None.
     """
 
     def __init__(

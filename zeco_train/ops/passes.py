@@ -80,17 +80,9 @@ def check_state(state: Tensor, name: str, shape: torch.Size) -> None:
 
 
 def check_step(first: str, num_tokens: int, state: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check the token and the state of one step of generation, whose operands `Operator.step` checks.
+    """Check the token and the state [B, H, K, V] of one step of generation, whose operands `Operator.step` checks.
 
-    Args:
-        first: name of the operand with `num_tokens` tokens.
-        num_tokens: must be 1.
-        state: updated in place.
-        shape: [B, H, K, V], of the state.
-        dtype: of the state.
-
-    Raises:
-        ValueError: naming the tensor.
+    `first` is the name of the operand that has `num_tokens` tokens. A ValueError names the tensor that does not fit.
     """
     check_state(state, "state", torch.Size(shape))
     if num_tokens != 1:

@@ -1,8 +1,7 @@
 """Where the tokens of a rank lie in their sequence.
 
 The data loader makes one `SequencePosition` for each segment of a micro-batch, and every layer gets it; only the custom
-ops (`zeco_train.ops.mix`, `zeco_train.ops.attend`) take parts of it, as tensors where they change from batch to batch,
-since a compiled graph does not depend on a tensor's value.
+ops (`zeco_train.ops.mix`, `zeco_train.ops.attend`) take parts of it, as tensors where they change from batch to batch.
 """
 
 from __future__ import annotations
@@ -124,16 +123,10 @@ class SequencePosition:
         return self._replaced(doc_ids=doc_ids, positions=positions, documents=None, borders=None)
 
     def on(self, tokens: Tensor, *, with_positions: bool = False) -> Self:
-        """The same with `handle`, `doc_ids`, and `positions` if they are wanted, on the device of the tokens.
+        """The same with `handle`, `doc_ids`, and `positions` if wanted, on the device of the tokens [B, T, ...].
 
-        With documents this copies to the device, which synchronises with CUDA, so call it once for all layers.
-
-        Args:
-            tokens: [B, T, ...] of this rank.
-            with_positions: see `positions`.
-
-        Raises:
-            ValueError: the record is of another number of tokens or sequences.
+        With documents this copies to the device, which synchronises with CUDA, so call it once for all layers. A
+        ValueError says that the record is of another number of tokens or sequences.
         """
         batch, num_tokens = tokens.shape[:2]
         if num_tokens != self.num_tokens:

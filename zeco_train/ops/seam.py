@@ -5,18 +5,15 @@ contributes the pair `(state, transition)` of its own tokens, from a zero start,
 
     R_0 = carry_in,    R_{p+1} = A_p R_p + state_p
 
-A is the *transition* of a rank's tokens; its kind is given by its number of dimensions:
+A is the *transition* of a rank's tokens, of one of two kinds, known only to `fold` and the functions after it:
 
     [B, H, K]      log-decays: A = Diag(exp(transition)); −inf is a decay of 0. Gated linear attention and similar.
     [B, H, K, K]   matrices: A = transition; a zero matrix cuts the incoming state off. The delta rule and similar.
 
-Backends and collectives use only the functions of this file (`fold` and those after it) for arithmetic on transitions.
-In reverse the scan runs from the last rank to the first, over gradients with respect to the states. `launch` and `wait`
-are separate, so that communication overlaps the compute between them. Backends hold no autograd state.
+In reverse the scan runs from the last rank to the first, over gradients of states. Backends hold no autograd state.
 
-Sequences longer than memory (docs/mathematics.md): a segment depends on the tokens before it only through one state per
-layer, and on those after it only through that state's gradient. So segments, each over all ranks, go through the model
-one after another, with the memory of one segment, exact gradients, and a second forward pass:
+Segments of a sequence in time, each over all ranks, go through the model one after another, with the memory of one,
+exact gradients, and a second forward pass (docs/mathematics.md):
 
     forward, without autograd, segments 0 … M−2       carry_out of one is carry_in of the next; each layer's R is kept
     forward with autograd and backward, M−1 … 0       R is replayed; the gradient of carry_in is that of the carry_out
@@ -45,20 +42,14 @@ def is_matrix(transition: Tensor) -> bool:
 
 
 def fold(state: Tensor, transition: Tensor, incoming: Tensor) -> Tensor:
-    """The state after a shard, `A incoming + state`, a new tensor [B, H, K, V].
-
-    `incoming` is finite: the result is then never NaN, since a 0 multiplies finite values only.
-    """
+    """The state after a shard, `A incoming + state`, a new tensor; never NaN for a finite `incoming`."""
     if not is_matrix(transition):
         return torch.addcmul(state, transition.exp().unsqueeze(-1), incoming)
     return torch.baddbmm(*(x.flatten(0, 1) for x in (state, transition, incoming))).view(state.shape)
 
 
 def compose(later: tuple[Tensor, Tensor], earlier: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compose two neighbouring shards, pairs of state and transition, into one pair.
-
-    Its `fold` is that of the earlier shard followed by that of the later one.
-    """
+    """Two neighbouring shards, (state, transition) each, as one, with the `fold` of the earlier and then the later."""
     (state, transition), (earlier_state, earlier_transition) = later, earlier
     joined = transition @ earlier_transition if is_matrix(transition) else transition + earlier_transition
     return fold(state, transition, earlier_state), joined
@@ -95,11 +86,7 @@ def from_columns(columns: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ScanRequest:
-    """One rank's input to a scan.
-
-    Raises:
-        ValueError: an invalid shape, dtype or device.
-    """
+    """One rank's input to a scan; a ValueError names what does not fit."""
 
     state: Tensor  # [B, H, K, V], fp32 (fp64 for fp64 inputs): this rank's contribution from a zero start
     # In the dtype of the state; all ranks' are of one kind. A reverse scan takes the `adjoint` of the forward scan's.
@@ -143,11 +130,7 @@ class LaunchedScan(Protocol):
         """Call after computing the outputs that use the incoming state: LASP-1 folds and sends here."""
 
     def carry_out(self) -> Tensor:
-        """The state after the last rank in scan direction, [B, H, K, V], the same on every rank.
-
-        Raises:
-            RuntimeError: the scan was launched without `want_carry=True`.
-        """
+        """The state after the last rank in scan direction, the same on every rank; only with `want_carry=True`."""
 
 
 class StateScan(Protocol):
@@ -157,7 +140,7 @@ class StateScan(Protocol):
         """Start the scan."""
 
     def drain(self) -> None:
-        """Wait until everything launched is received *and* sent; call before destroying the groups.
+        """Wait until everything launched is received *and* sent, before groups are destroyed.
 
         Raises:
             CommunicationError: a scan failed.
@@ -168,15 +151,10 @@ class AttentionMethod(Protocol):
     """Softmax attention over the ranks of one sequence-parallel group, each of which has consecutive tokens."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """Attention of this rank's queries, a collective.
+        """Attention of this rank's queries [B, T, H, D], at `span`, a collective.
 
-        Args:
-            q: [B, T, H, D], of this rank's tokens.
-            k: [B, T, G, D].
-            v: [B, T, G, V].
-            span: the queries.
-            bounds: [P + 1], from 0 to the length of the sequence: rank r has the tokens [bounds[r], bounds[r + 1]).
-            scale: factor of the scores.
+        k [B, T, G, D] and v [B, T, G, V] are of its tokens. Of the whole sequence rank r has the tokens [bounds[r],
+        bounds[r + 1]).
         """
 
     def backward(
@@ -269,11 +247,7 @@ class Exchange:
 
 
 def exchange_of(handle: Tensor) -> Exchange:
-    """Look up an `Exchange` by its handle, or by a copy of it.
-
-    Raises:
-        RuntimeError: it was freed.
-    """
+    """Look up an `Exchange` by its handle, or by a copy of it; RuntimeError: it was freed."""
     found = _BY_ADDRESS.get(handle.data_ptr())
     found = _BY_NUMBER.get(int(handle)) if found is None else found
     if found is None:

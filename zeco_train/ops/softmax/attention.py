@@ -25,15 +25,10 @@ STEP_KERNELS = KernelRule(row_bytes=16)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
-    """Attention of the span's queries to the keys from position `key_start` on.
+    """Attention of the span's queries q [B, N, H, D] to keys of consecutive tokens from position `key_start` on.
 
-    Args:
-        q: [B, N, H, D], of the span; bf16, fp32 or fp64.
-        k: [B, M, G, D], of consecutive tokens; G divides H, each head serves H / G heads of q in a row.
-        v: [B, M, G, V].
-        span: positions of the queries.
-        key_start: position of the first key.
-        scale: factor of the scores.
+    k [B, M, G, D] and v [B, M, G, V] have heads that divide H: each serves H / G heads of q in a row. All are bf16,
+    fp32 or fp64.
     """
     return _kernels(q, v).attend(q, k, v, span, key_start, scale)
 
@@ -65,14 +60,10 @@ def _kernels(q: Tensor, v: Tensor) -> ModuleType:
 
 
 def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[Tensor, int]:
-    """Append tokens [B, T, G, D] to a cache [B, G, capacity, D] of the `start` tokens before them, in place.
+    """Append tokens [B, T, G, D] to a cache of the `start` tokens before them, in place.
 
-    Returns:
-        Keys, or values, of consecutive tokens: those that the new ones read and all of the new ones, [B, M, G, D]; and
-        the position of the first. Without a window a view of the cache.
-
-    Raises:
-        ValueError: the capacity is too small.
+    Returns the keys, or values, that the new tokens read, their own among them, [B, M, G, D], and the position of the
+    first; without a window a view of the cache. A ValueError says that the capacity is too small.
     """
     stop, capacity = start + new.shape[1], cache.shape[2]
     if (needed := stop if window is None else min(stop, window)) > capacity:
