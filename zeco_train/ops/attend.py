@@ -39,15 +39,12 @@ def attend_at(
         position: of the tokens, with an `Exchange`, which the caller keeps alive until after the backward pass.
         state_inputs: two. In a replay the output and the log-sum-exp of a first forward pass: nothing is computed or
             communicated then. After earlier segments, or pieces of a prompt, the caches of their keys and values as
-            `carry_in` (`zeco_train.ops.softmax.attention`), to which these are appended, in place and on every rank.
+            `carry_in` (`zeco_train.ops.softmax.attention`), which these are appended to, in place and on every rank;
+            a gradient through them is a NotImplementedError.
         window: keys that a query reads at most, itself among them; None: no limit.
 
     Returns:
         o, [B, T, H, V] in the dtype of q; and o and its log-sum-exp, for a later replay, or the caches, carried out.
-
-    Raises:
-        ValueError: caches are wanted, and none given.
-        NotImplementedError: a gradient through caches.
     """
     caches = [state_input.carry_in for state_input in state_inputs if state_input.carry_in is not None]
     if caches:

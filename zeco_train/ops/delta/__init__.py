@@ -61,12 +61,10 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, sca
 def gated_delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Compute the next token of each sequence of a batch: o [B, 1, H, V] in the dtype of v.
+    """The next token of each sequence of a batch; o is [B, 1, H, V] in the dtype of v.
 
-    `state` [B, H, K, V], fp64 if v is, else fp32, and contiguous, is updated in place.
-
-    Raises:
-        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
+    `state` [B, H, K, V], fp64 if v is, else fp32, and contiguous, is updated in place. A ValueError names a state that
+    does not fit, or several tokens.
     """
     batch, num_tokens, groups, key_dim = q.shape
     dtype = accumulation_dtype(v.dtype)

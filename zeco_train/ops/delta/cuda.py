@@ -14,7 +14,7 @@ before it, in place of R.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
@@ -24,7 +24,7 @@ from zeco_train.ops.delta.kernels.launch import DeltaKernels, decay_sums_of
 from zeco_train.ops.delta.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes, check_state
-from zeco_train.ops.seam import adjoint, fold
+from zeco_train.ops.seam import fold
 
 
 class DeltaKernelForward:
@@ -40,9 +40,7 @@ class DeltaKernelForward:
         self._operands = self._launcher.operands(q, self._inverses)
         self._states, self._transitions = self._launcher.summaries(self._operands)
         # A copy, since the segments' states are read again.
-        self.state = self._states[0].clone()
-        for local, transition in zip(self._states[1:], self._transitions[1:], strict=True):
-            self.state = fold(local, transition, self.state)
+        self.state = _fold_all(self._states[0].clone(), self._states[1:], self._transitions[1:])[-1]
 
     @cached_property
     def transition(self) -> Tensor:
@@ -57,13 +55,10 @@ class DeltaKernelForward:
         """Nothing: the systems, which the states need, come with the scores."""
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute o [B, T, H, V], given R [B, H, K, V]."""
+        """O, [B, T, H, V], given R [B, H, K, V]."""
         check_state(incoming_state, "incoming_state", self.state.shape)
-        starts = [incoming_state]
-        # the state after the last segment is not needed
-        for local, transition in zip(self._states[:-1], self._transitions[:-1], strict=True):
-            starts.append(fold(local, transition, starts[-1]))
-        self._starts = torch.stack(starts)
+        # The state after the last segment is not needed.
+        self._starts = torch.stack(_fold_all(incoming_state, self._states[:-1], self._transitions[:-1]))
         return self._launcher.outputs(self._operands, self._scores, self._starts)
 
     @property
@@ -93,28 +88,31 @@ class DeltaKernelBackward:
         self._launcher = DeltaKernels(k, v, of_decays, beta, doc_ids, scale, options_for(k), gated=bool(sums))
         self._operands = self._launcher.operands(self._q, self._inverses)
         self._local = self._launcher.local_grads(self._operands, self._scores, self._do)
-        *earlier, grad = self._local.unbind()
-        for local, transition in zip(reversed(earlier), reversed(self._transitions[:-1].unbind()), strict=True):
-            grad = fold(local, adjoint(transition), grad)
-        self.state_grad = grad
+        *earlier, last = self._local
+        self.state_grad = _fold_all(last, earlier[::-1], self._transitions[:-1].mT.unbind()[::-1])[-1]
 
     def overlap(self) -> None:
         """Recompute the true states, which need no gradients of states."""
         self._states, self._added = self._launcher.states(self._operands, self._starts)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Compute the gradients of the operands in their order, given D_in [B, H, K, V]."""
+        """The gradients of the operands in their order, given D_in [B, H, K, V]."""
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        ends = [incoming_grad]
-        for local, transition in zip(
-            reversed(self._local[1:].unbind()), reversed(self._transitions[1:].unbind()), strict=True
-        ):
-            ends.append(fold(local, adjoint(transition), ends[-1]))
-        grads, of_added = self._launcher.state_grads(self._operands, self._scores, self._do, torch.stack(ends[::-1]))
+        later = self._local[1:].unbind()[::-1], self._transitions[1:].mT.unbind()[::-1]
+        ends = torch.stack(_fold_all(incoming_grad, *later)[::-1])
+        grads, of_added = self._launcher.state_grads(self._operands, self._scores, self._do, ends)
         dq, dk, dv, dg, dbeta = self._launcher.input_grads(
             self._q, self._do, self._inverses, self._states, grads, self._added, of_added
         )
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
+
+
+# The states [B, H, K, V] before and after each segment, the first of which is `start`.
+def _fold_all(start: Tensor, states: Iterable[Tensor], transitions: Iterable[Tensor]) -> list[Tensor]:
+    found = [start]
+    for state, transition in zip(states, transitions, strict=True):
+        found.append(fold(state, transition, found[-1]))
+    return found
 
 
 def _no_decay(beta: Tensor) -> Tensor:
