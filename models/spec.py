@@ -32,7 +32,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import StateInput
 from zeco_train.ops.slow_paths import Call
-from zeco_train.ops.softmax import attention, cache
+from zeco_train.ops.softmax import attention
 
 Shape = tuple[int, ...]
 
@@ -138,7 +138,7 @@ class BlockSpec:
         """What kernels on GPUs may serve, or PyTorch: of a pass over many tokens, or in `steps` of one token each."""
         norm = [Call("gated_norm", gated_norm.KERNELS, dtype, 0, self.gated_norm)] * (self.gated_norm > 0)
         if self.attention is not None:
-            rule, dim = cache.STEP_KERNELS if steps else attention.KERNELS, self.attention.head_dim
+            rule, dim = attention.STEP_KERNELS if steps else attention.KERNELS, self.attention.head_dim
             return [Call("softmax step" if steps else "softmax", rule, dtype, dim, dim), *norm]
         found = []
         for name, (_, key_dim, value_dim) in zip(self.operators, self.state_shapes, strict=True):

@@ -20,7 +20,7 @@ from models.states import TokenCache
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import StateInput, StateOutput
-from zeco_train.ops.softmax.cache import attend_next
+from zeco_train.ops.softmax.attention import attend_next
 
 
 class SoftmaxAttention(Mixer):

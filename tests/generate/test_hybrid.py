@@ -28,7 +28,7 @@ from zeco_train.generate.sampling import Sampling
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import LayerStates
-from zeco_train.ops.softmax.cache import extend
+from zeco_train.ops.softmax.attention import extend
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import Backend, SPConfig

@@ -18,7 +18,7 @@ from models.mixers.mamba2 import Mamba2Config
 from models.mixers.retnet import RetNetConfig
 from models.registry import MIXERS
 from tests.support.planning import make_case, saved_bytes
-from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
+from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.hgrn.chunked import CHUNKED as CHUNKED_HGRN
 from zeco_train.ops.passes import ForwardPass, Passes
 from zeco_train.ops.recompute import Recompute
@@ -58,11 +58,11 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
     from zeco_train.ops.hgrn.cuda import CUDA as CUDA_HGRN
     from zeco_train.ops.scalar_decay import cuda
 
-    gated = delta.CUDA_GATED, CHUNKED_GATED
+    gated = delta.CUDA_GATED, CHUNKED
     pairs = {
         "fixed_decay": (cuda.CUDA_FIXED, CHUNKED_FIXED),
         "scalar_decay": (cuda.CUDA_SCALAR, CHUNKED_SCALAR),
-        "delta": (delta.CUDA_DELTA, CHUNKED_DELTA),
+        "delta": (delta.CUDA_DELTA, CHUNKED),
         "gated_delta": gated,
         "kda": gated,
         "hgrn": (CUDA_HGRN, CHUNKED_HGRN),

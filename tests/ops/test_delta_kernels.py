@@ -22,7 +22,7 @@ from tests.support.few import one_of
 from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
 from tests.support.positions import position_of
 from tests.support.waiting import ENOUGH
-from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
+from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.passes import Passes
@@ -60,7 +60,7 @@ def delta_errors(case: DeltaCase, dtype: torch.dtype, device: torch.device) -> d
     tensors, doc_ids = case.tensors(dtype, device), case.doc_ids(device)
     scale = case.shape[4] ** -0.5
     found = _found(case, tensors, scale, doc_ids)
-    passes = CHUNKED_DELTA if case.rule == "delta" else CHUNKED_GATED
+    passes = CHUNKED
     expected = both_results(passes, case.names, {name: x.double() for name, x in tensors.items()}, scale, doc_ids)
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], expected[name]) for name in expected}

@@ -27,7 +27,7 @@ from zeco_train.ops.slow_paths import (
     find_slow_paths,
     stored_slow_downs,
 )
-from zeco_train.ops.softmax import attention, cache, flash, sdpa
+from zeco_train.ops.softmax import attention, flash, sdpa
 from zeco_train.sp.exchange import local_exchange
 
 CPU, GPU = Target("cpu"), Target("cuda")
@@ -123,7 +123,7 @@ def test_softmax_takes_flash_attention_only_where_its_launch_does_not_refuse() -
     ("dtype", "dim", "served"), [(BF16, 36, False), (FP32, 36, True), (FP32, 38, False), (BF16, 512, True)]
 )
 def test_steps_of_softmax_need_rows_of_16_bytes(dtype: torch.dtype, dim: int, served: bool) -> None:
-    assert (Call("softmax step", cache.STEP_KERNELS, dtype, dim, dim).problem(GPU) is None) == served
+    assert (Call("softmax step", attention.STEP_KERNELS, dtype, dim, dim).problem(GPU) is None) == served
 
 
 def test_each_slow_path_is_found_once_and_on_gpus_only() -> None:

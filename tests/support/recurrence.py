@@ -24,7 +24,6 @@ from zeco_train.ops.passes import check_state
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.short_conv.passes import check_inputs as check_conv
 from zeco_train.ops.short_conv.passes import check_state as check_conv_state
-from zeco_train.ops.unmasked.passes import check_inputs as check_unmasked
 
 
 def naive_gla(
@@ -169,7 +168,7 @@ def naive_unmasked(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """o_i = scale · Σ_j (q_i · k_j) v_j over all tokens j, earlier and later ones; the state is Σ_j k_j v_jᵀ."""
-    check_unmasked(q, k, v)
+    OPERATORS["unmasked"].check((q, k, v), None)
     if initial_state is not None:
         raise ValueError("initial_state: an unmasked operator has none, since each token reads the whole sequence")
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,11 +1,9 @@
 """Operators of the affine family, `S_t = A_t S_{t-1} + k_t v_tᵀ`, over a sequence that may lie on several ranks.
 
-One folder per operator, all with the same files: `__init__` (an `Operator`, what other rooms read of it, its FLOPs, and
-one token for generation), `chunked` (in PyTorch), `cuda` (by the Triton kernels in `kernels`); shared by them
-`operator` (its facts and the checks of operands), `passes` (the interface of an implementation), `chunks` (layout and
-decays of chunks), `pairs` (of the tokens inside them) and `oracle` (exact results, to compare with). `registry` lists
-the operators. `mix` is the custom op seen by autograd and compilers, `seam` its interface to communication,
-`slow_paths` names the calls of a run that kernels do not serve. The loss is here too.
+To read them: `registry` (the operators), `operator` (what one is, and which implementation serves a call), `mix` (the
+custom op seen by autograd and compilers), `passes` (the interface of an implementation), an operator's folder
+(`chunked` in PyTorch, `cuda` by its Triton kernels) and `seam` (the interface to communication). `chunks` and `pairs`
+are shared by them, `oracle` has exact results, `slow_paths` names the calls of a run that kernels do not serve.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from torch.library import custom_op
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import AttentionMethod, StateInput, StateOutput, exchange_of
-from zeco_train.ops.softmax.attention import attend
-from zeco_train.ops.softmax.cache import extend
+from zeco_train.ops.softmax.attention import attend, extend
 from zeco_train.ops.softmax.span import Attended, Span
 
 
@@ -32,27 +31,20 @@ def attend_at(
 ) -> tuple[Tensor, tuple[StateOutput, ...]]:
     """Causal softmax attention of this rank's tokens to those before them, exact over the whole sequence.
 
-    After earlier segments of a sequence, or pieces of a prompt, their keys and values are in caches, and those of this
-    one are appended, in place and on every rank. There is no gradient then.
-
     Args:
         q: [B, T, H, D], of this rank's tokens, in bf16, fp32 or fp64.
         k: [B, T, G, D]; G divides H, each head serves H / G heads of q in a row.
         v: [B, T, G, V].
         scale: factor of the scores.
         position: of the tokens, with an `Exchange`, which the caller keeps alive until after the backward pass.
-        state_inputs: two, with the output and the log-sum-exp of a first forward pass, or without. They are replayed:
-            the forward pass then computes and communicates nothing, as recomputation requires. Or with the caches of
-            keys and of values as `carry_in`, [B, G, capacity, D], see `zeco_train.ops.softmax.cache`.
+        state_inputs: two. In a replay the output and the log-sum-exp of a first forward pass: nothing is computed or
+            communicated then. After earlier segments, or pieces of a prompt, the caches of their keys and values as
+            `carry_in` (`zeco_train.ops.softmax.attention`), which these are appended to, in place and on every rank;
+            a gradient through them is a NotImplementedError.
         window: keys that a query reads at most, itself among them; None: no limit.
 
     Returns:
-        o, [B, T, H, V] in the dtype of q; and both, for a later replay, [0] in a replay or with caches, which are
-        carried out.
-
-    Raises:
-        ValueError: caches are wanted, and none given.
-        NotImplementedError: a gradient through caches.
+        o, [B, T, H, V] in the dtype of q; and o and its log-sum-exp, for a later replay, or the caches, carried out.
     """
     caches = [state_input.carry_in for state_input in state_inputs if state_input.carry_in is not None]
     if caches:
@@ -67,6 +59,9 @@ def attend_at(
     return o, tuple(StateOutput(tensor, lse.new_empty(0)) for tensor in kept)
 
 
+# Attention of a segment to the tokens in the caches and to its own, which are appended. Every rank gets all ranks' keys
+# and values, since each keeps whole caches, so queries stay where they are: those of the last rank read more keys than
+# those of the first, by less than one segment.
 def _attend_after(
     q: Tensor,
     k: Tensor,
@@ -76,11 +71,6 @@ def _attend_after(
     caches: Sequence[Tensor],
     window: int | None,
 ) -> Tensor:
-    """Attention of a segment to the tokens in the caches and to its own, which are appended; [B, T, H, V].
-
-    Every rank gets the keys and values of all ranks' tokens, since each keeps whole caches. So queries stay where they
-    are; those of the last rank read more keys than those of the first, by less than one segment.
-    """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *caches)):
         problem = "softmax layers have no gradient through keys of earlier segments: train.segments must be 1"
         raise NotImplementedError(problem)
@@ -93,8 +83,8 @@ def _attend_after(
     return o
 
 
+# One span for the whole batch; or, with borders [B, documents + 1], that of each sequence.
 def _spans(start: int, q: Tensor, borders: Tensor | None, window: int | None) -> list[Span]:
-    """One span for the whole batch; or, with borders [B, documents + 1], that of each sequence."""
     stop = start + q.shape[1]
     if borders is None or borders.dim() == 1:
         return [Span(start, stop, borders, window)]
@@ -103,8 +93,8 @@ def _spans(start: int, q: Tensor, borders: Tensor | None, window: int | None) ->
     return [Span(start, stop, row, window) for row in borders]
 
 
+# With several spans the rows of the batch are computed one after another, on every rank.
 def _by_rows(compute: Callable[..., Sequence[Tensor]], spans: Sequence[Span], *tensors: Tensor) -> Sequence[Tensor]:
-    """`compute(span, *tensors)`; with several spans of each row of the batch, one after another, on every rank."""
     if len(spans) == 1:
         return compute(spans[0], *tensors)
     rows = zip(spans, *(x.split(1) for x in tensors), strict=True)
@@ -118,6 +108,7 @@ def _method(handle: Tensor | None) -> AttentionMethod:
     return method
 
 
+# o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `known_o` and `known_lse` if given.
 @custom_op("zeco::attend", mutates_args=())
 def _attend(
     q: Tensor,
@@ -132,7 +123,6 @@ def _attend(
     borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `known_o` and `known_lse` if given."""
     if known_o is not None and known_lse is not None:
         # The outputs of a custom op must not alias its inputs.
         return known_o.clone(), known_lse.clone()

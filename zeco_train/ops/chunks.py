@@ -1,7 +1,7 @@
 """Shared by chunked operators in PyTorch: chunk layout, and decays without division.
 
-Tokens [B, T, H, D] are processed as chunks [N, B, H, C, D]. The chunk dimension comes first, so that one step of the
-state recurrence touches contiguous memory; the C tokens of one head are contiguous, as matrix products want them.
+Tokens [B, T, H, D] are processed as chunks [N, B, H, C, D]: one step of the state recurrence touches contiguous memory,
+and the C tokens of one head are contiguous, as matrix products want them.
 
 Decays are products of `exp(g)`, all of them at most 1. Nothing is divided by a decay and no difference of cumulative
 sums is taken, so a decay of e^-50 a token is as exact as none at all. Blocks of 1, 2, 4, … tokens are merged in pairs,
@@ -9,8 +9,8 @@ and the decay between a token of the later block and one of the earlier block is
 
     (decay from the start of the later block through the later token) · (decay after the earlier token to that start)
 
-and both factors grow with the blocks by one multiplication. A restart is a decay of 0: every product across it is
-exactly 0, which is sufficient for packed documents inside a rank.
+where both factors grow with the blocks by one multiplication. A restart is a decay of 0: every product across it is
+exactly 0.
 """
 
 from __future__ import annotations
@@ -30,17 +30,10 @@ _SMALLEST_CHUNK = 16
 
 @dataclass(frozen=True)
 class ChunkDecays:
-    """Decays inside the chunks, [N, B, H, C, K] each, in the dtype of the states.
+    """Decays inside the chunks, [N, B, H, C, K] each, in the dtype of the states."""
 
-    Attributes:
-        from_start: product of exp(g) from the chunk's first token through this one: decay of the state before the chunk
-            as seen by a token.
-        to_end: product of exp(g) after this token through the chunk's last: decay of a token's contribution to the
-            state after the chunk.
-    """
-
-    from_start: Tensor
-    to_end: Tensor
+    from_start: Tensor  # from the chunk's first token through this one: decay of the state before, as a token sees it
+    to_end: Tensor  # after this token through the chunk's last: of a token's contribution to the state after the chunk
 
     @property
     def total(self) -> Tensor:

@@ -1,8 +1,7 @@
 """An operator over a sharded sequence: the one op that serves every operator and every backend.
 
-The operator's passes (`zeco_train.ops.passes`) are local to a rank; the only communication is one exclusive
-scan of states in the forward pass and one of state gradients, in reverse, in the backward pass
-(docs/mathematics.md). `→` marks it:
+The operator's passes (`zeco_train.ops.passes`) are local to a rank; the only communication is one exclusive scan of
+states in the forward pass and one of state gradients, in reverse, in the backward pass (docs/mathematics.md):
 
     zeco::mix           local state → launch(S_loc, A) | intra-chunk scores | wait → R, outputs, finish
     zeco::mix_backward  local state gradients → launch(D_loc, Aᵀ, reverse) | states again, intra-chunk gradients
@@ -14,7 +13,8 @@ compute that overlaps it, and a compiled block has no graph break.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,15 +48,14 @@ def mix(
     carry_in: Tensor | None = None,
     want_carry: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """An operator on this rank's tokens, causal, exact over the whole sequence.
+    """An operator on this rank's tokens, exact over the whole sequence.
 
         S_t = A_t S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t        for most operators
 
     Args:
         operator: its name (`zeco_train.ops.registry`).
-        operands: of this rank's tokens, in the operator's order (`Operator.dims`): of most, q, k [B, T, H, K] in bf16,
-            fp32 or fp64, v [B, T, H, V] in the same dtype, and the operands of A_t. Values are not checked, since that
-            would synchronise with the device: positive log-decays give wrong results on GPUs.
+        operands: of this rank's tokens, as `Operator.dims`. Values are not checked, since that would synchronise with
+            the device: positive log-decays give wrong results on GPUs.
         position: of these tokens, with an exchange.
         scale: factor of the outputs; if None K^-1/2, or 1 for an operator without scale.
         incoming_state: [B, H, K, V], the state R that a first forward pass received. It is replayed as a constant:
@@ -66,8 +65,8 @@ def mix(
         want_carry: also return the state after the whole sequence. All ranks must agree.
 
     Returns:
-        o, [B, T, H, V] in the dtype of v, and carry_out, [B, H, K, V], replicated, or None. With `incoming_state`
-        the value of carry_out is unknown and is NaN: only its gradient edge is valid then.
+        o, and carry_out, [B, H, K, V], replicated, or None. With `incoming_state` carry_out is NaN: only its gradient
+        edge is valid then.
 
     Raises:
         ValueError: unknown operator, or invalid operands; the message names the problem.
@@ -86,11 +85,7 @@ def mix(
 def mix_at(
     operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, state_input: StateInput
 ) -> tuple[Tensor, StateOutput]:
-    """`mix` with arguments that a compiler can trace, and a position on the device of the tokens.
-
-    Returns:
-        o, shaped like the operand `Operator.output`; and the states that crossed ranks.
-    """
+    """`mix` as a compiler can trace it, of a position on the tokens' device: o, and the states that crossed ranks."""
     assert position.doc_ids is not None or position.documents is None, "take `SequencePosition.on` first"
     where = position.handle, position.doc_ids
     o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *where, *state_input)
@@ -98,11 +93,7 @@ def mix_at(
 
 
 def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
-    """Look up an operator by name.
-
-    Raises:
-        ValueError: unknown name, or wrong number of operands.
-    """
+    """Look up an operator; a ValueError names an unknown name, or a wrong number of operands."""
     if name not in OPERATORS:
         raise ValueError(f"operator: must be one of {', '.join(OPERATORS)}; got {name!r}")
     operator = OPERATORS[name]
@@ -111,13 +102,21 @@ def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
     return operator
 
 
+# Row by row if each row of the batch has documents of its own.
 def _passes(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor | None) -> Passes:
-    """The implementation for these operands; row by row if each row of the batch has documents of its own."""
     if doc_ids is None or doc_ids.dim() == 1:
         return operator.select(operands)
     return by_rows(operator, operands, doc_ids)
 
 
+# Triton and streams use the current device. Autocast would change the dtypes of some products, in backward passes too.
+@contextmanager
+def _on_device_of(x: Tensor) -> Iterator[None]:
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        yield
+
+
+# o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`; absent tensors are [0].
 def _mix(
     operands: list[Tensor],
     operator: str,
@@ -128,14 +127,10 @@ def _mix(
     carry_in: Tensor | None,
     want_carry: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`.
-
-    Absent tensors are [0].
-    """
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     chosen.check(operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
-    with _alone(operands[0]):
+    with _on_device_of(operands[0]):
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
         passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
         shape = chosen.transition_shape(operands)
@@ -161,17 +156,15 @@ def _mix(
         return o.contiguous(), received, carry_out, transition, list(local.saved)
 
 
+# Whether a state passes through this rank's tokens, so that their transition must be known. Before the first rank the
+# state is 0 without a carry, and the one after the last rank is unread unless it is wanted. In reverse the same
+# gradients are 0 or unread, so the transition multiplies zeros in all of its uses.
 def _passes_through(exchange: Exchange, carry_in: Tensor | None, want_carry: bool) -> bool:
-    """Whether a state passes through this rank's tokens, so that their transition must be known.
-
-    Before the first rank the state is 0 without a carry, and nobody reads the one after the last rank unless it is
-    wanted. In reverse the same gradients are 0 or unread, so the transition multiplies zeros in all of its uses.
-    """
     return (carry_in is not None or not exchange.is_first) and (want_carry or not exchange.is_last)
 
 
+# The state of the whole sequence, for outputs that read it: `finish` cannot wait until after them.
 def _whole(pending: LaunchedScan) -> Tensor:
-    """The state of the whole sequence, for outputs that read it: `finish` cannot wait until after them."""
     pending.wait()
     pending.finish()
     return pending.carry_out()
@@ -190,6 +183,7 @@ def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any,
     return like.new_empty(like.shape), received, carry_out, transition, list(saved)
 
 
+# The gradients of the operands, and dcarry_in, which is [0] unless it is wanted.
 @custom_op("zeco::mix_backward", mutates_args=())
 def _mix_backward(
     operands: list[Tensor],
@@ -204,10 +198,9 @@ def _mix_backward(
     doc_ids: Tensor | None,
     want_dcarry: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     chosen.check(operands, doc_ids, do)
-    with _alone(do):
+    with _on_device_of(do):
         passes = _passes(chosen, operands, doc_ids)
         local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
@@ -229,13 +222,9 @@ def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tenso
     return [x.new_empty(x.shape) for x in operands], transition.new_empty(state if want_dcarry else (0,))
 
 
+# `zeco::mix` under autograd, with its lists flattened: `torch.library.register_autograd` would flatten and unflatten
+# them by pytrees, which takes more host time than everything else here.
 class _Differentiable(torch.autograd.Function):
-    """`zeco::mix` under autograd, with its lists flattened.
-
-    `torch.library.register_autograd` would flatten and unflatten them by pytrees, which takes more host time than
-    everything else here.
-    """
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -295,22 +284,3 @@ _LIBRARY.define(f"mix{infer_schema(_mix, mutates_args=())}", tags=(torch.Tag.pt2
 _LIBRARY.impl("mix", _mix, "CompositeExplicitAutograd")
 _LIBRARY.impl("mix", _under_autograd, "Autograd")
 register_fake("zeco::mix", _mix_shapes, lib=_LIBRARY)
-
-
-class _alone:
-    """Context manager: make the tokens' device current, and disable autocast.
-
-    Triton and streams use the current device. Autocast would change the dtypes of some products, in backward passes
-    too.
-    """
-
-    def __init__(self, q: Tensor) -> None:
-        self._device, self._autocast = torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False)
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        self._autocast.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._autocast.__exit__(*exception)
-        self._device.__exit__(*exception)

@@ -5,7 +5,7 @@ The choice is a function of shapes, dtypes and a `Target`, so that it can be ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -26,20 +26,15 @@ WIDE = {
 
 
 class Target(NamedTuple):
-    """What a call runs on, by which its implementation is chosen.
+    """The device that a call runs on, which chooses its implementation: it need not be there."""
 
-    Attributes:
-        kind: of device, as `torch.device.type`.
-        architecture: compute capability of a GPU, by which kernels take their options; elsewhere that of Hopper, whose
-            options Triton's interpreter takes.
-    """
-
-    kind: str
+    kind: str  # as `torch.device.type`
+    # Compute capability of a GPU, which chooses kernels' options; elsewhere Hopper's, which Triton's interpreter takes.
     architecture: tuple[int, int] = (9, 0)
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
-        """What calls on tensors of a device run on: the device itself, or what `assume` puts in its place."""
+        """The device of tensors, or the target that `assume` puts in its place."""
         return _of(device) if _assumed is None else _assumed
 
 
@@ -55,10 +50,7 @@ _assumed: Target | None = None
 
 @contextmanager
 def assume(target: Target) -> Iterator[None]:
-    """While entered, calls are taken to run on a target that need not be there, whichever device their tensors are on.
-
-    For fake tensors, of which only shapes and dtypes are asked, and for Triton's interpreter.
-    """
+    """Choose by `target` whatever device tensors are on: for fake tensors, and for the interpreter."""
     global _assumed
     before, _assumed = _assumed, target
     try:
@@ -69,27 +61,15 @@ def assume(target: Target) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class KernelRule:
-    """The calls that kernels on GPUs serve.
+    """The calls that kernels on GPUs serve."""
 
-    Attributes:
-        dtypes: of tokens; empty: there are no kernels. Decays and strengths are fp32.
-        largest: largest K and V; None: any.
-        row_bytes: of which a row of K or V channels is a multiple.
-    """
-
+    # Of tokens; empty: there are no kernels. Decays and strengths are fp32.
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
-    largest: int | None = None
-    row_bytes: int = 1
+    largest: int | None = None  # K and V; None: any
+    row_bytes: int = 1  # rows of K and of V channels are multiples of it
 
     def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor, target: Target | None = None) -> bool:
-        """Whether kernels serve these tensors, or PyTorch does.
-
-        Args:
-            tokens: [..., K].
-            values: [..., V].
-            wide: decays and strengths.
-            target: to run on; None: that of the tensors' device.
-        """
+        """Whether kernels serve tokens [..., K], values [..., V] and these decays and strengths, or PyTorch does."""
         # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
         is_limited = self.largest is not None or self.row_bytes > 1
         dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
@@ -101,16 +81,7 @@ class KernelRule:
 def problem(
     rule: KernelRule, target: Target, key_dim: int, value_dim: int, tokens: torch.dtype, *wide: torch.dtype
 ) -> str | None:
-    """Why kernels do not serve a call; None: they do. Cached, since every call of an operator asks.
-
-    Args:
-        rule: of the kernels.
-        target: to run on.
-        key_dim: K; any number where the rule has no limit.
-        value_dim: V, likewise.
-        tokens: dtype of the tokens.
-        wide: dtypes of decays and strengths.
-    """
+    """Why kernels do not serve a call; None: they do. K and V may be any number where the rule has no limit."""
     if target.kind != "cuda":
         return f"there are no kernels on {target.kind.upper()}s"
     if not rule.dtypes:
@@ -132,42 +103,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
-def check_operands(doc_ids: Tensor | None, dims: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Check the tensors of a call against each other.
-
-    Args:
-        doc_ids: [T] for a batch of one, or [B, T], see `zeco_train.ops.documents`.
-        dims: the dimensions of each tensor, a letter each, "BTHK" for example. Equal letters have equal sizes, and G
-            divides H.
-        tensors: by their names.
-
-    Raises:
-        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
-    """
-    sizes: dict[str, int] = {}
-    first = next(iter(tensors))
-    for name, x in tensors.items():
-        shape = f"[{', '.join(dims[name])}]"
-        if x.dim() != len(dims[name]):
-            raise ValueError(f"{name}: expected shape {shape}, got {list(x.shape)}")
-        expected = [sizes.setdefault(dim, size) for dim, size in zip(dims[name], x.shape, strict=True)]
-        if expected != list(x.shape):
-            raise ValueError(f"{name}: expected shape {shape} = {expected}, got {list(x.shape)}")
-        if 0 in x.shape:
-            raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
-        if name not in WIDE and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
-            raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
-        if name in WIDE and x.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
-    if "G" in sizes and sizes["H"] % sizes["G"]:
-        raise ValueError(f"q: expected a number of groups that divides the {sizes['H']} heads of v, got {sizes['G']}")
-    of_rows = [sizes["B"], sizes["T"]][sizes["B"] == 1 :]
-    if doc_ids is not None and list(doc_ids.shape) != of_rows:
-        raise ValueError(f"documents: expected ids of shape {of_rows}, got {list(doc_ids.shape)}")
-
-
-# recurrence(*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last
-# token, [B, H, K, V] in fp64 or fp32; differentiable by autograd.
+# (*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last token,
+# [B, H, K, V] in fp64 or fp32; differentiable by autograd.
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -179,95 +116,63 @@ class Kind(Enum):
 
 
 class OperatorTime(NamedTuple):
-    """Measured seconds of an operator alone per token and head, forward + backward, for the planner.
-
-    Attributes:
-        operator: that was measured.
-        seconds: at K `key_dim` and V `value_dim`; other head dims are scaled by K + V.
-        forward: the forward pass's share.
-        key_dim, value_dim: of the measurement.
-    """
+    """Measured seconds of an operator alone per token and head, forward + backward, for the planner."""
 
     operator: str
-    seconds: float
-    forward: float
+    seconds: float  # at these head dims; others are scaled by K + V
+    forward: float  # share of the forward pass
     key_dim: int
     value_dim: int
 
 
 class PeerFunction(NamedTuple):
-    """Function of flash-linear-attention for the same operator, to which `bench` compares it.
-
-    Attributes:
-        module, function: its name; it takes the operands that have tokens, in the operator's order.
-        decay: for which constant decays, by their name in `bench`; None: the operator has none.
-        options: keyword arguments.
-        takes_context: it has context parallelism, by the argument `cp_context`.
-        joins_heads: its operands and outputs are [B, T, H·K], the heads' channels side by side.
-    """
+    """Function of flash-linear-attention for the same operator, to which `bench` compares it."""
 
     module: str
-    function: str
-    decay: str | None = None
-    options: tuple[tuple[str, bool], ...] = ()
-    takes_context: bool = False
-    joins_heads: bool = False
+    function: str  # takes the operands that have tokens, in the operator's order
+    decay: str | None = None  # the constant decays that it is for, by their name in `bench`; None: it has none
+    options: tuple[tuple[str, bool], ...] = ()  # keyword arguments
+    takes_context: bool = False  # context parallelism, by the argument `cp_context`
+    joins_heads: bool = False  # operands and outputs are [B, T, H·K]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator as the rest of the project sees it.
+    """An operator as the rest of the project sees it."""
 
-    Attributes:
-        operands: names of the operands, in call order; q, k, v first.
-        dims: their dimensions, a letter each: B, the first of all, T; H heads, of which consecutive ones may share one
-            of G; K, V; of a convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
-        kind: of its transition.
-        portable: the implementation in PyTorch, for any device and dtype.
-        oracle: the formula that `verify` and `bench` compare with (`zeco_train.ops.oracle`), of the operands by name.
-        one_token: (operands of one token [B, 1, …], state updated in place, scale) → o, [B, 1, H, V]; see `step`.
-        forward_flops: (H, K, V) → FLOPs per token of the forward pass.
-        recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
-        output: position of the operand whose shape and dtype the outputs have.
-        has_scale: outputs have a factor; otherwise the only scale is 1.
-        state_is_halo: a shard's state depends on its last tokens only, so it crosses one border, or a few of short
-            shards: it is exchanged by the halo scan (`Exchange.halo`).
-        reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
-            reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
-        cuda: returns the implementation on kernels, whose import needs Triton; None: there is none, and PyTorch's
-            products are as fast.
-        kernels: which calls `cuda` serves; None without it.
-        step_kernels: the same for `one_token`.
-        time, cpu_time: on an H200 in bf16, and on a CPU core in PyTorch and fp32, for the planner, which takes the
-            default operator's for None.
-        peers: functions of flash-linear-attention; empty: `bench operator` does not measure it.
-    """
-
-    operands: tuple[str, ...]
+    operands: tuple[str, ...]  # names, in call order; q, k, v first
+    # Of each operand, a letter each: B, the first of all, T; H heads, of which consecutive ones may share one of G; K,
+    # V; of a convolution C channels and W inputs; 1. An operand without T is the same for all tokens.
     dims: tuple[str, ...]
     kind: Kind
-    portable: Passes
-    oracle: Recurrence
+    portable: Passes  # in PyTorch, for any device and dtype
+    oracle: Recurrence  # what `verify` and `bench` compare with, a formula of `zeco_train.ops.oracle`
+    # (*operands of one token [B, 1, …], state updated in place, scale=K^-1/2) → o, [B, 1, H, V]; no gradients.
     one_token: Callable[..., Tensor]
-    forward_flops: Callable[[int, int, int], float]
-    recomputed_flops: Callable[[int, int, int], float]
-    output: int = 2
-    has_scale: bool = True
+    forward_flops: Callable[[int, int, int], float]  # (H, K, V) → FLOPs per token
+    recomputed_flops: Callable[[int, int, int], float]  # the same, of what the backward pass recomputes
+    output: int = 2  # position of the operand whose shape and dtype the outputs have
+    has_scale: bool = True  # outputs have a factor; otherwise the only scale is 1
+    # A shard's state depends on its last tokens only: it takes the scan of halos (`Exchange.halo`).
     state_is_halo: bool = False
+    # Outputs read the state of the whole sequence, not the one before each token: R, and D_in in reverse, is the scan's
+    # `carry_out`, the same on every rank.
     reads_whole: bool = False
+    # The implementation on kernels, whose import needs Triton, and the calls that it serves. None: there is none, and
+    # PyTorch is as fast.
     cuda: Callable[[], Passes] | None = None
     kernels: KernelRule | None = None
-    step_kernels: KernelRule = KernelRule(dtypes=())
+    step_kernels: KernelRule = KernelRule(dtypes=())  # of `one_token`
+    # On an H200 in bf16, and on a CPU core in PyTorch and fp32; for None the planner takes the default operator's.
     time: OperatorTime | None = None
     cpu_time: OperatorTime | None = None
-    peers: tuple[PeerFunction, ...] = ()
+    peers: tuple[PeerFunction, ...] = ()  # none: `bench operator` does not measure it
 
     def select(self, operands: Sequence[Tensor], target: Target | None = None) -> Passes:
         """The implementation that serves a call: the only place that chooses by device, shapes and dtypes.
 
-        Args:
-            operands: in their order, or those of a backward pass (`Passes.replaced`).
-            target: to run on; None: that of the operands' device.
+        The operands of a backward pass may be replaced (`Passes.replaced`). Without a `target` that of the operands'
+        device.
         """
         if self.cuda is None or self.kernels is None:
             return self.portable
@@ -276,7 +181,7 @@ class Operator:
         return self.cuda() if is_served else self.portable
 
     def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
-        """Check the operands of a call, and the gradient of the outputs, against `dims` and each other.
+        """Check the operands of a call, the gradient of the outputs, and doc_ids [T] or [B, T], against each other.
 
         Raises:
             ValueError: naming the tensor, the expected shape or dtype, and the actual one.
@@ -284,18 +189,30 @@ class Operator:
         dims, tensors = self.dims_of, dict(zip(self.operands, operands, strict=True))
         if do is not None:
             dims["do"], tensors["do"] = self.dims[self.output], do
-        check_operands(doc_ids, dims, tensors)
+        sizes: dict[str, int] = {}
+        first = self.operands[0]
+        for name, x in tensors.items():
+            shape = f"[{', '.join(dims[name])}]"
+            if x.dim() != len(dims[name]):
+                raise ValueError(f"{name}: expected shape {shape}, got {list(x.shape)}")
+            expected = [sizes.setdefault(dim, size) for dim, size in zip(dims[name], x.shape, strict=True)]
+            if expected != list(x.shape):
+                raise ValueError(f"{name}: expected shape {shape} = {expected}, got {list(x.shape)}")
+            if 0 in x.shape:
+                raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
+            if name not in WIDE and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
+                raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
+            if name in WIDE and x.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
+        if "G" in sizes and sizes["H"] % sizes["G"]:
+            wanted = f"a number of groups that divides the {sizes['H']} heads of v"
+            raise ValueError(f"q: expected {wanted}, got {sizes['G']}")
+        of_rows = [sizes["B"], sizes["T"]][sizes["B"] == 1 :]
+        if doc_ids is not None and list(doc_ids.shape) != of_rows:
+            raise ValueError(f"documents: expected ids of shape {of_rows}, got {list(doc_ids.shape)}")
 
     def step(self, *operands_and_state: Any) -> Tensor:
-        """The output of one token of each sequence: `one_token` of checked operands; no gradients.
-
-        Args:
-            operands_and_state: operands, [B, 1, …]; the state, updated in place; the factor of the output, K^-1/2
-                unless it is given.
-
-        Raises:
-            ValueError: shapes or dtypes do not fit; the message names the tensor.
-        """
+        """`one_token` with its operands checked; a ValueError names the tensor that does not fit."""
         self.check(operands_and_state[: len(self.operands)], None)
         return self.one_token(*operands_and_state)
 
@@ -310,22 +227,14 @@ class Operator:
         return any("G" in dims for dims in self.dims)
 
     def scale_of(self, operands: Sequence[Tensor], scale: float | None) -> float:
-        """The factor of the outputs: `scale`; for None K^-1/2, or 1 for an operator that has none.
-
-        Raises:
-            ValueError: it has none, and this is not 1.
-        """
+        """The factor of the outputs: `scale`; for None K^-1/2, or 1 for an operator that has none."""
         if not self.has_scale and scale not in (None, 1.0):
             raise ValueError(f"scale: the operator has none, expected 1; got {scale:g}")
         default = float(operands[0].shape[-1]) ** -0.5 if self.has_scale else 1.0
         return default if scale is None else scale
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
-        """Refuse states of other segments for an operator that reads the whole sequence.
-
-        Raises:
-            ValueError: names the argument, and the setting that it comes from.
-        """
+        """Refuse states of other segments for an operator that reads the whole sequence."""
         if self.reads_whole and (carry_in is not None or want_carry):
             name = "want_carry" if carry_in is None else "carry_in"
             raise ValueError(f"{name}: an unmasked operator reads the whole sequence at once, not by train.segments")

@@ -1,8 +1,7 @@
 """The exact results of every operator, to which `verify` and `bench` compare: formulas in fp64 under plain autograd.
 
 No code of the passes, of kernels, of scans or of documents inside a shard is involved: decays are exponentials of sums
-over the very tokens between two tokens, gradients are autograd's. Tests compare the formulas with the recurrences,
-token by token.
+over the very tokens between two tokens. Tests compare the formulas with the recurrences, token by token.
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ def by_blocks(
         u_i = v_i, or β_i (v_i − k_iᵀ exp(G_i) S − Σ_{j<i} (k_iᵀ exp(G_i − G_j) k_j) u_j)
         o_i = scale · (q_iᵀ exp(G_i) S + Σ_{j≤i} (q_iᵀ exp(G_i − G_j) k_j) u_j)
 
-    with S before a block and G the sums of log-decays since. Shapes as of the operators with these operands, see
-    `zeco_train.ops.delta`: all fp64; `log_decay` is a constant.
-
-    Returns:
-        o [B, T, H, V], and the state after the last token, [B, H, K, V].
+    with S before a block and G the sums of log-decays since. Shapes as of the operators with these operands, all fp64.
+    Returns o and the state after the last token.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # [B, H, T, …]
@@ -73,7 +69,7 @@ def by_blocks(
 def by_windows(
     x: Tensor, weight: Tensor, bias: Tensor, *, scale: float | None, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A short convolution, see `zeco_train.ops.short_conv`: y [B, T, C] and the last inputs, [B, 1, w − 1, C]."""
+    """A short convolution: y [B, T, C] and the last inputs, [B, 1, w − 1, C]."""
     rows = torch.cat([initial_state[:, 0], x], 1)
     return (rows.unfold(1, weight.shape[2], 1) * weight[:, 0]).sum(-1) + bias, rows[:, None, x.shape[1] :]
 
@@ -89,16 +85,7 @@ class ExactTokens:
     """Consecutive tokens of a sequence: once forward from the state before them, then once backward.
 
     The backward pass recomputes them in pieces, so memory is that of a piece and of the states between pieces.
-
-    Args:
-        operator: of the tokens.
-        operands: by name, in fp64.
-        do: the gradient of the outputs.
-        starts: the tokens before which the state restarts.
-        scale: of the outputs; None: K^-1/2.
-
-    Attributes:
-        results: o, and the gradients of all operands but constants, filled by the passes.
+    `operands` are by name, in fp64; before the tokens `starts` the state restarts; `scale` is K^-1/2 for None.
     """
 
     def __init__(
@@ -116,6 +103,7 @@ class ExactTokens:
         self._ranges = [*itertools.pairwise(sorted(cuts))]
         self._states: list[Tensor] = []
         self._grads = {name: torch.zeros_like(x) for name, x in self._operands.items() if name != "log_decay"}
+        # o, and the gradients of all operands but constants, filled by the passes.
         self.results = {"o": torch.zeros_like(do), **{f"d{name}": x for name, x in self._grads.items()}}
 
     def zero_state(self) -> Tensor:
@@ -173,17 +161,9 @@ def exact_softmax(
 ) -> dict[str, Tensor]:
     """Causal softmax attention by the formula, with a mask by definition, a few queries at a time.
 
-    Args:
-        q: [B, T, H, K] queries, of consecutive tokens.
-        k: [B, S, G, K] keys of all tokens of the sequence; G divides H.
-        v: [B, S, G, V] values.
-        do: [B, T, H, V], the gradient of the outputs.
-        offset: position of the first query.
-        borders: [D + 1] of documents, from 0 to S, on the CPU; None: one document.
-        window: keys that a query reads at most, itself among them; None: no limit.
-
-    Returns:
-        o and dq, and what these queries add to dk and dv, in fp64.
+    The queries q and do [B, T, H, …] are of consecutive tokens from position `offset` on, keys k and values v [B, S, G,
+    …] of the whole sequence; G divides H. `borders` of documents, [D + 1] from 0 to S, are on the CPU; a query reads
+    `window` keys at most, itself among them. Returns o and dq, and what these queries add to dk and dv, in fp64.
     """
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     results = {name: torch.zeros_like(x) for name, x in (("o", do), ("dq", q), ("dk", k), ("dv", v))}

@@ -1,8 +1,7 @@
 """Where the tokens of a rank lie in their sequence.
 
-The data loader makes one `SequencePosition` for each segment of a micro-batch, and the model's layers get it as it is;
-only the custom ops (`zeco_train.ops.mix`, `zeco_train.ops.attend`) take parts of it, as tensors where they change
-from batch to batch, since a compiled graph does not depend on a tensor's value.
+The data loader makes one `SequencePosition` for each segment of a micro-batch, and every layer gets it; only the custom
+ops (`zeco_train.ops.mix`, `zeco_train.ops.attend`) take parts of it, as tensors where they change from batch to batch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeco_train.ops.documents import find_doc_ids, stack_borders
+from zeco_train.ops.documents import checked_borders, find_doc_ids, shortened, stack_borders
 from zeco_train.ops.seam import Exchange
 
 _CPU = torch.device("cpu")
@@ -27,35 +26,24 @@ class SequencePosition:
     The ranks that share a sequence have consecutive tokens of it, at least one each; their numbers may differ. A
     sequence may be cut in time into segments, each over all those ranks.
 
-    Not a dataclass: FSDP2 copies those among a module's inputs.
-
-    Attributes:
-        bounds: P + 1 positions in the sequence: rank r of P has the tokens [bounds[r], bounds[r + 1]) of the segment.
-        rank: this rank, from 0 to P − 1.
-        seq_len: tokens of the whole sequence.
-        documents: for each sequence of the batch the borders of all its documents, [documents + 1] int64 on the CPU,
-            from 0 to `seq_len`; None: each is one document. Equal neighbours are empty documents.
-        segment, num_segments: number of the segment, from 0, and how many there are.
-        exchange: connects the ranks; None as the loader makes the record, see `over`.
-        handle: [] int64, that of the exchange (`Exchange.handle`), on the CPU before `on`; None without one.
-        borders: `documents` in one tensor, see `stack_borders`; None without documents.
-        doc_ids: [T] int32, of a batch of several sequences [B, T], on the tokens' device: restarts at documents, see
-            `zeco_train.ops.documents`; None without documents, and before `on`.
-        positions: [T] int64, of this rank's tokens in the sequence, likewise; None unless they are wanted.
-
     Raises:
         ValueError: the bounds fall or leave the sequence, or documents' borders do not rise from 0 to `seq_len`.
     """
 
-    bounds: tuple[int, ...]
-    rank: int
-    seq_len: int
+    # Not a dataclass: FSDP2 copies those among a module's inputs.
+    bounds: tuple[int, ...]  # P + 1 positions: rank r has the tokens [bounds[r], bounds[r + 1]) of the segment
+    rank: int  # from 0 to P − 1
+    seq_len: int  # tokens of the whole sequence
+    # For each sequence of the batch the borders of all its documents, [documents + 1] int64 on the CPU, from 0 to
+    # `seq_len`; equal neighbours are empty documents. None: each sequence is one document.
     documents: tuple[Tensor, ...] | None
-    segment: int
+    segment: int  # from 0
     num_segments: int
-    exchange: Exchange | None
-    handle: Tensor | None
-    borders: Tensor | None
+    exchange: Exchange | None  # connects the ranks; None as the loader makes the record, see `over`
+    handle: Tensor | None  # of the exchange, on the CPU before `on`
+    borders: Tensor | None  # `documents` in one tensor, see `stack_borders`
+    # On the tokens' device, made by `on`: [T] int32, of a batch of several sequences [B, T], see
+    # `zeco_train.ops.documents`, or None without documents; and [T] int64, positions in the sequence, if wanted.
     doc_ids: Tensor | None
     positions: Tensor | None
 
@@ -73,10 +61,12 @@ class SequencePosition:
         seq_len = bounds[-1] if seq_len is None else seq_len
         # Tensors made in inference mode could not be saved for a backward pass later.
         with torch.inference_mode(False):
-            rows = None if documents is None else tuple(_checked(borders, seq_len) for borders in documents)
+            rows = None
+            if documents is not None:
+                rows = tuple(checked_borders("documents", borders, seq_len) for borders in documents)
         rises = all(start <= stop for start, stop in itertools.pairwise((0, *bounds, seq_len)))
         if not (0 <= rank < len(bounds) - 1 and rises):
-            raise ValueError(f"bounds: rank {rank} of {_short(bounds)}, which must rise within 0 to {seq_len}")
+            raise ValueError(f"bounds: rank {rank} of {shortened(bounds)}, which must rise within 0 to {seq_len}")
         vars(self).update(
             bounds=tuple(bounds),
             rank=rank,
@@ -133,16 +123,10 @@ class SequencePosition:
         return self._replaced(doc_ids=doc_ids, positions=positions, documents=None, borders=None)
 
     def on(self, tokens: Tensor, *, with_positions: bool = False) -> Self:
-        """The same with `handle`, `doc_ids`, and `positions` if they are wanted, on the device of the tokens.
+        """The same with `handle`, `doc_ids`, and `positions` if wanted, on the device of the tokens [B, T, ...].
 
-        With documents this copies to the device, which synchronises with CUDA, so call it once for all layers.
-
-        Args:
-            tokens: [B, T, ...] of this rank.
-            with_positions: see `positions`.
-
-        Raises:
-            ValueError: the record is of another number of tokens or sequences.
+        With documents this copies to the device, which synchronises with CUDA, so call it once for all layers. A
+        ValueError says that the record is of another number of tokens or sequences.
         """
         batch, num_tokens = tokens.shape[:2]
         if num_tokens != self.num_tokens:
@@ -172,19 +156,3 @@ class SequencePosition:
 def even_bounds(seq_len: int, parts: int, first: int = 0, stop: int | None = None) -> list[int]:
     """Borders of the parts [first, stop) of a sequence in `parts` parts, whose lengths differ by at most one token."""
     return [seq_len * part // parts for part in range(first, (parts if stop is None else stop) + 1)]
-
-
-def _checked(borders: Tensor | Sequence[int], seq_len: int) -> Tensor:
-    found = torch.as_tensor(borders)
-    if found.dim() != 1 or found.numel() < 2 or found.is_floating_point():
-        shape = f"shape {list(found.shape)} of {found.dtype}"
-        raise ValueError(f"documents: expected a list of at least two integers, got {shape}")
-    found = found.to(device="cpu", dtype=torch.int64)
-    if found[0] != 0 or found[-1] != seq_len or bool((found.diff() < 0).any()):
-        raise ValueError(f"documents: expected borders that rise from 0 to {seq_len}, got {_short(found)}")
-    return found
-
-
-def _short(values: Tensor | Sequence[int]) -> str:
-    listed = values.tolist() if isinstance(values, Tensor) else [*values]
-    return str(listed) if len(listed) <= 8 else f"{listed[:4]} … {listed[-4:]} ({len(listed)} values)"

@@ -1,35 +1,23 @@
 """The seam between models and communication (docs/architecture.md).
 
-A sequence-parallel backend is one exclusive scan over the ranks that share a sequence. Each rank contributes the pair
-`(state, transition)` of its own tokens, from a zero start, and receives the state that precedes them:
+A sequence-parallel backend (`zeco_train.sp`) is one exclusive scan over the ranks that share a sequence. Each rank
+contributes the pair `(state, transition)` of its own tokens, from a zero start, and receives the state before them:
 
     R_0 = carry_in,    R_{p+1} = A_p R_p + state_p
 
-A is the *transition* of a rank's tokens; its kind is given by its number of dimensions:
+A is the *transition* of a rank's tokens, of one of two kinds, known only to `fold` and the functions after it:
 
     [B, H, K]      log-decays: A = Diag(exp(transition)); −inf is a decay of 0. Gated linear attention and similar.
     [B, H, K, K]   matrices: A = transition; a zero matrix cuts the incoming state off. The delta rule and similar.
 
-Backends and collectives use only the functions of this file (`fold` and those after it) for arithmetic on transitions.
+In reverse the scan runs from the last rank to the first, over gradients of states. Backends hold no autograd state.
 
-In reverse the scan runs from the last rank to the first, over gradients with respect to the states. `launch` and `wait`
-are separate, so that communication overlaps the compute between them. Backends hold no autograd state. They are in
-`zeco_train.sp`; models depend only on the types of this file.
-
-A custom op takes tensors and plain values but no objects, so an `Exchange` is passed as a tensor, its handle. A
-compiled graph does not depend on a tensor's value: it runs with any `Exchange`, and keeps none alive.
-
-Sequences longer than memory: states at segment boundaries (docs/mathematics.md).
-
-A segment depends on the tokens before it only through one state per layer, and on those after it only through that
-state's gradient. So the segments of a sequence go through the model one after another, each spread over all ranks:
+Segments of a sequence in time, each over all ranks, go through the model one after another, with the memory of one,
+exact gradients, and a second forward pass (docs/mathematics.md):
 
     forward, without autograd, segments 0 … M−2       carry_out of one is carry_in of the next; each layer's R is kept
     forward with autograd and backward, M−1 … 0       R is replayed; the gradient of carry_in is that of the carry_out
                                                       of the segment before
-
-The gradient is exact; peak memory is that of one segment. The cost is a second forward pass, as with full
-recomputation.
 """
 
 from __future__ import annotations
@@ -54,31 +42,14 @@ def is_matrix(transition: Tensor) -> bool:
 
 
 def fold(state: Tensor, transition: Tensor, incoming: Tensor) -> Tensor:
-    """The state after a shard: `A incoming + state`.
-
-    Args:
-        state: [B, H, K, V], the shard's state from a zero start.
-        transition: [B, H, K], log-decays ≤ 0, or [B, H, K, K], matrices; same dtype.
-        incoming: [B, H, K, V], same dtype, finite: the state before the shard.
-
-    Returns:
-        [B, H, K, V], a new tensor; never NaN, since a 0 multiplies finite values only.
-    """
+    """The state after a shard, `A incoming + state`, a new tensor; never NaN for a finite `incoming`."""
     if not is_matrix(transition):
         return torch.addcmul(state, transition.exp().unsqueeze(-1), incoming)
     return torch.baddbmm(*(x.flatten(0, 1) for x in (state, transition, incoming))).view(state.shape)
 
 
 def compose(later: tuple[Tensor, Tensor], earlier: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compose two neighbouring shards into one pair.
-
-    Args:
-        later: (state, transition) of the later shard, as in `fold`.
-        earlier: the same of the earlier one.
-
-    Returns:
-        (state, transition); its `fold` is that of the earlier one followed by that of the later one.
-    """
+    """Two neighbouring shards, (state, transition) each, as one, with the `fold` of the earlier and then the later."""
     (state, transition), (earlier_state, earlier_transition) = later, earlier
     joined = transition @ earlier_transition if is_matrix(transition) else transition + earlier_transition
     return fold(state, transition, earlier_state), joined
@@ -90,14 +61,9 @@ def adjoint(transition: Tensor) -> Tensor:
 
 
 def cut(transition: Tensor, heads: Tensor) -> Tensor:
-    """The transitions of some heads as rows of K numbers, to be sent along with columns of states.
+    """The transitions of some heads […, N] as rows of K numbers, to be sent along with columns of states.
 
-    Args:
-        transition: [B, H, K] or [B, H, K, K].
-        heads: […, N] indices.
-
-    Returns:
-        [B, …, N, K] or [B, …, N · K, K]; `join` is the inverse.
+    [B, H, K] → [B, …, N, K], [B, H, K, K] → [B, …, N · K, K]; `join` is the inverse.
     """
     rows = transition[:, heads]
     return rows.flatten(-3, -2) if is_matrix(transition) else rows
@@ -120,28 +86,17 @@ def from_columns(columns: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ScanRequest:
-    """One rank's input to a scan.
+    """One rank's input to a scan; a ValueError names what does not fit."""
 
-    Attributes:
-        state: [B, H, K, V], fp32 (fp64 for fp64 inputs), this rank's contribution from a zero start.
-        transition: same dtype, this rank's effect on an incoming state (`fold`): log-decays
-            [B, H, K], ≤ 0, −inf if a document restarts, or matrices [B, H, K, K], zero there. All ranks' are of one
-            kind. A reverse scan takes the `adjoint` of the forward scan's transition.
-        reverse: scan from the last rank to the first.
-        carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
-        want_carry: `carry_out` will be called. All ranks must agree.
-        cuts: the host knows that the transition is 0, without reading it: nothing is to be folded. A scan between
-            neighbours sends at once then. Ranks may differ in it.
-
-    Raises:
-        ValueError: an invalid shape, dtype or device.
-    """
-
-    state: Tensor
+    state: Tensor  # [B, H, K, V], fp32 (fp64 for fp64 inputs): this rank's contribution from a zero start
+    # In the dtype of the state; all ranks' are of one kind. A reverse scan takes the `adjoint` of the forward scan's.
     transition: Tensor
-    reverse: bool = False
+    reverse: bool = False  # from the last rank to the first
+    # [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
     carry_in: Tensor | None = None
-    want_carry: bool = False
+    want_carry: bool = False  # `carry_out` will be called; all ranks agree
+    # The host knows, without reading the transition, that it is 0: a scan between neighbours then sends at once. Ranks
+    # may differ in it.
     cuts: bool = False
 
     def __post_init__(self) -> None:
@@ -169,20 +124,13 @@ class LaunchedScan(Protocol):
     """A scan in flight. Call `wait`, `finish`, `carry_out` in this order."""
 
     def wait(self) -> Tensor:
-        """Return the incoming state R_p (in reverse: D_in = D_{p+1}), [B, H, K, V], in the dtype of the state."""
-        ...
+        """The incoming state R_p (in reverse: D_in = D_{p+1}), [B, H, K, V], in the dtype of the state."""
 
     def finish(self) -> None:
         """Call after computing the outputs that use the incoming state: LASP-1 folds and sends here."""
-        ...
 
     def carry_out(self) -> Tensor:
-        """The state after the last rank in scan direction, [B, H, K, V], the same on every rank.
-
-        Raises:
-            RuntimeError: the scan was launched without `want_carry=True`.
-        """
-        ...
+        """The state after the last rank in scan direction, the same on every rank; only with `want_carry=True`."""
 
 
 class StateScan(Protocol):
@@ -190,32 +138,24 @@ class StateScan(Protocol):
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """Start the scan."""
-        ...
 
     def drain(self) -> None:
-        """Wait until everything launched is received *and* sent; call before destroying the groups.
+        """Wait until everything launched is received *and* sent, before groups are destroyed.
 
         Raises:
             CommunicationError: a scan failed.
         """
-        ...
 
 
 class AttentionMethod(Protocol):
     """Softmax attention over the ranks of one sequence-parallel group, each of which has consecutive tokens."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """Attention of this rank's queries; see `zeco_train.ops.attend.attend_at`. Collective.
+        """Attention of this rank's queries [B, T, H, D], at `span`, a collective.
 
-        Args:
-            q: [B, T, H, D], of this rank's tokens.
-            k: [B, T, G, D].
-            v: [B, T, G, V].
-            span: the queries.
-            bounds: [P + 1], from 0 to the length of the sequence: rank r has the tokens [bounds[r], bounds[r + 1]).
-            scale: factor of the scores.
+        k [B, T, G, D] and v [B, T, G, V] are of its tokens. Of the whole sequence rank r has the tokens [bounds[r],
+        bounds[r + 1]).
         """
-        ...
 
     def backward(
         self,
@@ -228,17 +168,13 @@ class AttentionMethod(Protocol):
         bounds: Sequence[int],
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, in any dtype. Collective."""
-        ...
+        """The gradients of q, k and v, in any dtype, a collective."""
 
     def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-        """Tensors [B, T, ...] of this rank's tokens → [B, tokens of the segment, ...] of all ranks'. Collective.
+        """Tensors of one dtype of this rank's tokens, [B, T, ...] → of all ranks', [B, tokens of the segment, ...].
 
-        Args:
-            tensors: of one dtype.
-            bounds: of the ranks' tokens in the segment, as of `forward`; they need not begin at 0.
+        A collective; `bounds` of the ranks' tokens in the segment need not begin at 0.
         """
-        ...
 
 
 _numbers = itertools.count()
@@ -251,19 +187,15 @@ _BY_ADDRESS: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 class Exchange:
     """What connects the ranks of a sequence: a frozen record. Keep it alive until after the backward pass.
 
-    Not a dataclass: FSDP2 copies those among a module's inputs, and a copy would be another exchange.
-
-    Attributes:
-        states: scan of the layers' states.
-        halo: scan of states that cross one border only, as those of a convolution; `states` itself, or a cheaper one.
-        attention: method of softmax layers; None: the model has none.
-        is_first, is_last: whether this rank has the first, and the last, tokens of the sequence.
+    A custom op takes tensors and plain values but no objects, so an exchange is passed as a tensor, its `handle`. A
+    compiled graph does not depend on a tensor's value: it runs with any `Exchange`, and keeps none alive.
     """
 
+    # Not a dataclass: FSDP2 copies those among a module's inputs, and a copy would be another exchange.
     states: StateScan
-    halo: StateScan
-    attention: AttentionMethod | None
-    is_first: bool
+    halo: StateScan  # of states that cross one border only, as a convolution's; `states` itself, or a cheaper one
+    attention: AttentionMethod | None  # of softmax layers; None: the model has none
+    is_first: bool  # this rank has the first tokens of the sequence
     is_last: bool
     _number: int
     _handles: dict[torch.device, Tensor]
@@ -282,10 +214,10 @@ class Exchange:
         _BY_NUMBER[self._number] = self
 
     def handle(self, device: torch.device) -> Tensor:
-        """[] int64 on `device`, that of the tokens, for `exchange_of`: what an op takes in place of this record.
+        """[] int64 on `device`, that of the tokens: what an op takes in place of this record.
 
-        A compiler does not specialise on it as on an int. On the tokens' device, since Inductor takes the outputs of an
-        op for unaligned if one of its inputs is on the CPU, and reads them more slowly.
+        On the tokens' device, since Inductor takes the outputs of an op for unaligned if one of its inputs is on the
+        CPU, and reads them more slowly.
         """
         if device not in self._handles:
             # Kept for later: so neither a fake tensor, nor one made in inference mode, which no backward pass can save.
@@ -308,18 +240,14 @@ class Exchange:
         return self.replaced(states=states, halo=states if self.halo is self.states else wrap(self.halo))
 
     def drain(self) -> None:
-        """See `StateScan.drain`."""
+        """Wait until everything launched is received and sent, as `StateScan.drain`."""
         self.states.drain()
         if self.halo is not self.states:
             self.halo.drain()
 
 
 def exchange_of(handle: Tensor) -> Exchange:
-    """Look up an `Exchange` by its handle, or by a copy of it.
-
-    Raises:
-        RuntimeError: it was freed.
-    """
+    """Look up an `Exchange` by its handle, or by a copy of it; RuntimeError: it was freed."""
     found = _BY_ADDRESS.get(handle.data_ptr())
     found = _BY_NUMBER.get(int(handle)) if found is None else found
     if found is None:
@@ -336,31 +264,20 @@ class StateInput(NamedTuple):
 
 
 class StateOutput(NamedTuple):
-    """One of a layer's states, as received from other ranks and passed on.
+    """One of a layer's states, as received from other ranks and passed on."""
 
-    Attributes:
-        received: [B, H, K, V], R, for a later replay; [0] in a replay.
-        carry_out: [B, H, K, V], the state after the whole sequence; [0] unless it was wanted.
-    """
-
-    received: Tensor
-    carry_out: Tensor
+    received: Tensor  # [B, H, K, V], R, for a later replay; [0] in a replay
+    carry_out: Tensor  # [B, H, K, V], the state after the whole sequence; [0] unless it was wanted
 
 
 @dataclass
 class LayerStates:
-    """The states at the borders of one segment, [B, H, K, V] each, in one list: layer by layer, all of a layer's.
+    """The states at the borders of one segment, [B, H, K, V] each, in one list: layer by layer, all of a layer's."""
 
-    Attributes:
-        incoming: R of the first pass, for replay; None in a first pass.
-        carry_in: states before the segment; None at the start of a sequence.
-        want_carry: whether the states after the segment are needed.
-        received, carry_out: R and the states after the segment, appended by the layers.
-    """
-
-    incoming: Sequence[Tensor] | None = None
-    carry_in: Sequence[Tensor] | None = None
-    want_carry: bool = False
+    incoming: Sequence[Tensor] | None = None  # R of the first pass, for replay; None in a first pass
+    carry_in: Sequence[Tensor] | None = None  # before the segment; None at the start of a sequence
+    want_carry: bool = False  # the states after the segment are needed
+    # Appended by the layers: R, and the states after the segment.
     received: list[Tensor] = field(default_factory=list)
     carry_out: list[Tensor] = field(default_factory=list)
 

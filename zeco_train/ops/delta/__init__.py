@@ -3,23 +3,19 @@
     S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ,    o_t = scale · q_tᵀ S_t
 
 q, k [B, T, G, K]; v, o [B, T, H, V]; β [B, T, H], fp32 or fp64. G divides H, and consecutive heads share queries and
-keys, as in `zeco_train.ops.scalar_decay`. The state decays before the token writes. The operators differ in g:
+keys. The state decays before the token writes. The operators differ in g, fp32 or fp64, finite and at most 0:
 
     `delta`          none                    DeltaNet (Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484)
     `gated_delta`    [B, T, H]               Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464)
     `kda`            [B, T, H, K]            Kimi Delta Attention (2025, arXiv 2510.26692)
 
-g is log-decays, fp32 or fp64, finite and at most 0. Keys must have norm 1 (or less) and β lie between 0 and 2: each
-transition is then no expansion. With longer keys the state may grow without bound; mixers normalise them, and the
-values are not checked here, since that would synchronise with the device.
-
-The transition of a shard is a matrix, [B, H, K, K].
+Keys must have norm 1 (or less) and β lie between 0 and 2: each transition, of a shard a matrix [B, H, K, K], is then no
+expansion. With longer keys the state may grow without bound; mixers normalise them, and the values are not checked
+here, since that would synchronise with the device.
 
 FLOPs are those of matrix products and of the triangular systems of chunks, a multiply-add counting as two. Of the token
 pairs inside a chunk of C = 64 only the causal half counts: (C+1)/2 per token with the token itself, (C−1)/2 without.
 Products with matrices of transitions, which only several ranks need, count as nothing, like the scan itself.
-
-One token, for generation, updates the state in place by a few passes in PyTorch on all devices, without gradients.
 """
 
 from __future__ import annotations
@@ -30,19 +26,17 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import CHUNK, accumulation_dtype
-from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
+from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.passes import Passes, check_step
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """FLOPs per token of the forward pass: H · ((C−1)·K + (C−1)·(K+V) + 2·KV + 2·KV + 2·KV + (C+1)·K + (C+1)·V).
+    """H · ((C−1)·K + (C−1)·(K+V) + 2·KV + 2·KV + 2·KV + (C+1)·K + (C+1)·V) FLOPs per token of the forward pass.
 
-    In this order: the products k kᵀ, the systems for W and U, W times the state, adding k̃ᵀN to the state, applying q to
-    the state, scores q kᵀ, and scores times N.
-
-    Each product has two in the backward pass.
+    In this order: the products k kᵀ, the systems for W and U, W times the state, adding k̃ᵀN to the state, applying q
+    to the state, scores q kᵀ, and scores times N.
     """
     return _systems(heads, key_dim, value_dim) + float(
         heads * (6 * key_dim * value_dim + (CHUNK + 1) * (key_dim + value_dim))
@@ -67,22 +61,10 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, sca
 def gated_delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Compute the next token of each sequence of a batch.
+    """The next token of each sequence of a batch; o is [B, 1, H, V] in the dtype of v.
 
-    Args:
-        q: [B, 1, G, K]; bf16, fp32 or fp64.
-        k: [B, 1, G, K], same dtype, of norm at most 1.
-        v: [B, 1, H, V], same dtype; G divides H.
-        g: [B, 1, H] or [B, 1, H, K], log-decay ≤ 0; fp32 or fp64.
-        beta: [B, 1, H], between 0 and 2; fp32 or fp64.
-        state: [B, H, K, V], fp64 if v is, else fp32; contiguous, state after the previous token; updated in place.
-        scale: factor of the output, K^-1/2 if None.
-
-    Returns:
-        o: [B, 1, H, V] in the dtype of v.
-
-    Raises:
-        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
+    `state` [B, H, K, V], fp64 if v is, else fp32, and contiguous, is updated in place. A ValueError names a state that
+    does not fit, or several tokens.
     """
     batch, num_tokens, groups, key_dim = q.shape
     dtype = accumulation_dtype(v.dtype)
@@ -120,15 +102,14 @@ DELTA = Operator(
     operands=("q", "k", "v", "beta"),
     dims=("BTGK", "BTGK", "BTHV", "BTH"),
     kind=Kind.matrix,
-    portable=CHUNKED_DELTA,
+    portable=CHUNKED,
     oracle=by_blocks,
     one_token=delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     cuda=_cuda_delta,
     kernels=_KERNELS,
-    # Not measured; the most like it.
-    time=_GATED_TIME,
+    time=_GATED_TIME,  # not measured; the most like it
     peers=(PeerFunction("fla.ops.delta_rule", "chunk_delta_rule"),),
 )
 
@@ -136,7 +117,7 @@ GATED_DELTA = Operator(
     operands=("q", "k", "v", "g", "beta"),
     dims=("BTGK", "BTGK", "BTHV", "BTH", "BTH"),
     kind=Kind.matrix,
-    portable=CHUNKED_GATED,
+    portable=CHUNKED,
     oracle=by_blocks,
     one_token=gated_delta_step,
     forward_flops=forward_flops,

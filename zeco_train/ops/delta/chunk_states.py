@@ -9,12 +9,10 @@ In a chunk of C tokens, S the state before it, with k̄_i = k_i ⊙ (decay from 
     S'   = decay ⊙ S + k̃ᵀ N                          the state after the chunk
     M    = Diag(decay) − k̃ᵀ W                        the chunk's transition: S' = M S + k̃ᵀ U
 
-Letters: N chunks as well, where it is a length; X = B·H. The loops here are the only ones over chunks.
+Shapes: N chunks as well, where it is a length; X = B·H. The loops here are the only ones over chunks.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,22 +23,12 @@ from zeco_train.ops.pairs import pair_grads, pair_scores
 from zeco_train.ops.passes import check_state
 from zeco_train.ops.scalar_decay.chunked import decay_matrix
 
-
-class Pairs(Protocol):
-    """Products of the token pairs inside chunks, with the decays between them."""
-
-    def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        """Σ_K x_i ⊙ y_j ⊙ E_ij for j <= i, else 0: x, y [N, B, H, C, K] → [N, B, H, C, C]."""
-        ...
-
-    def grads(self, x: Tensor, y: Tensor, score_grads: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of x and y through the scores, whose gradient is read for j <= i only."""
-        ...
+# Products of the token pairs inside chunks, with the decays between them. Scores are Σ_K x_i ⊙ y_j ⊙ E_ij for j <= i,
+# else 0, of x, y [N, B, H, C, K]; grads the gradients of x and y through them, given the scores' for j <= i.
 
 
+# With one decay a head, g [B, T, H, 1]: one product, and a matrix of decays.
 class _HeadPairs:
-    """With one decay a head, g [B, T, H, 1]: one product, and a matrix of decays."""
-
     def __init__(self, g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> None:
         self._decays = decay_matrix(g, doc_ids, dtype).squeeze(3)
 
@@ -52,9 +40,8 @@ class _HeadPairs:
         return score_grads @ y, score_grads.mT @ x
 
 
+# With a decay for each channel, g [B, T, H, K].
 class _ChannelPairs:
-    """With a decay for each channel, g [B, T, H, K]."""
-
     def __init__(self, g: Tensor, doc_ids: Tensor | None) -> None:
         self._g, self._doc_ids = g, doc_ids
 
@@ -66,43 +53,25 @@ class _ChannelPairs:
 
 
 class Chunks:
-    """The keys, values and decays of a rank by chunks, and the solutions of their systems.
-
-    Arithmetic and results are fp64 if v is, else fp32.
-
-    Args:
-        k: [B, T, G, K].
-        v: [B, T, H, V].
-        g: [B, T, H] or [B, T, H, K].
-        beta: [B, T, H].
-        doc_ids: [T], see `zeco_train.ops.documents`.
-
-    Attributes:
-        keys: [N, B, H, C, K].
-        values: [N, B, H, C, V].
-        strengths: β [N, B, H, C, 1].
-        decays: inside chunks, [N, B, H, C, K], or C × 1 with one decay a head.
-        pairs: products of the chunks' token pairs.
-        products: [N, B, H, C, C], Σ_K k_i ⊙ k_j ⊙ E_ij for j < i, else 0.
-        system: [N, B, H, C, C], L.
-        w, u: [N, X, C, K] and [N, X, C, V].
-        end_keys: k̃ [N, X, C, K].
-        total: [N, X, K, 1] or [N, X, 1, 1], decay of a state over each chunk.
-    """
+    """The keys, values and decays of a rank by chunks, and the solutions of their systems; fp64 if v is, else fp32."""
 
     def __init__(self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, doc_ids: Tensor | None) -> None:
         self.dtype = dtype = accumulation_dtype(v.dtype)
         self.doc_ids = doc_ids
         by_channel = g.dim() == 4
         g = g if by_channel else g[..., None]
+        # [N, B, H, C, K], [N, B, H, C, V], and β, [N, B, H, C, 1].
         self.keys, self.values = self.by_heads(k, v.shape[2]), to_chunks(v, dtype)
         self.strengths = to_chunks(beta[..., None], dtype)
+        # Inside chunks, [N, B, H, C, K], or C × 1 with one decay a head.
         self.decays: ChunkDecays = chunk_decays(g, doc_ids, dtype)
-        self.pairs: Pairs = _ChannelPairs(g, doc_ids) if by_channel else _HeadPairs(g, doc_ids, dtype)
+        self.pairs = _ChannelPairs(g, doc_ids) if by_channel else _HeadPairs(g, doc_ids, dtype)
+        # Σ_K k_i ⊙ k_j ⊙ E_ij for j < i, and L, [N, B, H, C, C].
         self.products = self.pairs.scores(self.keys, self.keys).tril_(-1)
         self.system = self.strengths * self.products
         right = torch.cat([self.decays.from_start * self.keys, self.values], -1).mul_(self.strengths)
         solved = _by_chunk(self._solve(right, transposed=False))
+        # [N, X, C, K], [N, X, C, V], k̃ [N, X, C, K], and the decay of a state over each chunk, [N, X, K or 1, 1].
         self.w, self.u = solved.split((self.keys.shape[-1], v.shape[-1]), -1)
         self.end_keys = _by_chunk(self.decays.to_end * self.keys)
         self.total = self.decays.total.flatten(1, 2)[..., None]
@@ -132,12 +101,10 @@ class Chunks:
         return state.view(self._state_shape)
 
     def transition(self) -> Tensor:
-        """Transition of all chunks, [B, H, K, K]: as much work as a state of K columns.
-
-        None of it where a restart cuts the transition off and the host can see that, that is, on CPUs.
-        """
+        """Transition of all chunks, [B, H, K, K]: as much work as a state of K columns."""
         batch, heads, key_dim, _ = self._state_shape
         columns = self.keys.new_zeros(batch * heads, key_dim, key_dim)
+        # Nothing to compute where a restart cuts it off and the host can see that, that is, on CPUs.
         if self.doc_ids is None or self.doc_ids.device.type != "cpu" or not bool(self.doc_ids[-1] > 0):
             columns.diagonal(dim1=-2, dim2=-1).fill_(1.0)
             for w, keys, total in zip(self.w, self.end_keys, self.total, strict=True):
@@ -145,13 +112,9 @@ class Chunks:
         return columns.view(batch, heads, key_dim, key_dim)
 
     def states_from(self, incoming: Tensor) -> tuple[Tensor, Tensor]:
-        """States at all boundaries, and the new values N of all tokens.
+        """States at all boundaries [N + 1, X, K, V], and the new values N of all tokens [N, X, C, V].
 
-        Args:
-            incoming: [B, H, K, V], the state before the first chunk.
-
-        Returns:
-            [N + 1, X, K, V] and [N, X, C, V].
+        `incoming` [B, H, K, V] is the state before the first chunk.
         """
         check_state(incoming, "incoming_state", self._state_shape)
         num_chunks = len(self.w)
@@ -168,23 +131,13 @@ class Chunks:
 class ChunkGrads:
     """Gradients of the states at the boundaries of chunks.
 
-        dN = Pᵀ do + k̃ dS'        dS = decay ⊙ dS' + (scale · q̄)ᵀ do − Wᵀ dN
-
-    Args:
-        chunks: of keys, values and decays.
-        q: [B, T, G, K].
-        do: [B, T, H, V].
-        scale: factor of the outputs.
-
-    Attributes:
-        queries: [N, B, H, C, K].
-        scores: P [N, B, H, C, C], scale · Σ_K q_i ⊙ k_j ⊙ E_ij.
-        output_grads: [N, B, H, C, V].
+    dN = Pᵀ do + k̃ dS'        dS = decay ⊙ dS' + (scale · q̄)ᵀ do − Wᵀ dN
     """
 
     def __init__(self, chunks: Chunks, q: Tensor, do: Tensor, scale: float) -> None:
         self._chunks = chunks
         self.queries, self.output_grads = chunks.by_heads(q, do.shape[2]), to_chunks(do, chunks.dtype)
+        # P, scale · Σ_K q_i ⊙ k_j ⊙ E_ij, [N, B, H, C, C].
         self.scores = chunks.pairs.scores(self.queries, chunks.keys).mul_(scale)
         self._seen = _by_chunk(scale * chunks.decays.from_start * self.queries)
         self._of_chunks = _by_chunk(self.output_grads)
@@ -192,13 +145,9 @@ class ChunkGrads:
         self._through_scores = through.view(self._of_chunks.shape)
 
     def grads_from(self, incoming: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the states at all boundaries, and of the new values of all tokens.
+        """Gradients of the states at all boundaries [N + 1, X, K, V], and of the new values of all tokens [N, X, C, V].
 
-        Args:
-            incoming: [B, H, K, V], the gradient of the state after the last chunk.
-
-        Returns:
-            [N + 1, X, K, V] and [N, X, C, V].
+        `incoming` [B, H, K, V] is the gradient of the state after the last chunk.
         """
         chunks, num_chunks = self._chunks, len(self._seen)
         grads = self._through_scores.new_empty(num_chunks + 1, *incoming.flatten(0, 1).shape)
@@ -212,6 +161,6 @@ class ChunkGrads:
         return grads, of_added
 
 
+# [N, B, H, I, J] → [N, B·H, I, J], contiguous.
 def _by_chunk(x: Tensor) -> Tensor:
-    """[N, B, H, I, J] → [N, B·H, I, J], contiguous."""
     return x.reshape(x.shape[0], -1, *x.shape[-2:]).contiguous()

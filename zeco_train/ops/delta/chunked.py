@@ -4,17 +4,14 @@
     backward    systems, P, D_loc → scan | states from R again | D_in → gradients of states, dq, dk, dv, dg, dβ
 
 One implementation serves the three rules: decays by channel, one a head, which nothing expands to K numbers a token,
-and none, which are decays of 1. The scan takes the transition M as a matrix, [B, H, K, K]. It is computed in the
-forward pass and kept, so that the backward pass scans with its transpose and never computes it again.
-
-The WY form is that of Yang et al. 2024 (arXiv 2406.06484), its gates of arXiv 2412.06464 and 2510.26692; the equations
-are in `chunk_states`. Operands are checked before (`Operator.check`).
+and none, which are decays of 1. The transition M, a matrix [B, H, K, K], is kept by the forward pass, so that the
+backward pass scans with its transpose. The equations of the WY form are in `chunk_states`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,19 +23,16 @@ from zeco_train.ops.passes import Passes, check_state
 
 
 class _DeltaForward:
-    """Forward pass, see `zeco_train.ops.passes.ForwardPass`; `gated`: there is an operand g."""
-
     saved: tuple[Tensor, ...] = ()
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, gated: bool) -> None:
-        self._q, k, self._v, g, beta = _with_decays(operands, gated)
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+        self._q, k, self._v, g, beta = _with_decays(operands)
         self._scale = scale
         self._chunks = Chunks(k, self._v, g, beta, doc_ids)
         self.state = self._chunks.state()
 
     @cached_property
     def transition(self) -> Tensor:
-        """M, [B, H, K, K]; computed when it is first read."""
         return self._chunks.transition()
 
     def overlap(self) -> None:
@@ -47,7 +41,6 @@ class _DeltaForward:
         self._scores = chunks.pairs.scores(self._queries, chunks.keys)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute o [B, T, H, V], given R [B, H, K, V]."""
         chunks = self._chunks
         states, added = chunks.states_from(incoming_state)
         o = torch.bmm(matrices(self._scores), added.flatten(0, 1))
@@ -56,8 +49,6 @@ class _DeltaForward:
 
 
 class _DeltaBackward:
-    """Backward pass, see `zeco_train.ops.passes.BackwardPass`; without `gated` there is no gradient of g."""
-
     def __init__(
         self,
         operands: Sequence[Tensor],
@@ -66,12 +57,10 @@ class _DeltaBackward:
         incoming_state: Tensor | None,
         scale: float,
         doc_ids: Tensor | None,
-        *,
-        gated: bool,
     ) -> None:
         assert incoming_state is not None
-        self._operands, self._gated, self._doc_ids = operands, gated, doc_ids
-        q, k, v, g, beta = _with_decays(operands, gated)
+        self._operands, self._gated, self._doc_ids = operands, len(operands) == 5, doc_ids
+        q, k, v, g, beta = _with_decays(operands)
         self._scale, self._incoming, self._groups = scale, incoming_state, q.shape[2]
         self._chunks = Chunks(k, v, g, beta, doc_ids)
         self._grads = ChunkGrads(self._chunks, q, do, scale)
@@ -81,17 +70,14 @@ class _DeltaBackward:
     def overlap(self) -> None:
         self._states, self._added = self._chunks.states_from(self._incoming)
 
+    # With S before and dS' after a chunk, the true ones, N its new values and dN their gradients:
+    #
+    #     X  = v − k̄ S,    Y = (I + L)⁻ᵀ dN,    dv = β Y,    dL = −Y Nᵀ below the diagonal,    dP = scale · do Nᵀ
+    #     dβ = Σ_V Y ⊙ X + Σ_j dL_ij Σ_K k_i ⊙ k_j ⊙ E_ij
+    #     dq = scale · decay from the start ⊙ do Sᵀ + Σ_j dP_ij k_j ⊙ E_ij
+    #     dk = −decay from the start ⊙ dv Sᵀ + Σ_j β_i dL_ij k_j ⊙ E_ij                                  as rows,
+    #          + decay to the end ⊙ N dS'ᵀ + Σ_i (dP_ij q_i + β_i dL_ij k_i) ⊙ E_ij                      as columns
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Compute the gradients of the operands in their order, given D_in [B, H, K, V].
-
-        With S before and dS' after a chunk, the true ones, N its new values and dN their gradients:
-
-            X  = v − k̄ S,    Y = (I + L)⁻ᵀ dN,    dv = β Y,    dL = −Y Nᵀ below the diagonal,    dP = scale · do Nᵀ
-            dβ = Σ_V Y ⊙ X + Σ_j dL_ij Σ_K k_i ⊙ k_j ⊙ E_ij
-            dq = scale · decay from the start ⊙ do Sᵀ + Σ_j dP_ij k_j ⊙ E_ij
-            dk = −decay from the start ⊙ dv Sᵀ + Σ_j β_i dL_ij k_j ⊙ E_ij                                  as rows,
-                 + decay to the end ⊙ N dS'ᵀ + Σ_i (dP_ij q_i + β_i dL_ij k_i) ⊙ E_ij                      as columns
-        """
         check_state(incoming_grad, "incoming_grad", self._incoming.shape)
         chunks, of_outputs = self._chunks, self._grads
         grads, of_added = of_outputs.grads_from(incoming_grad)
@@ -120,25 +106,18 @@ class _DeltaBackward:
             results[3].masked_fill_(restarts.view(-1, *[1] * (results[3].dim() - 2)), 0.0)
         return tuple(results)
 
+    # dg, [N, B, H, C, K] or C × 1: sums of q ⊙ dq + k ⊙ (dk as rows − dk as columns) over a token and those after it to
+    # its chunk's end, whose boundary term, of true states after chunks and their gradients [N, X, K, V], stands for all
+    # later chunks and ranks. With documents a sum ends before the next restart; at one it is rounding errors only.
     def _decay_grads(self, terms: Tensor, states: Tensor, grads: Tensor) -> Tensor:
-        """Compute dg, [N, B, H, C, K] or C × 1: sums over a token and those after it, to its chunk's end.
-
-        The boundary term of that end stands for all later chunks and ranks. With documents a sum ends before the next
-        restart; at a restart itself the result is rounding errors only.
-
-        Args:
-            terms: [N, B, H, C, K], q ⊙ dq + k ⊙ (dk as rows − dk as columns).
-            states: [N, X, K, V], true ones after each chunk.
-            grads: their gradients, of that shape.
-        """
         boundary_terms = sum_boundary_terms(states, grads).unflatten(1, terms.shape[1:3])
         if self._chunks.decays.total.shape[-1] == 1:
             terms, boundary_terms = terms.sum(-1, keepdim=True), boundary_terms.sum(-1, keepdim=True)
         terms[..., -1, :] += boundary_terms
         return add_later_tokens(terms, self._doc_ids)
 
+    # [N, B, H, C, D] → the shape and dtype of the operand; summed over the heads that share queries and keys.
     def _to_operand(self, grad: Tensor, operand: Tensor) -> Tensor:
-        """[N, B, H, C, D] → the shape and dtype of the operand; summed over the heads that share queries and keys."""
         if operand.dim() == 4 and operand.shape[2] != grad.shape[2]:
             grad = grad.unflatten(2, (operand.shape[2], -1)).sum(3)
         tokens = to_tokens(grad, operand.shape[1], operand.dtype)
@@ -153,13 +132,10 @@ def sum_boundary_terms(states: Tensor, grads: Tensor) -> Tensor:
     return (states * grads).sum(-1)
 
 
-def _with_decays(operands: Sequence[Tensor], gated: bool) -> tuple[Tensor, ...]:
-    """q, k, v, g, β; without `gated`, log-decays of 0, a view of one number."""
-    if gated:
-        return tuple(operands)
-    q, k, v, beta = operands
-    return q, k, v, beta.new_zeros(1).expand(beta.shape), beta
+# q, k, v, g, β; of the rule without g, log-decays of 0, a view of one number.
+def _with_decays(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    q, k, v, *g, beta = operands
+    return q, k, v, g[0] if g else beta.new_zeros(1).expand(beta.shape), beta
 
 
-CHUNKED_DELTA = Passes(partial(_DeltaForward, gated=False), partial(_DeltaBackward, gated=False))
-CHUNKED_GATED = Passes(partial(_DeltaForward, gated=True), partial(_DeltaBackward, gated=True))
+CHUNKED = Passes(_DeltaForward, _DeltaBackward)

@@ -7,44 +7,40 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends; dq, dk, dv, dg, dβ
 
 States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
-transitions passed between segments or ranks are fp32. Of the forward pass are saved P and T, in the dtype of the
-tokens, 64 numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the
-true state before it.
-
-The kernels also run on a CPU under Triton's interpreter, in fp32.
+transitions passed between segments or ranks are fp32. The forward pass saves P and T, in the dtype of the tokens, 64
+numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the true state
+before it, in place of R.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from zeco_train.ops.delta.kernels.launch import DeltaKernels, Systems, decay_sums_of
+from zeco_train.ops.delta.kernels.launch import DeltaKernels, decay_sums_of
 from zeco_train.ops.delta.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes, check_state
-from zeco_train.ops.seam import adjoint, fold
+from zeco_train.ops.seam import fold
 
 
 class DeltaKernelForward:
-    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`; `gated`: there is an operand g."""
+    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, gated: bool) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         q, k, v, *g, beta = operands
         q, k, v, beta = (dense(x) for x in (q, k, v, beta))
-        tuning, self._gated = options_for(k), gated
-        self._sums = decay_sums_of(dense(g[0]), tuning) if gated else _no_decay(beta)
-        self._launcher = DeltaKernels(k, v, self._sums, beta, doc_ids, scale, tuning, gated=gated)
-        self._systems = self._launcher.systems(q)
-        self._operands = self._launcher.operands(q, self._systems.inverses)
+        tuning, self._gated = options_for(k), bool(g)
+        self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
+        self._launcher = DeltaKernels(k, v, self._sums, beta, doc_ids, scale, tuning, gated=self._gated)
+        self._scores, self._inverses = self._launcher.systems(q)
+        self._operands = self._launcher.operands(q, self._inverses)
         self._states, self._transitions = self._launcher.summaries(self._operands)
         # A copy, since the segments' states are read again.
-        self.state = self._states[0].clone()
-        for local, transition in zip(self._states[1:], self._transitions[1:], strict=True):
-            self.state = fold(local, transition, self.state)
+        self.state = _fold_all(self._states[0].clone(), self._states[1:], self._transitions[1:])[-1]
 
     @cached_property
     def transition(self) -> Tensor:
@@ -59,19 +55,16 @@ class DeltaKernelForward:
         """Nothing: the systems, which the states need, come with the scores."""
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute o [B, T, H, V], given R [B, H, K, V]."""
+        """O, [B, T, H, V], given R [B, H, K, V]."""
         check_state(incoming_state, "incoming_state", self.state.shape)
-        starts = [incoming_state]
-        # the state after the last segment is not needed
-        for local, transition in zip(self._states[:-1], self._transitions[:-1], strict=True):
-            starts.append(fold(local, transition, starts[-1]))
-        self._starts = torch.stack(starts)
-        return self._launcher.outputs(self._operands, self._systems.scores, self._starts)
+        # The state after the last segment is not needed.
+        self._starts = torch.stack(_fold_all(incoming_state, self._states[:-1], self._transitions[:-1]))
+        return self._launcher.outputs(self._operands, self._scores, self._starts)
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """The decays' sums, in place of g; P, T; the segments' true starts, in place of R, and transitions."""
-        kept = self._systems.scores, self._systems.inverses, self._starts, self._transitions
+        """The decays' sums, P, T, and the segments' true starts and transitions."""
+        kept = self._scores, self._inverses, self._starts, self._transitions
         return (_like_g(self._sums), *kept) if self._gated else kept
 
 
@@ -86,78 +79,62 @@ class DeltaKernelBackward:
         incoming_state: Tensor | None,
         scale: float,
         doc_ids: Tensor | None,
-        *,
-        gated: bool,
     ) -> None:
-        # With `gated` the fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
+        # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, do))
-        scores, inverses, self._starts, self._transitions = saved
-        self._systems = Systems(scores, inverses)
-        of_decays = dense(_like_g(sums[0])) if gated else _no_decay(beta)
-        self._launcher = DeltaKernels(k, v, of_decays, beta, doc_ids, scale, options_for(k), gated=gated)
-        self._operands = self._launcher.operands(self._q, inverses)
-        self._local = self._launcher.local_grads(self._operands, scores, self._do)
-        *earlier, grad = self._local.unbind()
-        for local, transition in zip(reversed(earlier), reversed(self._transitions[:-1].unbind()), strict=True):
-            grad = fold(local, adjoint(transition), grad)
-        self.state_grad = grad
+        self._scores, self._inverses, self._starts, self._transitions = saved
+        of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
+        self._launcher = DeltaKernels(k, v, of_decays, beta, doc_ids, scale, options_for(k), gated=bool(sums))
+        self._operands = self._launcher.operands(self._q, self._inverses)
+        self._local = self._launcher.local_grads(self._operands, self._scores, self._do)
+        *earlier, last = self._local
+        self.state_grad = _fold_all(last, earlier[::-1], self._transitions[:-1].mT.unbind()[::-1])[-1]
 
     def overlap(self) -> None:
         """Recompute the true states, which need no gradients of states."""
         self._states, self._added = self._launcher.states(self._operands, self._starts)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Compute the gradients of the operands in their order, given D_in [B, H, K, V]."""
+        """The gradients of the operands in their order, given D_in [B, H, K, V]."""
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        ends = [incoming_grad]
-        for local, transition in zip(
-            reversed(self._local[1:].unbind()), reversed(self._transitions[1:].unbind()), strict=True
-        ):
-            ends.append(fold(local, adjoint(transition), ends[-1]))
-        grads, of_added = self._launcher.state_grads(
-            self._operands, self._systems.scores, self._do, torch.stack(ends[::-1])
-        )
+        later = self._local[1:].unbind()[::-1], self._transitions[1:].mT.unbind()[::-1]
+        ends = torch.stack(_fold_all(incoming_grad, *later)[::-1])
+        grads, of_added = self._launcher.state_grads(self._operands, self._scores, self._do, ends)
         dq, dk, dv, dg, dbeta = self._launcher.input_grads(
-            self._q, self._do, self._systems.inverses, self._states, grads, self._added, of_added
+            self._q, self._do, self._inverses, self._states, grads, self._added, of_added
         )
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
 
 
-def _names(gated: bool) -> tuple[str, ...]:
-    return ("q", "k", "v", "g", "beta") if gated else ("q", "k", "v", "beta")
+# The states [B, H, K, V] before and after each segment, the first of which is `start`.
+def _fold_all(start: Tensor, states: Iterable[Tensor], transitions: Iterable[Tensor]) -> list[Tensor]:
+    found = [start]
+    for state, transition in zip(states, transitions, strict=True):
+        found.append(fold(state, transition, found[-1]))
+    return found
 
 
 def _no_decay(beta: Tensor) -> Tensor:
     return beta.new_zeros(beta.mT.shape)
 
 
+# Sums as the kernels read them in the shape of g, and back: [B, H, T] ↔ [B, T, H]; by channel as they are.
 def _like_g(sums: Tensor) -> Tensor:
-    """Sums as the kernels read them in the shape of g, and back: [B, H, T] ↔ [B, T, H]; by channel as they are."""
     return sums if sums.dim() == 4 else sums.mT
 
 
-def _saved_like(operands: Sequence[Tensor], *, gated: bool) -> tuple[Tensor, ...]:
+def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _, k, v, *g, beta = operands
-    sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if gated and g[0].dim() == 4 else beta.mT
+    sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if g and g[0].dim() == 4 else beta.mT
     sums = sums if sums.dim() == 4 else sums.new_empty(sums.shape)
     # For the shapes only, which do not depend on documents or the scale.
-    launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=gated)
+    launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=bool(g))
     pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
     kept = *pairs, beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape)
-    return (_like_g(sums), *kept) if gated else kept
+    return (_like_g(sums), *kept) if g else kept
 
 
-def _passes(gated: bool) -> Passes:
-    passes = Passes(
-        partial(DeltaKernelForward, gated=gated),
-        partial(DeltaKernelBackward, gated=gated),
-        partial(_saved_like, gated=gated),
-        replaced=(3,) if gated else (),
-        needs_incoming=False,
-    )
-    return with_padded_heads(passes)
-
-
-CUDA_DELTA = _passes(gated=False)
-CUDA_GATED = _passes(gated=True)
+_PASSES = Passes(DeltaKernelForward, DeltaKernelBackward, _saved_like, needs_incoming=False)
+CUDA_DELTA = with_padded_heads(_PASSES)
+CUDA_GATED = with_padded_heads(_PASSES._replace(replaced=(3,)))

@@ -24,33 +24,21 @@ from zeco_train.ops.softmax.span import Attended, Span
 
 
 class _Call(NamedTuple):
-    """One call of the kernel.
-
-    Attributes:
-        queries, keys: of the span and of the given keys.
-        query_borders, key_borders: sequences among them, for one row of the batch.
-        causal: the keys end with the queries.
-        left: number of keys before its aligned key that a query reads; −1: all.
-    """
-
-    queries: slice
-    keys: slice
+    queries: slice  # of the span
+    keys: slice  # of the given keys
+    # Sequences among them, for one row of the batch.
     query_borders: list[int]
     key_borders: list[int]
-    causal: bool
-    left: int
+    causal: bool  # the keys end with the queries
+    left: int  # keys before its aligned key that a query reads; −1: all
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
-    """See `zeco_train.ops.softmax.attention.attend`."""
+    """The attention of a span, as `zeco_train.ops.softmax.attention.attend`."""
     call = _call(span, key_start, key_start + k.shape[1])
-    (batch, _, heads, _), width = q.shape, v.shape[3]
+    batch = q.shape[0]
     if call is None:
-        o, lse = (
-            q.new_zeros((*q.shape[:3], width)),
-            q.new_full((batch, heads, q.shape[1]), -torch.inf, dtype=torch.float32),
-        )
-        return Attended(o, lse)
+        return Attended.by_no_keys(q, v)
     queries, keys, values = _packed(q, call.queries), _packed(k, call.keys), _packed(v, call.keys)
     found, sums, *_ = torch.ops.aten._flash_attention_forward(
         queries, keys, values, *_lengths(call, batch, q.device), 0.0, call.causal, False, scale=scale, **_window(call)
@@ -58,9 +46,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
     found, sums = found.unflatten(0, (batch, -1)), sums.unflatten(1, (batch, -1)).transpose(0, 1)
     if found.shape[1] == q.shape[1]:
         return Attended(found, sums)
-    o, lse = q.new_zeros((*q.shape[:3], width)), q.new_full((batch, heads, q.shape[1]), -torch.inf, dtype=torch.float32)
-    o[:, call.queries], lse[:, :, call.queries] = found, sums
-    return Attended(o, lse)
+    attended = Attended.by_no_keys(q, v)
+    attended.o[:, call.queries], attended.lse[:, :, call.queries] = found, sums
+    return attended
 
 
 def attend_backward(
@@ -74,7 +62,7 @@ def attend_backward(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `zeco_train.ops.softmax.attention.attend_backward`."""
+    """The gradients of q, k and v, as `zeco_train.ops.softmax.attention.attend_backward`."""
     call, batch = _call(span, key_start, key_start + k.shape[1]), q.shape[0]
     if call is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -94,9 +82,9 @@ def attend_backward(
     return dq, dk, dv
 
 
+# The kernel reads torch's global setting when it is launched; by default it adds up dq in any order.
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """The kernel reads torch's global setting when it is launched; by default it adds up dq in any order."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
@@ -111,12 +99,8 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
+# The call for keys [key_start, key_stop), which may not begin or end among the queries; None if no query reads one.
 def _call(span: Span, key_start: int, key_stop: int) -> _Call | None:
-    """The call for keys [key_start, key_stop); None if no query reads one of them.
-
-    Raises:
-        ValueError: keys that begin or end among the queries.
-    """
     first = max(span.first_key, key_start)
     if first >= min(key_stop, span.stop):
         return None
@@ -138,13 +122,13 @@ def _call(span: Span, key_start: int, key_stop: int) -> _Call | None:
     return _Call(slice(0, size), read, [0, size], [0, key_stop - first], False, left)
 
 
+# [B, tokens, H, D] → [B · tokens of the part, H, D], at multiples of 16 bytes, as the kernel takes for granted.
 def _packed(x: Tensor, part: slice) -> Tensor:
-    """[B, tokens, H, D] → [B · tokens of the part, H, D], at multiples of 16 bytes, as the kernel takes for granted."""
     return dense(x[:, part]).flatten(0, 1)
 
 
+# [B · tokens of the part, H, D] → [B, tokens, H, D], 0 beside the part.
 def _placed(found: Tensor, part: slice, like: Tensor) -> Tensor:
-    """[B · tokens of the part, H, D] → [B, tokens, H, D], 0 beside the part."""
     found = found.unflatten(0, (like.shape[0], -1))
     if found.shape[1] == like.shape[1]:
         return found
@@ -154,7 +138,6 @@ def _placed(found: Tensor, part: slice, like: Tensor) -> Tensor:
 
 
 def _lengths(call: _Call, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Borders of all sequences among packed queries and keys, and the longest of each."""
     stream = torch.cuda.current_stream(device).cuda_stream
     queries, keys = (
         _borders(tuple(borders), batch, device, stream) for borders in (call.query_borders, call.key_borders)
@@ -162,18 +145,12 @@ def _lengths(call: _Call, batch: int, device: torch.device) -> tuple[Tensor, Ten
     return queries[0], keys[0], queries[1], keys[1]
 
 
-# A step's layers and passes have the same few: of each span of queries and of each block of keys, one.
+# int32 borders of the sequences of all rows on a device, and the length of the longest. A step's layers and passes have
+# the same few: one for each span of queries and each block of keys. `stream` is the device's current one: the copy runs
+# on it and nothing waits for the copy, so the kernels of another stream, as in the capture of a CUDA graph, need their
+# own.
 @functools.lru_cache(maxsize=256)
 def _borders(of_row: tuple[int, ...], batch: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
-    """int32 borders of the sequences of all rows on a device, and the length of the longest sequence.
-
-    Args:
-        of_row: borders in one row of the batch.
-        batch: rows.
-        device: of the kernel.
-        stream: the device's current one. The copy runs on it and nothing waits for the copy, so the kernels of another
-            stream, for example during the capture of a CUDA graph, need a tensor of their own.
-    """
     rows = [row * of_row[-1] + border for row in range(batch) for border in of_row[bool(row) :]]
     # Pinned: a copy from pageable memory would wait for the device's queued work.
     copied = torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True)

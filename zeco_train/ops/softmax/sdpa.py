@@ -3,9 +3,9 @@
 On GPUs, for calls that FlashAttention refuses, by plain products in the accumulation dtype: PyTorch's other kernels
 there take no fp64, or no mask.
 
-The same call serves whole sequences and blocks of keys: the backward pass takes the output and the log-sum-exp over all
-keys, so blocks of a ring need no other formula. Queries are taken in blocks, each with the keys that it can read, so
-that masks stay small and keys that no query of a block reads cost nothing.
+The backward pass takes the output and the log-sum-exp over all keys, so blocks of a ring need no other formula. Queries
+are taken in blocks, each with the keys that it can read: masks stay small, and keys that no query of a block reads cost
+nothing.
 """
 
 from __future__ import annotations
@@ -31,22 +31,20 @@ class _KeyBlock(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
-    """See `zeco_train.ops.softmax.attention`."""
-    wide = accumulation_dtype(q.dtype)
-    o = q.new_zeros((*q.shape[:3], v.shape[3]))
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
+    """The attention of a span, as `zeco_train.ops.softmax.attention.attend`."""
+    o, lse = attended = Attended.by_no_keys(q, v)
     for block in _blocks(q, k, span, key_start):
         of_block, sums = _forward(*_heads_first(q, k, v, block), block.mask, scale)
         o[:, block.queries] = of_block.transpose(1, 2)
         # The kernel gives 0 for a query without keys.
         lse[:, :, block.queries] = torch.where(block.reads_any, sums, -torch.inf)
-    return Attended(o, lse)
+    return attended
 
 
 def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, key_start: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `zeco_train.ops.softmax.attention`; the gradients are fp32 (fp64 for fp64)."""
+    """The gradients of q, k and v, as `zeco_train.ops.softmax.attention.attend_backward`; fp32 (fp64 for fp64)."""
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     for block in _blocks(q, k, span, key_start):
@@ -60,8 +58,8 @@ def attend_backward(
     return dq, dk, dv
 
 
+# Outputs [B, H, N, V] and their log-sum-exp [B, H, N].
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs [B, H, N, V] and their log-sum-exp [B, H, N]."""
     if q.device.type != "cuda":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
@@ -78,7 +76,6 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tu
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, [B, H, tokens, D]."""
     if q.device.type != "cuda":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return op(do, q, k, v, o, lse, 0.0, False, attn_mask=mask, scale=scale)
@@ -94,8 +91,8 @@ def _products_backward(
     return of_scores @ k, of_scores.mT @ q, weights.mT @ do
 
 
+# Blocks of queries with the keys that some of them read; blocks that read none are left out.
 def _blocks(q: Tensor, k: Tensor, span: Span, key_start: int) -> Iterator[_KeyBlock]:
-    """Blocks of queries with the keys that some of them read; blocks that read none are left out."""
     key_stop = key_start + k.shape[1]
     for start in range(span.start, span.stop, _BLOCK):
         part = span.part(start, min(start + _BLOCK, span.stop))

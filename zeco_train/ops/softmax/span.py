@@ -7,27 +7,22 @@ own. So one position per query describes every mask here: the first key that it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from zeco_train.ops import accumulation_dtype
+
 
 @dataclass(frozen=True)
 class Span:
-    """Queries [start, stop) of a sequence.
-
-    Attributes:
-        start, stop: positions of the first query, and after the last.
-        borders: [documents + 1] int64 on the CPU, borders of all documents of the sequence, from 0 to its length; None:
-            the sequence is one document.
-        window: keys that a query reads at most, itself among them; None: no limit.
-    """
+    """Queries [start, stop) of a sequence."""
 
     start: int
     stop: int
-    borders: Tensor | None = None
-    window: int | None = None
+    borders: Tensor | None = None  # [documents + 1] int64 on the CPU, of the whole sequence; None: one document
+    window: int | None = None  # keys that a query reads at most, itself among them; None: no limit
 
     @property
     def first_key(self) -> int:
@@ -62,12 +57,14 @@ class Span:
 
 
 class Attended(NamedTuple):
-    """Attention of a span to some keys.
+    """Attention of a span to some keys."""
 
-    Attributes:
-        o: [B, N, H, V], softmax over these keys; 0 for a query that reads none of them.
-        lse: [B, H, N] fp32 (fp64 for fp64), log of the sum of exp(scores) over these keys; −inf for such a query.
-    """
+    o: Tensor  # [B, N, H, V], softmax over these keys; 0 for a query that reads none of them
+    lse: Tensor  # [B, H, N] fp32 (fp64 for fp64), log of the sum of exp(scores) over them; −inf for such a query
 
-    o: Tensor
-    lse: Tensor
+    @classmethod
+    def by_no_keys(cls, q: Tensor, v: Tensor) -> Self:
+        """What queries [B, N, H, D] attend to where they read none of the keys."""
+        batch, num_queries, heads, _ = q.shape
+        lse = q.new_full((batch, heads, num_queries), -torch.inf, dtype=accumulation_dtype(q.dtype))
+        return cls(q.new_zeros(batch, num_queries, heads, v.shape[3]), lse)

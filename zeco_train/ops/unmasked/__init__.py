@@ -3,42 +3,100 @@
     S = Σ_j k_j v_jᵀ over the whole sequence,    o_i = scale · q_iᵀ S
 
 q, k [B, T, H, K]; v, o [B, T, H, V]; no decay, since decays need an order. The gradient with respect to S is one sum
-over the whole sequence, too (algorithm 3): dS = scale · Σ_i q_i do_iᵀ. A scan over ranks gives both sums as its state
-after the whole sequence (`Operator.reads_whole`). On GPUs too the products are PyTorch's: there are no chunks.
+over the whole sequence, too (algorithm 3). A scan over ranks gives both sums as its state after the whole sequence
+(`Operator.reads_whole`), so each pass is a few batched products, which are PyTorch's on GPUs too:
+
+    forward    S_loc = kᵀ v               | all ranks' sum S  | o = scale · q S
+    backward   D_loc = scale · qᵀ do      | all ranks' sum D  | dk = v Dᵀ, dv = k D        (dq = scale · do Sᵀ overlaps)
 
 Generation is refused: a token of an unmasked model reads tokens that are yet to be generated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
+from torch import Tensor
+
 from zeco_train.errors import ConfigError
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.oracle import by_pairs
+from zeco_train.ops.passes import Passes
 from zeco_train.ops.scalar_decay import FIXED_TIME
-from zeco_train.ops.unmasked.passes import UNMASKED_PASSES
+
+
+class _UnmaskedForward:
+    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+        if doc_ids is not None:
+            raise ValueError(
+                "doc_ids: an unmasked operator reads whole sequences; data.reset_state_at_document must be off"
+            )
+        query, key, value = operands
+        self._query, self._scale, self._dtype = query, scale, value.dtype
+        self.state = _by_head(key).mT @ _by_head(value)
+        # Logarithms of no decay at all.
+        self.transition = self.state.new_zeros(self.state.shape[:3])
+        self.saved: tuple[Tensor, ...] = ()
+
+    def overlap(self) -> None:
+        pass
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        return _by_token(_by_head(self._query) @ (self._scale * incoming_state), self._dtype)
+
+
+class _UnmaskedBackward:
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        doc_ids: Tensor | None,
+    ) -> None:
+        assert incoming_state is not None
+        del saved, doc_ids  # none are saved, and the forward pass refuses documents
+        self._operands, self._do = operands, _by_head(do)
+        self._scaled_state, self._dq = scale * incoming_state, do
+        self.state_grad = scale * (_by_head(operands[0]).mT @ self._do)
+
+    def overlap(self) -> None:
+        # The sum of the states is known from the forward pass, so dq need not wait for that of the gradients.
+        self._dq = _by_token(self._do @ self._scaled_state.mT, self._operands[0].dtype)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        _, key, value = self._operands
+        dk = _by_token(_by_head(value) @ incoming_grad.mT, key.dtype)
+        return self._dq, dk, _by_token(_by_head(key) @ incoming_grad, value.dtype)
+
+
+UNMASKED_PASSES = Passes(_UnmaskedForward, _UnmaskedBackward)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype)).transpose(1, 2)
+
+
+def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).transpose(1, 2)
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """FLOPs per token of the forward pass: H · (2·KV + 2·KV), adding kᵀv to the state and applying q to it.
-
-    Each product has two in the backward pass: dq = do Sᵀ, dS = qᵀ do, dk = v dSᵀ and dv = k dS.
-    """
+    """FLOPs per token of the forward pass, of adding k vᵀ to the state and of applying q to it."""
     return float(heads * 4 * key_dim * value_dim)
 
 
 def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """Nothing: the one state that the backward pass reads is kept."""
+    """None: the one state that the backward pass reads is kept."""
     return 0.0
 
 
 def refuse_step(*operands: object) -> NoReturn:
-    """The operator's `step`, which cannot exist.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse generation, the operator's `one_token`, with a ConfigError."""
     raise ConfigError("model.causal", "false", "each token reads the whole text; generation needs model.causal=true")
 
 
@@ -52,6 +110,5 @@ UNMASKED = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     reads_whole=True,
-    # Not measured; the most like it.
-    time=FIXED_TIME,
+    time=FIXED_TIME,  # not measured; the most like it
 )

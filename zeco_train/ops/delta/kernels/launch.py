@@ -20,53 +20,29 @@ from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 
 
 @dataclass(frozen=True)
-class Systems:
-    """The token pairs of all chunks.
-
-    Attributes:
-        scores: P [N, B, H, C, C], with the scale. inverses: T [N, B, H, C, C]. In the dtype of the tokens.
-    """
-
-    scores: Tensor
-    inverses: Tensor
-
-
-@dataclass(frozen=True)
 class WalkOperands:
-    """The operands of the walks, see `zeco_train.ops.delta.kernels.systems.operands_kernel`.
+    """The operands of the walks, see `zeco_train.ops.delta.kernels.systems.operands_kernel`."""
 
-    Attributes:
-        w, end_keys, queries: [B, T, H, K]. u: [B, T, H, V].
-        survival: [N, B, H, K] fp32.
-    """
-
-    w: Tensor
-    u: Tensor
-    end_keys: Tensor
-    queries: Tensor
-    survival: Tensor
+    w: Tensor  # [B, T, H, K]
+    u: Tensor  # [B, T, H, V]
+    end_keys: Tensor  # [B, T, H, K]
+    queries: Tensor  # [B, T, H, K]
+    survival: Tensor  # [N, B, H, K] fp32
 
 
 class DeltaKernels:
     """Kernel launches for tokens of one shape and dtype; all tensor arguments must be contiguous.
 
-    Args:
-        k: [B, T, G, K]. v: [B, T, H, V].
-        sums: [B, T, H, K] fp32, or [B, H, T], of `decay_sums_of`.
-        beta: [B, T, H] fp32.
-        doc_ids: [T] int32, restarts through each token; None without documents.
-        scale: factor of the outputs.
-        tuning: tiles and launch options.
-        gated: the gradient of the decays is wanted.
+    `gated`: the gradient of the decays is wanted.
     """
 
     def __init__(
         self,
-        k: Tensor,
-        v: Tensor,
-        sums: Tensor,
-        beta: Tensor,
-        doc_ids: Tensor | None,
+        k: Tensor,  # [B, T, G, K]
+        v: Tensor,  # [B, T, H, V]
+        sums: Tensor,  # [B, T, H, K] fp32, or [B, H, T], of `decay_sums_of`
+        beta: Tensor,  # [B, T, H] fp32
+        doc_ids: Tensor | None,  # [T] int32
         scale: float,
         tuning: DeltaTuning,
         *,
@@ -91,6 +67,11 @@ class DeltaKernels:
         segments = max(1, min(segments, balanced, self.num_chunks))
         self.segment_chunks = triton.cdiv(self.num_chunks, segments)
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+        # (N, B, H, C, C), (N, B, H, K, V), (J, B, H, K, V) and (J, B, H, K, K).
+        self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
+        self.states_shape = self.num_chunks, self.B, self.H, self.K, self.V
+        self.starts_shape = self.num_segments, self.B, self.H, self.K, self.V
+        self.transitions_shape = self.num_segments, self.B, self.H, self.K, self.K
 
     def _tile(self, options: TileOptions) -> tuple[int, int]:
         return options.tile(self.K, self.V, NARROWEST[self.dtype])
@@ -106,37 +87,18 @@ class DeltaKernels:
     def _by_token(self, width: int) -> Tensor:
         return self._new(self.B, self.T, self.H, width, dtype=self.dtype)
 
-    @property
-    def starts_shape(self) -> tuple[int, ...]:
-        """(J, B, H, K, V)."""
-        return self.num_segments, self.B, self.H, self.K, self.V
-
-    @property
-    def transitions_shape(self) -> tuple[int, ...]:
-        """(J, B, H, K, K)."""
-        return self.num_segments, self.B, self.H, self.K, self.K
-
-    @property
-    def pairs_shape(self) -> tuple[int, ...]:
-        """(N, B, H, C, C)."""
-        return self.num_chunks, self.B, self.H, CHUNK, CHUNK
-
-    @property
-    def _states_shape(self) -> tuple[int, ...]:
-        return self.num_chunks, self.B, self.H, self.K, self.V
-
-    def systems(self, q: Tensor) -> Systems:
-        """Scores and inverses, from the queries [B, T, G, K]."""
-        found = Systems(*(self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2)))
+    def systems(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores P, with the scale, and inverses T [N, B, H, C, C], in the dtype of the tokens; q [B, T, G, K]."""
+        scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
         options = self.tuning.systems
         BK, _ = self._tile(options)
         systems_kernel[(self.num_chunks, self.BH)](
-            q, self.k, self.sums, self.beta, self.doc_ids, found.scores, found.inverses, self.scale,
+            q, self.k, self.sums, self.beta, self.doc_ids, scores, inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
             KEYS=triton.next_power_of_2(self.K), SOLVING="tf32" if self.dtype == torch.bfloat16 else "tf32x3",
             **self.pair_flags, **options.launch,
         )  # fmt: skip
-        return found
+        return scores, inverses
 
     def operands(self, q: Tensor, inverses: Tensor) -> WalkOperands:
         """The operands of the walks."""
@@ -157,31 +119,26 @@ class DeltaKernels:
         return found
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
-        """Of each segment: its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
+        """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
         states, transitions = self._new(*self.starts_shape), self._new(*self.transitions_shape)
-        _, BV = self._walk_tile(self.tuning.summaries)
-        tiles = triton.cdiv(self.V, BV) + triton.cdiv(self.K, BV)
-        self._forward(self.tuning.summaries, tiles, operands, totals=states, transitions=transitions)
+        self._forward(self.tuning.summaries, operands, totals=states, transitions=transitions)
         return states, transitions
 
     def outputs(self, operands: WalkOperands, scores: Tensor, starts: Tensor) -> Tensor:
-        """o, [B, T, H, V], from the true states that segments start from."""
-        o, (_, BV) = self._by_token(self.V), self._walk_tile(self.tuning.outputs)
-        self._forward(self.tuning.outputs, triton.cdiv(self.V, BV), operands, scores=scores, starts=starts, o=o)
+        """O, [B, T, H, V], from the true states that segments start from."""
+        o = self._by_token(self.V)
+        self._forward(self.tuning.outputs, operands, scores=scores, starts=starts, o=o)
         return o
 
     def states(self, operands: WalkOperands, starts: Tensor) -> tuple[Tensor, Tensor]:
         """True states before the chunks [N, B, H, K, V], and new values [B, T, H, V], in the dtype of the tokens."""
-        states, added = self._new(*self._states_shape, dtype=self.dtype), self._by_token(self.V)
-        _, BV = self._walk_tile(self.tuning.states)
-        tiles = triton.cdiv(self.V, BV)
-        self._forward(self.tuning.states, tiles, operands, starts=starts, states=states, added=added)
+        states, added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
+        self._forward(self.tuning.states, operands, starts=starts, states=states, added=added)
         return states, added
 
     def _forward(
         self,
         options: TileOptions,
-        tiles: int,
         operands: WalkOperands,
         *,
         scores: Tensor | None = None,
@@ -193,6 +150,8 @@ class DeltaKernels:
         added: Tensor | None = None,
     ) -> None:
         BK, BV = self._walk_tile(options)
+        # Without starts, of the values and then of the transition.
+        tiles = triton.cdiv(self.V, BV) + (triton.cdiv(self.K, BV) if starts is None else 0)
         forward_walk_kernel[(tiles, self.BH, self.num_segments)](
             operands.w, operands.u, operands.end_keys, operands.survival, operands.queries, scores, starts,
             totals, transitions, o, states, added, self.T, self.H, self.K, self.V, self.BH, self.num_chunks,
@@ -209,9 +168,9 @@ class DeltaKernels:
     def state_grads(self, operands: WalkOperands, scores: Tensor, do: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """True gradients of the states after the chunks [N, B, H, K, V], and of the new values [B, T, H, V].
 
-        ends: true gradients of the states after the segments.
+        `ends` are those of the states after the segments.
         """
-        grads, of_added = self._new(*self._states_shape, dtype=self.dtype), self._by_token(self.V)
+        grads, of_added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
         self._reverse(operands, scores, do, ends=ends, grads=grads, of_added=of_added)
         return grads, of_added
 

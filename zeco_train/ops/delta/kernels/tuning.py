@@ -28,25 +28,19 @@ _NARROW = TileOptions(32, 32, 4, 1)
 
 @dataclass(frozen=True)
 class DeltaTuning:
-    """Options of each kernel, by its name, and of the layout in time.
-
-    Attributes:
-        summaries, outputs, states: of the walks forward: the segments', of o, and of the backward pass.
-        reverse: of both walks in reverse.
-        programs: number of programs of a walk that saturates the chip, all at once.
-        joining: chunks that all walks together take as long for as for joining one more segment, estimated.
-    """
+    """Options of each kernel, by its name, and of the layout in time."""
 
     channel_sums: TileOptions = _SUMS
     systems: TileOptions = _SYSTEMS
     operands: TileOptions = _OPERANDS
+    # Of the walks forward: the segments', of o, and of the backward pass; and of both walks in reverse.
     summaries: TileOptions = _SUMMARIES
     outputs: TileOptions = _WALK
     states: TileOptions = _WALK
     reverse: TileOptions = _WALK
     grads: TileOptions = _GRADS
-    programs: int = 132
-    joining: float = 6.0
+    programs: int = 132  # of a walk, that saturate the chip, all at once
+    joining: float = 6.0  # chunks that all walks together take as long for as for joining one more segment, estimated
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
