@@ -27,11 +27,7 @@ class AllScanAlgorithm(Enum):
 
 
 class AllScanTransport(Enum):
-    """How states travel.
-
-    `p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`: `symmetric`
-    if the ranks support it.
-    """
+    """`p2p`: messages of `torch.distributed`; `symmetric`: one kernel over memory that all ranks map."""
 
     auto = "auto"
     p2p = "p2p"
@@ -105,11 +101,7 @@ class AllScanConfig:
 
     @property
     def num_blocks(self) -> int | None:
-        """`blocks` as a number; None is `auto`.
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """`blocks` as a number, None for `auto`. Raises ConfigError if it is neither."""
         text = str(self.blocks)
         if text == "auto":
             return None

@@ -45,10 +45,8 @@ def build_exchange(
     """What connects the ranks of a mesh that share a sequence, ready for its tensors. Collective.
 
     Args:
-        config: settings of sequence parallelism.
-        mesh: the ranks.
         needs_halo: the model has states that cross one border only.
-        softmax: size of its softmax layers, see `choose`; None if it has none.
+        softmax: size of its softmax layers; None if it has none.
         deterministic: gradients have the same bits in each run, also in softmax layers.
 
     Raises:
@@ -81,12 +79,10 @@ def connect(
     """An `Exchange` over the ranks of an SP group; for softmax layers over one rank only.
 
     Args:
-        config: settings of sequence parallelism.
         groups: the SP group, one group per direction (forward, reverse).
-        timeout: bound of each wait for a peer.
         device: warm the groups up for its tensors, which is collective; None: the first scans initialise them.
         halo: two more such groups, for a model with states that cross one border only; None: such states take the
-            backend's own scan, as over one rank.
+            backend's own scan.
         topology: the nodes of the ranks, unless the settings give them; None: all are on this machine.
 
     Raises:

@@ -7,12 +7,9 @@ A rank's tokens depend on all tokens before them only through one state R_p, [B,
 So each rank (1) computes (S_p, A_p), (2) starts the All-Scan, an exclusive scan of these pairs over the ranks,
 (3) computes its intra-chunk scores, which need no other rank, while the scan runs, (4) waits for R_p, adds its decayed
 copy to its own chunk states, and computes its outputs. The backward pass is the same with gradients of states, from the
-last rank to the first. Steps 1, 3 and 4 are `zeco_train/ops/mix.py`; step 2 is here, and
-`choose.py` decides by which algorithm and link.
-
-The algorithms are in `zeco_train/collectives` (`ALL_SCANS`), with their communication volume, and differ only in
-rounding; an all-gather would take (P − 1) S. Between GPUs with peer access those with a kernel run as a single launch,
-`zeco_train/kernels/all_scan/`, without the host in between.
+last rank to the first. Steps 1, 3 and 4 are `zeco_train/ops/mix.py`. Step 2 starts here: by one of the algorithms in
+`zeco_train/collectives` (`ALL_SCANS`), which `choose.py` selects and which differ only in rounding, as messages of
+`torch.distributed` or, between GPUs with peer access, as one kernel (`zeco_train/kernels/all_scan/`).
 """
 
 from __future__ import annotations
@@ -34,10 +31,6 @@ from zeco_train.sp.choose import Chooser
 class AllScan(ScanBackend):
     """ZeCO's scan over the ranks of a sequence.
 
-    Args:
-        workers: see `ScanBackend`.
-        settings: allowed algorithms and transport.
-
     Raises:
         ConfigError: the algorithm cannot run over the workers' nodes.
     """
@@ -48,15 +41,11 @@ class AllScan(ScanBackend):
         self._symmetric: dict[ScanWorker, SymmetricScans] = {}
 
     def choose(self, request: ScanRequest) -> Chosen:
-        """See `ScanBackend.choose`.
-
-        Raises:
-            ConfigError: `transport=symmetric`, and the ranks do not support it. On all of them.
-        """
+        """Raises ConfigError if `transport=symmetric`, and the ranks do not support it; on all of them."""
         return self._chosen_of(request, self._chooser.scans)
 
     def possible(self, request: ScanRequest) -> Sequence[Chosen]:
-        """See `ScanBackend.possible`; each takes tens of MB of symmetric memory per direction."""
+        # Each kernel takes tens of MB of symmetric memory per direction.
         if not self._crosses_ranks:
             return [self.choose(request)]
         return [self._chosen_of(request, (scan,)) for scan in self._chooser.eligible(request.state.device)]

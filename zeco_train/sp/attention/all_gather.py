@@ -28,11 +28,10 @@ from zeco_train.sp.attention.routes import Arrival, Here, Range, Routes
 
 
 class _Work(NamedTuple):
-    """What each rank computes: `own`, its tokens; `computed`, spans of queries; `keys`, the range that these read."""
-
-    own: Sequence[Span]
-    computed: Sequence[Sequence[Span]]
-    keys: Sequence[Range]
+    # What each rank computes.
+    own: Sequence[Span]  # its tokens
+    computed: Sequence[Sequence[Span]]  # spans of queries
+    keys: Sequence[Range]  # the range that these read
 
     @property
     def held(self) -> list[list[Range]]:
@@ -44,12 +43,7 @@ class _Work(NamedTuple):
 
 
 class AllGather(PipelinedAttention):
-    """See the module.
-
-    Args:
-        wire, num_parts: see `PipelinedAttention`.
-        paired: compute two halves on each rank, where there is no window; otherwise each rank's own queries.
-    """
+    """Where there is no window, each rank computes two halves if `paired`, else its own queries."""
 
     def __init__(self, wire: Wire, *, num_parts: int | None = None, paired: bool = True) -> None:
         super().__init__(wire, num_parts=num_parts)
@@ -58,7 +52,6 @@ class AllGather(PipelinedAttention):
     def forward_steps(
         self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
     ) -> Steps[Attended]:
-        """See `PipelinedAttention`."""
         work = self._work(span, bounds)
         keys = self._routes(work.held, [[keys] for keys in work.keys])
         arriving, queries = keys.start([k, v], "keys and values"), self._to_computing(work, [q])
@@ -89,7 +82,6 @@ class AllGather(PipelinedAttention):
         bounds: Sequence[int],
         scale: float,
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-        """See `PipelinedAttention`."""
         work = self._work(span, bounds)
         wanted = [[keys] for keys in work.keys]
         arriving = self._routes(work.held, wanted).start([k, v], "keys and values")
@@ -115,14 +107,8 @@ class AllGather(PipelinedAttention):
     def _gradients(
         self, work: _Work, of_queries: list[Tensor], arriving: Arrival, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the computed queries and of the keys and values that they read; those are freed with the return.
-
-        Args:
-            work: of all ranks.
-            of_queries: gradients of outputs, queries, outputs and log-sum-exps [B, N, H], of the computed queries.
-            arriving: keys and values.
-            scale: factor of the scores.
-        """
+        # Gradients of the computed queries and of the keys and values that they read; those are freed with the return.
+        # `of_queries`: gradients of outputs, queries, outputs and log-sum-exps [B, N, H], of the computed queries.
         k, v = arriving.wait()
         (start, stop), dqs = work.keys[self.wire.rank], []
         of_keys: list[tuple[slice, Tensor, Tensor]] = []
@@ -165,7 +151,7 @@ class AllGather(PipelinedAttention):
         return Routes(self.wire, held, wanted)
 
     def _to_computing(self, work: _Work, tensors: list[Tensor]) -> Arrival | Here:
-        """Start to send tensors of this rank's queries to the ranks that compute them."""
+        # Start to send tensors of this rank's queries to the ranks that compute them.
         if not self._is_paired(work.own[0]):
             return Here(tensors)
         return self._routes(work.held, work.queries).start(tensors, "queries")
@@ -180,7 +166,7 @@ def _halves(span: Span) -> tuple[Span, Span]:
 
 
 def _widened(x: Tensor, read: slice, length: int) -> Tensor:
-    """[B, tokens read, G, D] → [B, length, G, D] in the dtype of sums, 0 where nothing is read."""
+    # [B, tokens read, G, D] → [B, length, G, D] in the dtype of sums, 0 where nothing is read.
     dtype = accumulation_dtype(x.dtype)
     if x.shape[1] == length:
         return x.to(dtype)
@@ -210,10 +196,8 @@ def _costs(load: AttentionLoad) -> MethodCosts:
 
 
 def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
-    """Each rank sends keys to ranks after it, and gradients of those of ranks before it back.
-
-    The rank with the most is about the first that returns all it can.
-    """
+    # Each rank sends keys to ranks after it, and gradients of those of ranks before it back. The rank with the most is
+    # about the first that returns all it can.
     ahead, most = window - 1, (load.ranks - 1) * load.tokens
     forward = min(ahead, most) * load.keys_per_token * load.itemsize
     back = (

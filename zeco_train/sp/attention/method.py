@@ -1,4 +1,4 @@
-"""Base class of the methods, and the method descriptor, the interface to the rest of the project."""
+"""Softmax attention over the ranks of a sequence: base class and descriptor of its methods."""
 
 from __future__ import annotations
 
@@ -19,18 +19,10 @@ from zeco_train.sp.exposed import run_wait
 
 
 class ShardedAttention(ABC):
-    """An `AttentionMethod` over the ranks of a wire.
+    """An `AttentionMethod` over the ranks of a wire, in the order of their tokens; the wire carries nothing else."""
 
-    Args:
-        wire: of the ranks that share a sequence, in the order of their tokens; carries nothing else.
-
-    Attributes:
-        num_nodes: over which these ranks are spread.
-        deterministic: add up gradients in one order on this rank, see
-            `zeco_train.ops.softmax.attention.attend_backward`; sums over ranks always are.
-    """
-
-    num_nodes = 1
+    num_nodes = 1  # over which these ranks are spread
+    # add up gradients in one order on this rank, see `attend_backward`
     deterministic = False
 
     def __init__(self, wire: Wire) -> None:
@@ -39,11 +31,7 @@ class ShardedAttention(ABC):
         self._is_connected = False
 
     def prepare(self, device: torch.device) -> None:
-        """Warm up, so that the first step initialises nothing. Collective; returns when the ranks are connected.
-
-        Raises:
-            CommunicationError: a peer is gone.
-        """
+        """Warm up, so that the first step initialises nothing. Collective; raises CommunicationError if a peer is gone."""
         self.connect(torch.zeros(1, device=device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -59,8 +47,7 @@ class ShardedAttention(ABC):
             self._is_connected = True
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended: ...
 
     @abstractmethod
     def backward(
@@ -73,15 +60,10 @@ class ShardedAttention(ABC):
         span: Span,
         bounds: Sequence[int],
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def spans(self, span: Span, bounds: Sequence[int]) -> list[Span]:
-        """The spans of all ranks, given that of this one.
-
-        Raises:
-            ValueError: this rank's tokens are not those of the bounds.
-        """
+        """The spans of all ranks, given this rank's. Raises ValueError if its tokens are not those of the bounds."""
         shares = self._shares(bounds)
         if (span.start, span.stop) != (share := shares[self.wire.rank]):
             has, wanted = (f"{start} to {stop}" for start, stop in ((span.start, span.stop), share))
@@ -91,11 +73,7 @@ class ShardedAttention(ABC):
         return [span.part(*share) for share in shares]
 
     def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`.
-
-        Raises:
-            ValueError: this rank's tokens are not those of the bounds.
-        """
+        """Raises ValueError if this rank's tokens are not those of the bounds."""
         shares = self._shares(bounds)
         own, (first, after) = tensors[0].shape[1], shares[self.wire.rank]
         if own != after - first:
@@ -112,26 +90,17 @@ class ShardedAttention(ABC):
 
 
 class AttentionLoad(NamedTuple):
-    """The size of one layer's attention, for `MethodSpec.costs`.
+    """The size of one layer's attention, for `MethodSpec.costs`."""
 
-    Attributes:
-        heads, key_heads, head_dim: of queries; of keys and values; their width.
-        tokens: of one sequence, on a rank.
-        ranks: that share the sequence.
-        window: keys that a query reads at most, itself among them; None: all before it.
-        itemsize, wide: bytes per element of operands, and of sums and gradients.
-        nodes: over which the ranks are spread.
-    """
-
-    heads: int
-    key_heads: int
+    heads: int  # of queries
+    key_heads: int  # of keys and values
     head_dim: int
-    tokens: int
+    tokens: int  # of one sequence, on a rank
     ranks: int
-    window: int | None
-    itemsize: int
-    wide: int
-    nodes: int = 1
+    window: int | None  # keys that a query reads at most, itself among them; None: all before it
+    itemsize: int  # bytes per element of operands
+    wide: int  # bytes per element of sums and gradients
+    nodes: int = 1  # over which the ranks are spread
 
     @property
     def queries(self) -> int:
@@ -145,48 +114,31 @@ class AttentionLoad(NamedTuple):
 
 
 class MethodCosts(NamedTuple):
-    """What a method costs one layer, for one sequence, on the rank with the most.
+    """What a method costs one layer, for one sequence, on the rank with the most."""
 
-    Attributes:
-        forward, backward: bytes that a rank sends.
-        exchanges: messages of a forward and of a backward pass, one after another.
-        held: bytes that exist at the peak of the backward pass beside the tensors that the layer lists itself.
-        slowest: work of the rank with the most, relative to the mean.
-        hidden: part of the messages that travels while attention is computed, if that takes as long.
-    """
-
-    forward: float
+    forward: float  # bytes sent
     backward: float
-    exchanges: tuple[int, int]
-    held: float
-    slowest: float = 1.0
-    hidden: float = 0.0
+    exchanges: tuple[int, int]  # messages of a forward and of a backward pass, one after another
+    held: float  # bytes at the peak of the backward pass beside the tensors that the layer lists itself
+    slowest: float = 1.0  # work of the rank with the most, relative to the mean
+    hidden: float = 0.0  # part of the messages that travels while attention is computed, if that takes as long
 
     @property
     def sent(self) -> float:
-        """Bytes of both passes."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True, eq=False)
 class MethodSpec:
-    """Descriptor of a method, for settings, tables and plans.
+    """Descriptor of a method, for settings, tables and plans."""
 
-    Attributes:
-        name: as in `sp.attention=`.
-        description: one line for `--help`.
-        build: wire → the method.
-        heads_problem: (heads of queries, heads of keys, ranks) → why they cannot be spread so, or None.
-        costs: bytes and memory, for the planner and for `auto`.
-        automatic: `auto` may choose it: all ranks have the same work.
-    """
-
-    name: str
-    description: str
+    name: str  # as in `sp.attention=`
+    description: str  # one line for `--help`
     build: Callable[[Wire], ShardedAttention]
+    # (heads of queries, of keys, ranks) → why they cannot be spread so
     heads_problem: Callable[[int, int, int], str | None]
     costs: Callable[[AttentionLoad], MethodCosts]
-    automatic: bool = True
+    automatic: bool = True  # `auto` may choose it: all ranks have the same work
 
 
 class LocalAttention:
@@ -196,7 +148,6 @@ class LocalAttention:
         self.deterministic = deterministic
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
         return attend(q, k, v, span, span.start, scale)
 
     def backward(
@@ -210,10 +161,8 @@ class LocalAttention:
         bounds: Sequence[int],
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
         return attend_backward(do, q, k, v, attended, span, span.start, scale, self.deterministic)
 
     def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
         del bounds
         return list(tensors)
