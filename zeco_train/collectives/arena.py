@@ -34,25 +34,20 @@ def keep(memory: object) -> None:
 
 
 class TwoShotCapacity(NamedTuple):
-    """Size of one `two_shot` call, or capacity of an arena for it.
+    """Size of one `two_shot` call, or capacity of an arena for it."""
 
-    Attributes:
-        width, tiles: per owner, and in total.
-        slot, decays, results: bytes of one rank's part of an owner's tiles, of their log-decays, and of all results.
-    """
-
-    width: int
-    tiles: int
-    slot: int
-    decays: int
-    results: int
+    width: int  # tiles per owner
+    tiles: int  # in total
+    slot: int  # bytes of one rank's part of an owner's tiles
+    decays: int  # bytes of their log-decays
+    results: int  # bytes of all results
 
 
 class ChainCapacity(NamedTuple):
-    """Size of one `chain` call, or capacity of an arena for it: blocks, and bytes of a state."""
+    """Size of one `chain` call, or capacity of an arena for it."""
 
-    blocks: int
-    state: int
+    blocks: int  # number
+    state: int  # bytes
 
 
 Capacity = TwoShotCapacity | ChainCapacity
@@ -106,7 +101,6 @@ class ArenaLayout:
         return layout
 
     def place(self, name: str, size: int) -> None:
-        """Append a part."""
         self.offsets[name] = self.size
         self.size += _aligned(size)
 
@@ -179,13 +173,6 @@ def _map(memory: Tensor, group: ProcessGroup) -> tuple[object, list[int]]:
 
 class Arena:
     """One arena on this rank, with its kernels' private tensors.
-
-    Args:
-        group: its ranks.
-        reverse: scans run from the last rank to the first.
-        device: of the scans.
-        capacity: of the layout.
-        allocate: allocator of the shared memory. Collective.
 
     Attributes:
         peers: [P] int64, the ranks' addresses in scan order.

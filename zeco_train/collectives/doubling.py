@@ -22,8 +22,6 @@ from zeco_train.ops.seam import ScanRequest, as_columns, fold, from_columns
 
 
 class _Doubling(ScanJob):
-    """A scan by rounds. All receives are posted at launch; the rounds progress without this rank's `wait`."""
-
     operation = "all_scan_doubling"
 
     def __init__(self, request: ScanRequest, tags: range) -> None:
@@ -49,7 +47,7 @@ class _Doubling(ScanJob):
 
 
 def _format(request: ScanRequest) -> Format:
-    """Messages [B, H, K, V], or with a transition [B, H, K, V + 1], with matrices [B, H, K, V + K]."""
+    # Messages [B, H, K, V], or with a transition [B, H, K, V + 1], with matrices [B, H, K, V + K].
     state, width = request.state, request.state.shape[-1]
     columns = as_columns(request.transition).shape[-1]
 
@@ -66,10 +64,7 @@ def _format(request: ScanRequest) -> Format:
 
 
 def _bytes_sent(load: Load, want_carry: bool) -> float:
-    """Bytes sent by the busiest rank.
-
-    The last rank sends only the carry, which is no larger than the first rank's first message.
-    """
+    # The last rank sends only the carry, which is no larger than the first rank's first message.
     return float(
         max(sent_in_rounds(place, load.ranks, load.state_bytes, load.transition_bytes) for place in range(load.ranks))
     )

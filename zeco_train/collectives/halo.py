@@ -23,22 +23,11 @@ from zeco_train.ops.seam import ScanRequest, fold
 
 
 def launch_halo(request: ScanRequest, worker: ScanWorker) -> PendingScan:
-    """Start the scan. The receive is posted before this returns; this rank's state is sent without its `wait`.
-
-    Args:
-        request: this rank's part.
-        worker: of the group and the request's direction.
-
-    Raises:
-        ValueError: this process is not in the group.
-        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
-    """
+    """Start the scan. The receive is posted before this returns; this rank's state is sent without its `wait`."""
     return worker.launch(_Halo(request, worker.take_tags(1)[0]))
 
 
 class _Halo(ScanJob):
-    """One message to the next rank."""
-
     operation = "halo_scan"
 
     def __init__(self, request: ScanRequest, tag: int) -> None:
@@ -71,7 +60,7 @@ class _Halo(ScanJob):
             scan.carry.set_result(carry)
 
     def _take(self) -> None:
-        """Wait for the other rank's message, once."""
+        # Wait for the other rank's message, once.
         if self._receive is not None:
             self._receive.wait()
             self._receive = None

@@ -32,23 +32,16 @@ def count_rounds(places: int) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """Messages of a pair.
+    """Messages of a pair."""
 
-    Attributes:
-        pack: (state, transition or None) → contiguous message.
-        unpack: inverse of `pack`.
-        empty: a buffer for a message, given whether it has a transition.
-    """
-
-    pack: Callable[[Tensor, Tensor | None], Tensor]
-    unpack: Callable[[Tensor], Pair]
-    empty: Callable[[bool], Tensor]
+    pack: Callable[[Tensor, Tensor | None], Tensor]  # (state, transition or None) → contiguous message
+    unpack: Callable[[Tensor], Pair]  # inverse of `pack`
+    empty: Callable[[bool], Tensor]  # a buffer for a message, given whether it has a transition
 
 
 @dataclass(frozen=True)
 class _Round:
-    """One round at this place: the distance of its messages, and its receive, if there is one."""
-
+    # One round at this place: the distance of its messages, and its receive, if there is one.
     name: str
     tag: int
     distance: int
@@ -60,9 +53,7 @@ class Rounds:
     """The rounds of this rank.
 
     Args:
-        wire: of the scan.
         stride: places are the positions p, p ± stride, …; 1: all ranks; L: equal local ranks of nodes of L ranks.
-        format: of the messages.
         name: of what travels, for errors.
     """
 
@@ -83,14 +74,11 @@ class Rounds:
             self._rounds.append(_Round(name, tag, distance, receive, received))
 
     def run(self, own: tuple[Tensor, Tensor], set_result: Callable[[Tensor], None]) -> list[Transfer]:
-        """Compose and send, round by round.
+        """Compose and send, round by round; returns sends under way, for places after this one.
 
         Args:
             own: this place's pair; that of the first place includes `carry_in`.
             set_result: called with the state before this place as soon as that is known; not at the first place.
-
-        Returns:
-            Sends under way, for places after this one.
         """
         before: Pair | None = None
         sends: list[Transfer] = []

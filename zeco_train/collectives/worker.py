@@ -3,10 +3,7 @@
 With gloo, a block must be folded and forwarded when it arrives. If `wait` did that, a rank busy with its own compute
 would delay all ranks after it. So the steps of a scan are one *job*. On CPUs a worker runs its jobs one after another
 on a single background thread (torch operations and gloo's waits release the GIL); on CUDA the caller enqueues the job
-onto the worker's own stream, and no thread is needed.
-
-A worker belongs to one process group and one direction. Its jobs run in launch order, which is the same on every rank,
-so no two ranks of a group can run scans in different orders.
+onto the worker's own stream. Jobs run in launch order, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -52,16 +49,12 @@ class Future:
         self._settled.set()
 
     def set_exception(self, error: BaseException) -> None:
-        """Set the error, unless the value is already set."""
         if not self._settled.is_set():
             self._error = error
             self._settled.set()
 
     def result(self) -> Tensor:
-        """Wait for the tensor; on CUDA returns at once and makes the current stream wait.
-
-        Bounded, since every wait of a job is bounded.
-        """
+        """Wait for the tensor; on CUDA returns at once and makes the current stream wait."""
         self._settled.wait()
         if self._error is not None:
             raise self._error
@@ -75,7 +68,7 @@ class Future:
 
 
 class PendingScan:
-    """A scan in flight (`zeco_train.ops.seam.LaunchedScan`). Its job fills `incoming` and `carry`.
+    """A scan in flight (`zeco_train.ops.seam.LaunchedScan`), whose job sets `incoming` and `carry`.
 
     Attributes:
         ended: for a scan captured into a CUDA graph, the event at the end of all its work.
@@ -100,19 +93,13 @@ class PendingScan:
             torch.cuda.current_stream().wait_event(self.ended)
 
     def carry_out(self) -> Tensor:
-        """The state after the last rank in scan direction, [B, H, K, V], the same on every rank.
-
-        Raises:
-            RuntimeError: the scan was launched without `want_carry=True`.
-            CommunicationError: as in `wait`.
-        """
+        """The state after the last rank in scan direction, the same on every rank. Raises as `wait`."""
         if self.carry is None:
             raise RuntimeError("carry_out needs a scan launched with want_carry=True")
         return self.carry.result()
 
     @property
     def futures(self) -> list[Future]:
-        """The futures that the job must set."""
         return [self.incoming] if self.carry is None else [self.incoming, self.carry]
 
 
@@ -127,18 +114,10 @@ def scan_alone(request: ScanRequest) -> PendingScan:
 
 
 class ScanJob(ABC):
-    """The work of one scan on this rank, as defined by a collective. Each object serves one scan.
+    """The work of one scan on this rank; each object serves one scan."""
 
-    Args:
-        request: this rank's part; also an attribute.
-
-    Attributes:
-        operation: name of the collective, for errors.
-        wire, scan: the connection to peers, and the scan whose futures the job sets; set before `post`.
-    """
-
-    operation: str
-    wire: Wire
+    operation: str  # name of the collective, for errors
+    wire: Wire  # set before `post`
     scan: PendingScan
 
     def __init__(self, request: ScanRequest) -> None:
@@ -148,11 +127,7 @@ class ScanJob(ABC):
         """Work to do inside `launch`, such as posting receives; does not block on peers."""
 
     def own_state(self) -> Tensor:
-        """This rank's state.
-
-        On the first rank in scan order, also sets the incoming state, which is known, and folds `carry_in` into the
-        returned state.
-        """
+        """This rank's state; the first rank in scan order also sets its incoming state, and folds `carry_in`."""
         request = self.request
         if not self.wire.is_first:
             return request.state
@@ -189,8 +164,7 @@ _Job = tuple[Callable[[], None], list[Future]]
 
 @dataclass
 class _Queue:
-    """State shared by a worker and its thread, separate so that the thread does not keep the worker alive."""
-
+    # Shared by a worker and its thread, separate so that the thread does not keep the worker alive.
     jobs: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     failure: BaseException | None = None
 
@@ -204,7 +178,7 @@ class ScanWorker:
     Args:
         group: ranks of the scan; the group must carry scans of one direction and nothing else.
         timeout: bound of each wait for a peer.
-        topology: nodes of the group's ranks; also an attribute. None: all are on this machine.
+        topology: nodes of the group's ranks; None: all are on this machine.
 
     Attributes:
         watched: scans on a device, checked before each launch and by `drain`: no call of this process notices their
@@ -225,18 +199,15 @@ class ScanWorker:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
         return dist.get_world_size(self.group)
 
     @property
     def topology(self) -> Topology:
-        """Nodes of the group's ranks."""
         if self._topology is None:
             self._topology = Topology.one_node(self.size)
         return self._topology
 
     def wire(self, operation: str, reverse: bool) -> Wire:
-        """The group as a `Wire` for the named collective. Errors as of `Wire`."""
         wire = self._wires.get((operation, reverse))
         if wire is None:
             wire = self._wires[operation, reverse] = Wire(self.group, operation, reverse, self.timeout)
@@ -265,7 +236,7 @@ class ScanWorker:
 
     @contextlib.contextmanager
     def _launching(self, request: ScanRequest) -> Iterator[None]:
-        """Context manager around a launch and its inputs: on CUDA it runs on the worker's stream."""
+        # Around a launch and its inputs: on CUDA it runs on the worker's stream.
         self.check()
         tensors = [x for x in (request.state, request.transition, request.carry_in) if x is not None]
         has_stream = has_streams(request.state.device)
@@ -277,11 +248,7 @@ class ScanWorker:
                 raise
 
     def check(self) -> None:
-        """Check for failures, without waiting for scans in flight.
-
-        Raises:
-            CommunicationError: a scan failed.
-        """
+        """Raise CommunicationError if a scan has failed, without waiting for those in flight."""
         if self._queue.failure is None:
             try:
                 for scans in self.watched:
@@ -324,11 +291,7 @@ class ScanWorker:
         self._queue.jobs.put(job)
 
     def drain(self) -> None:
-        """Wait until everything launched is received *and* sent; call before destroying a group.
-
-        Raises:
-            CommunicationError: a scan failed.
-        """
+        """Wait until everything launched is received *and* sent; call before destroying a group. Raises as `check`."""
         if self._thread is not None:
             # Jobs run in launch order: when this one runs, all others are over.
             drained = Future()

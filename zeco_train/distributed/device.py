@@ -21,12 +21,7 @@ class Device(Enum):
 
 
 def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.device:
-    """Select this rank's device and make it current.
-
-    Args:
-        wanted: the user's setting.
-        launch: the launcher's description of this process.
-        key: name of the setting, for errors.
+    """Select this rank's device and make it current; errors name the setting `key`.
 
     Raises:
         ConfigError: there are fewer CUDA devices than ranks on this machine; no private folder for compiled code.

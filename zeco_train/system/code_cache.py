@@ -1,9 +1,8 @@
 """Cache folders of compiled code that only this user can write, since their contents are loaded and executed.
 
 torch's default for `torch.compile`, /tmp/torchinductor_USER, has a predictable name: another user of the machine who
-creates it first can have others execute any code. The default here has a random name on a disk of the node. The name is
-stored in the user's home, so that later processes reuse the compiled kernels.
-`python -m zeco_train.system.code_cache` prints it. Every folder is checked before use.
+creates it first can have others execute any code. The default here has a random name on a disk of the node, which is
+stored in the user's home for later processes, and printed by `python -m zeco_train.system.code_cache`.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ def default_folder() -> Path:
 
 
 def private_folder(key: str, path: Path) -> Path:
-    """Create a folder that only this user can write, or check an existing one.
-
-    Args:
-        key: the setting that names it.
-        path: the folder, or a link to it.
+    """Create a folder that only this user can write, or check an existing one; errors name the setting `key`.
 
     Returns:
         Its path with links resolved, so that no one can redirect it later.
@@ -94,9 +89,7 @@ def _reason(error: OSError | RuntimeError) -> str:
 
 
 def use_private_caches(folder: Path | None = None, key: str = KEY) -> None:
-    """Set the compile caches of this process and its children to private folders.
-
-    Folders that the environment names take precedence, and are checked.
+    """Set the compile caches of this process and its children to private folders; those of the environment are checked.
 
     Args:
         folder: for caches that no variable names; without it `torch.compile` gets the default one, and Triton and CUDA
@@ -117,7 +110,7 @@ def use_private_caches(folder: Path | None = None, key: str = KEY) -> None:
 
 @errors_in_a_line
 def main() -> int:
-    """Print the default folder; returns the exit code."""
+    """Print the default folder."""
     print(default_folder())
     return 0
 

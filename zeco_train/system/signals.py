@@ -125,13 +125,10 @@ def _drop_handlers_in_child() -> None:
 
 
 class StopRequest:
-    """Context manager that records the first stop signal instead of letting it end the process.
+    """Context manager that records the first stop signal instead of letting it end the process, as `signal`.
 
-    Later ones are ignored: a launcher forwards the signal that the terminal has already sent, so a second one does not
-    mean urgency.
-
-    Attributes:
-        signal: the recorded signal, also one from before the start (`remember_warning`); None if there was none.
+    It may be from before the start (`remember_warning`). Later ones are ignored: a launcher forwards the signal that
+    the terminal has already sent, so a second one does not mean urgency.
     """
 
     def __init__(self) -> None:

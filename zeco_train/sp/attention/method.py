@@ -31,7 +31,7 @@ class ShardedAttention(ABC):
         self._is_connected = False
 
     def prepare(self, device: torch.device) -> None:
-        """Warm up, so that the first step initialises nothing. Collective; raises CommunicationError if a peer is gone."""
+        """Warm up, so that the first step initialises nothing. Collective."""
         self.connect(torch.zeros(1, device=device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
