@@ -53,7 +53,7 @@ def request_problem(request: ScanRequest) -> str | None:
     batch, heads, key_dim, value_dim = request.state.shape
     if key_dim > 2048 or value_dim > 4096:
         return f"K={key_dim}, V={value_dim}"
-    # The kernels' offsets are 32-bit (`kernels/all_scan/protocol.py`).
+    # The kernels' offsets are 32-bit (`kernels/all_scan/__init__.py`).
     elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
 
