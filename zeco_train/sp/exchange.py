@@ -22,7 +22,7 @@ from zeco_train.ops.seam import AttentionMethod, Exchange
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
 from zeco_train.sp.attention.registry import build_attention, choose
 from zeco_train.sp.backend import SpecScan
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.registry import SPConfig
 
 Groups = tuple[ProcessGroup, ProcessGroup]

@@ -12,9 +12,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.sp.all_scan_config import IN_BLOCKS, AllScanConfig
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.backend import BackendSettings, BackendSpec
-from zeco_train.sp.dp import DP
-from zeco_train.sp.lasp1 import LASP1
-from zeco_train.sp.lasp2 import LASP2
+from zeco_train.sp.baselines import DP, LASP1, LASP2
 from zeco_train.sp.zeco import ZECO
 
 # In table and legend order.
