@@ -24,7 +24,7 @@ from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
-from zeco_train.sp.attention.routes import Arrival, Here, Range, Routes
+from zeco_train.sp.attention.routes import Arrival, Bounds, Here, Range, Routes
 
 
 class _Work(NamedTuple):
@@ -50,7 +50,7 @@ class AllGather(PipelinedAttention):
         self._paired = paired and wire.size > 1
 
     def forward_steps(
-        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
     ) -> Steps[Attended]:
         work = self._work(span, bounds)
         keys = self._routes(work.held, [[keys] for keys in work.keys])
@@ -72,15 +72,7 @@ class AllGather(PipelinedAttention):
         return Attended(o, lse.mT)
 
     def backward_steps(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         work = self._work(span, bounds)
         wanted = [[keys] for keys in work.keys]
@@ -138,7 +130,7 @@ class AllGather(PipelinedAttention):
     def _is_paired(self, span: Span) -> bool:
         return self._paired and span.window is None
 
-    def _work(self, span: Span, bounds: Sequence[int]) -> _Work:
+    def _work(self, span: Span, bounds: Bounds) -> _Work:
         own = self.spans(span, bounds)
         computed = [[each] for each in own]
         if self._is_paired(span):

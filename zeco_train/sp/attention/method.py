@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,18 +11,18 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.wire import Wire
+from zeco_train.ops.seam import AttentionMethod
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
-from zeco_train.sp.attention.routes import Range, Routes
+from zeco_train.sp.attention.routes import Bounds, Range, Routes
 from zeco_train.sp.exposed import run_wait
 
 
-class ShardedAttention(ABC):
+class ShardedAttention(AttentionMethod):
     """An `AttentionMethod` over the ranks of a wire, in the order of their tokens; the wire carries nothing else."""
 
     num_nodes = 1  # over which these ranks are spread
-    # add up gradients in one order on this rank, see `attend_backward`
-    deterministic = False
+    deterministic = False  # add up gradients in one order on this rank, see `attend_backward`
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -46,23 +45,7 @@ class ShardedAttention(ABC):
             self.wire.all_to_all(torch.empty_like(parts), parts, "a first message").wait()
             self._is_connected = True
 
-    @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended: ...
-
-    @abstractmethod
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def spans(self, span: Span, bounds: Sequence[int]) -> list[Span]:
+    def spans(self, span: Span, bounds: Bounds) -> list[Span]:
         """The spans of all ranks, given this rank's. Raises ValueError if its tokens are not those of the bounds."""
         shares = self._shares(bounds)
         if (span.start, span.stop) != (share := shares[self.wire.rank]):
@@ -72,7 +55,7 @@ class ShardedAttention(ABC):
             )
         return [span.part(*share) for share in shares]
 
-    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], bounds: Bounds) -> list[Tensor]:
         """Raises ValueError if this rank's tokens are not those of the bounds."""
         shares = self._shares(bounds)
         own, (first, after) = tensors[0].shape[1], shares[self.wire.rank]
@@ -83,7 +66,7 @@ class ShardedAttention(ABC):
         routes = Routes(self.wire, [[share] for share in shares], [[(bounds[0], bounds[-1])]] * self.wire.size)
         return routes.start(tensors, "keys and values").wait()
 
-    def _shares(self, bounds: Sequence[int]) -> list[Range]:
+    def _shares(self, bounds: Bounds) -> list[Range]:
         if len(bounds) != self.wire.size + 1:
             raise ValueError(f"attention over {self.wire.size} ranks: has the tokens of {len(bounds) - 1}")
         return list(itertools.pairwise(bounds))
@@ -147,22 +130,14 @@ class LocalAttention:
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float) -> Attended:
         return attend(q, k, v, span, span.start, scale)
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         return attend_backward(do, q, k, v, attended, span, span.start, scale, self.deterministic)
 
-    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], bounds: Bounds) -> list[Tensor]:
         del bounds
         return list(tensors)

@@ -18,6 +18,7 @@ from torch import Tensor
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.routes import Bounds
 
 # Of a rank, from which on a part's compute is longer than the launches of its messages; an estimate, not measured.
 LEAST_TOKENS = 8192
@@ -42,39 +43,23 @@ class PipelinedAttention(ShardedAttention):
 
     @abstractmethod
     def forward_steps(
-        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
     ) -> Steps[Attended]:
         """`forward` of some heads."""
 
     @abstractmethod
     def backward_steps(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """`backward` of some heads."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float) -> Attended:
         parts = zip(*(self._in_parts(x, k.shape[2], bounds) for x in (q, k, v)), strict=True)
         found = _in_turns([self.forward_steps(qp, kp, vp, span, bounds, scale) for qp, kp, vp in parts])
         return Attended(_joined([part.o for part in found], 2), _joined([part.lse for part in found], 1))
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse = attended.lse.transpose(1, 2)
         cut = (self._in_parts(x, k.shape[2], bounds) for x in (do, q, k, v, attended.o, lse))
@@ -85,7 +70,7 @@ class PipelinedAttention(ShardedAttention):
         dq, dk, dv = (_joined(grads, 2) for grads in zip(*_in_turns(steps), strict=True))
         return dq, dk, dv
 
-    def _in_parts(self, x: Tensor, key_heads: int, bounds: Sequence[int]) -> Sequence[Tensor]:
+    def _in_parts(self, x: Tensor, key_heads: int, bounds: Bounds) -> Sequence[Tensor]:
         # [B, T, heads, …] in parts of the heads, those of queries as those of the keys that they read.
         # The mean, which is the same on all ranks, whose shards may differ.
         tokens = (bounds[-1] - bounds[0]) // self.wire.size

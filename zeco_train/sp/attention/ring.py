@@ -27,13 +27,13 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
-from zeco_train.sp.attention.routes import Range
+from zeco_train.sp.attention.routes import Bounds, Range
 
 
 class Ring(ShardedAttention):
     """Ring Attention."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float) -> Attended:
         # Messages between some ranks must not be the first ones.
         self.connect(q)
         blocks = _Blocks(self.wire, self.spans(span, bounds), k, v)
@@ -51,15 +51,7 @@ class Ring(ShardedAttention):
         return Attended(found.o.to(q.dtype), found.lse)
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = accumulation_dtype(q.dtype)
         blocks = _Blocks(self.wire, self.spans(span, bounds), k, v)

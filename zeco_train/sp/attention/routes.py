@@ -18,6 +18,8 @@ from zeco_train.collectives.wire import Transfer, Wire
 
 # Positions [start, stop) of tokens.
 Range = tuple[int, int]
+# [P + 1]: rank r has the tokens [bounds[r], bounds[r + 1]).
+Bounds = Sequence[int]
 
 
 class _Piece(NamedTuple):

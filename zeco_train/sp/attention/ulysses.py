@@ -8,7 +8,7 @@ Memory: queries, keys, values and outputs of the whole sequence, of H / P heads:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
+from zeco_train.sp.attention.routes import Bounds
 
 
 class Ulysses(PipelinedAttention):
@@ -30,7 +31,7 @@ class Ulysses(PipelinedAttention):
         return self.wire.size
 
     def forward_steps(
-        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
     ) -> Steps[Attended]:
         spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         operands = {"queries": q, "keys": self._repeated(k), "values": self._repeated(v)}
@@ -46,15 +47,7 @@ class Ulysses(PipelinedAttention):
         return Attended(o.wait(), lse.wait().squeeze(-1).mT)
 
     def backward_steps(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         of_queries = {
