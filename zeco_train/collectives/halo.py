@@ -18,13 +18,8 @@ import torch
 from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.ops.seam import ScanRequest, fold
-
-
-def launch_halo(request: ScanRequest, worker: ScanWorker) -> PendingScan:
-    """Start the scan. The receive is posted before this returns; this rank's state is sent without its `wait`."""
-    return worker.launch(_Halo(request, worker.take_tags(1)[0]))
 
 
 class _Halo(ScanJob):
@@ -75,7 +70,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 HALO = ScanSpec(
     name="halo",
     description="every rank sends its state to the next one, which needs no other",
-    launch=launch_halo,
+    launch=lambda request, worker: worker.launch(_Halo(request, worker.take_tags(1)[0])),
     # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,

@@ -138,7 +138,7 @@ class SymmetricScans:
         self._arenas: list[tuple[Wire, Arena]] = []
         self._launches: dict[tuple[Any, ...], _Launch] = {}
         self._zeros: dict[tuple[Any, ...], Tensor] = {}
-        worker.watched.append(self)
+        worker.checks.append(self.check)
 
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
         """Start the scan; it completes without this rank's `wait`.

@@ -14,10 +14,10 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,40 +31,27 @@ from zeco_train.ops.seam import ScanRequest, fold
 from zeco_train.system import background
 
 
-class Future:
-    """A future tensor of a job, or the error that prevented it."""
+class TensorFuture(Future[Tensor]):
+    """The tensor of a job, or the error that prevented it."""
 
-    def __init__(self) -> None:
-        self._settled = threading.Event()
-        self._value: Tensor | None = None
-        self._error: BaseException | None = None
-        self._ready: torch.cuda.Event | None = None
+    _ready: torch.cuda.Event | None = None
 
     def set_result(self, value: Tensor, is_ready: bool = False) -> None:
         """Set the value; unless `is_ready`, it may still be computed by work queued on the current stream."""
         if has_streams(value.device) and not is_ready:
             self._ready = torch.cuda.Event()
             self._ready.record()
-        self._value = value
-        self._settled.set()
+        super().set_result(value)
 
-    def set_exception(self, error: BaseException) -> None:
-        if not self._settled.is_set():
-            self._error = error
-            self._settled.set()
-
-    def result(self) -> Tensor:
+    def result(self, timeout: float | None = None) -> Tensor:
         """Wait for the tensor; on CUDA returns at once and makes the current stream wait."""
-        self._settled.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._value is not None
+        value = super().result(timeout)
         if self._ready is not None:
-            stream = torch.cuda.current_stream(self._value.device)
+            stream = torch.cuda.current_stream(value.device)
             stream.wait_event(self._ready)
             # Allocated on the worker's stream: the allocator must not reuse it while the caller's stream reads it.
-            self._value.record_stream(stream)
-        return self._value
+            value.record_stream(stream)
+        return value
 
 
 class PendingScan:
@@ -75,8 +62,8 @@ class PendingScan:
     """
 
     def __init__(self, want_carry: bool) -> None:
-        self.incoming = Future()
-        self.carry = Future() if want_carry else None
+        self.incoming = TensorFuture()
+        self.carry = TensorFuture() if want_carry else None
         self.ended: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
@@ -99,7 +86,7 @@ class PendingScan:
         return self.carry.result()
 
     @property
-    def futures(self) -> list[Future]:
+    def futures(self) -> list[TensorFuture]:
         return [self.incoming] if self.carry is None else [self.incoming, self.carry]
 
 
@@ -151,15 +138,8 @@ class ScanJob(ABC):
         """The remaining work, on the worker's thread or stream."""
 
 
-class Watched(Protocol):
-    """Scans that a device runs by itself."""
-
-    def check(self) -> None:
-        """Raise `CommunicationError` if one has failed, without waiting for those in flight."""
-
-
 # The function to run, and the futures that it sets.
-_Job = tuple[Callable[[], None], list[Future]]
+_Job = tuple[Callable[[], None], list[TensorFuture]]
 
 
 @dataclass
@@ -181,14 +161,14 @@ class ScanWorker:
         topology: nodes of the group's ranks; None: all are on this machine.
 
     Attributes:
-        watched: scans on a device, checked before each launch and by `drain`: no call of this process notices their
-            failures.
+        checks: of scans that a device runs by itself, called before each launch and by `drain`; they raise
+            CommunicationError if one has failed, without waiting for those in flight.
     """
 
     def __init__(self, group: ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> None:
         self.group, self.timeout = group, timeout
         self._topology = topology
-        self.watched: list[Watched] = []
+        self.checks: list[Callable[[], None]] = []
         self._wires: dict[tuple[str, bool], Wire] = {}
         self._queue = _Queue()
         self._thread: threading.Thread | None = None
@@ -251,8 +231,8 @@ class ScanWorker:
         """Raise CommunicationError if a scan has failed, without waiting for those in flight."""
         if self._queue.failure is None:
             try:
-                for scans in self.watched:
-                    scans.check()
+                for check in self.checks:
+                    check()
             except CommunicationError as error:
                 self._queue.failure = error
         if self._queue.failure is not None:
@@ -278,7 +258,7 @@ class ScanWorker:
         self._tags = (start + count) % (1 << 30)
         return range(start, start + count)
 
-    def submit(self, run: Callable[[], None], futures: list[Future], device: torch.device) -> None:
+    def submit(self, run: Callable[[], None], futures: list[TensorFuture], device: torch.device) -> None:
         """Schedule `run`, which sets the futures, after all earlier jobs."""
         job = run, futures
         if has_streams(device):
@@ -294,7 +274,7 @@ class ScanWorker:
         """Wait until everything launched is received *and* sent; call before destroying a group. Raises as `check`."""
         if self._thread is not None:
             # Jobs run in launch order: when this one runs, all others are over.
-            drained = Future()
+            drained = TensorFuture()
             self.submit(lambda: drained.set_result(torch.empty(0)), [drained], torch.device("cpu"))
             drained.result()
         if self._stream is not None:
@@ -319,4 +299,5 @@ def _run(job: _Job, queue_: _Queue) -> None:
             queue_.failure = error
     if queue_.failure is not None:
         for future in futures:
-            future.set_exception(queue_.failure)
+            if not future.done():
+                future.set_exception(queue_.failure)
