@@ -70,11 +70,6 @@ class SPConfig:
     def spec(self) -> BackendSpec:
         return BACKENDS[self.backend.value]
 
-    @property
-    def scans(self) -> tuple[ScanSpec, ...]:
-        """The algorithms that the settings allow on one node."""
-        return self.scans_over(Topology((1,)))
-
     def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
         """The algorithms that the settings allow. Raises ConfigError if the chosen one cannot run over these nodes."""
         section = self.settings

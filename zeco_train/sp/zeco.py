@@ -42,21 +42,21 @@ class AllScan(ScanBackend):
 
     def choose(self, request: ScanRequest) -> Chosen:
         """Raises ConfigError if `transport=symmetric`, and the ranks do not support it; on all of them."""
-        return self._chosen_of(request, self._chooser.scans)
+        return self._fastest(request, self._chooser.scans)
 
     def possible(self, request: ScanRequest) -> Sequence[Chosen]:
-        # Each kernel takes tens of MB of symmetric memory per direction.
         if not self._crosses_ranks:
             return [self.choose(request)]
-        return [self._chosen_of(request, (scan,)) for scan in self._chooser.eligible(request.state.device)]
+        # Not all algorithms: each kernel takes tens of MB of symmetric memory per direction.
+        return [self._fastest(request, (scan,)) for scan in self._chooser.eligible(request.state.device)]
 
-    def _chosen_of(self, request: ScanRequest, scans: Sequence[ScanSpec]) -> Chosen:
+    def _fastest(self, request: ScanRequest, scans: Sequence[ScanSpec]) -> Chosen:
         if not self._crosses_ranks:
             return Chosen(scan_alone)
         worker, choice = self.worker(request), self._chooser.choose(request, self.load(request), scans)
-        if choice.link is not Link.symmetric:
+        if choice.link is not Link.symmetric:  # messages, folded by the worker's thread or stream
             return Chosen(choice.scan.over(worker, choice.blocks), choice.scan, choice)
-        if worker not in self._symmetric:
+        if worker not in self._symmetric:  # one kernel
             self._symmetric[worker] = SymmetricScans(worker)
         start = partial(self._symmetric[worker].launch, algorithm=choice.scan, blocks=choice.blocks)
         return Chosen(start, choice.scan, choice)
