@@ -32,10 +32,6 @@ def launch_chain(request: ScanRequest, worker: ScanWorker, *, blocks: int) -> Pe
     """Start the scan. All receives are posted before this returns; blocks are forwarded without this rank's `wait`.
 
     `blocks` need not divide H. If it exceeds H, each head is also cut along V, into at most V pieces.
-
-    Raises:
-        ValueError: `blocks` < 1.
-        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
     """
     if blocks < 1:
         raise ValueError(f"blocks must be ≥ 1, not {blocks}")

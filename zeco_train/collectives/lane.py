@@ -38,12 +38,7 @@ _EXCHANGES = 2
 
 
 def launch_lane(request: ScanRequest, worker: ScanWorker) -> PendingScan:
-    """Start the scan. All receives are posted before this returns; it progresses without this rank's `wait`.
-
-    Raises:
-        ConfigError: the worker's nodes have different numbers of ranks.
-        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
-    """
+    """Start the scan. All receives are posted before this returns; it progresses without this rank's `wait`."""
     topology = worker.topology
     if (problem := _problem(topology)) is not None:
         raise ConfigError("sp.all_scan.algorithm", "lane", problem)

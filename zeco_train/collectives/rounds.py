@@ -50,12 +50,7 @@ class _Round:
 
 
 class Rounds:
-    """The rounds of this rank.
-
-    Args:
-        stride: places are the positions p, p ± stride, …; 1: all ranks; L: equal local ranks of nodes of L ranks.
-        name: of what travels, for errors.
-    """
+    """The rounds of this rank over the places p, p ± stride, …: all ranks, or equal local ranks of nodes of `stride` ranks."""
 
     def __init__(self, wire: Wire, stride: int, format: Format, name: str) -> None:
         self._wire, self._stride, self._format, self._name = wire, stride, format, name
@@ -76,9 +71,8 @@ class Rounds:
     def run(self, own: tuple[Tensor, Tensor], set_result: Callable[[Tensor], None]) -> list[Transfer]:
         """Compose and send, round by round; returns sends under way, for places after this one.
 
-        Args:
-            own: this place's pair; that of the first place includes `carry_in`.
-            set_result: called with the state before this place as soon as that is known; not at the first place.
+        `own` is this place's pair, of the first place with `carry_in`. `set_result` gets the state before this place as
+        soon as it is known; not at the first place.
         """
         before: Pair | None = None
         sends: list[Transfer] = []

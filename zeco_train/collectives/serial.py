@@ -35,8 +35,7 @@ def recv_incoming(request: ScanRequest, wire: Wire) -> Tensor:
 def send_folded(request: ScanRequest, incoming: Tensor, wire: Wire) -> Tensor | None:
     """Fold this rank's pair into its incoming state and send the result to the next rank; return once it is received.
 
-    Returns:
-        The state after the last rank, [B, H, K, V], the same on every rank, if `want_carry`; else None.
+    Returns the state after the last rank, [B, H, K, V], the same on every rank, if `want_carry`.
     """
     if wire.is_last and not request.want_carry:
         return None

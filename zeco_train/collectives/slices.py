@@ -17,19 +17,15 @@ from zeco_train.ops.seam import join
 
 
 class Slices:
-    """Columns and heads of each owner.
-
-    Attributes:
-        width: columns per owner, w. Those of the last owners may be padding.
-        rows: maximum number of heads that an owner's columns touch; the same for all, so that messages have equal
-            length.
-    """
+    """Columns and heads of each owner."""
 
     def __init__(self, heads: int, value_dim: int, owners: int) -> None:
         self._heads, self._value_dim, self._owners = heads, value_dim, owners
         columns = heads * value_dim
+        # Columns per owner, w; those of the last owners may be padding.
         self.width = -(-columns // owners)
-        # Owners past the last column have padding only, and no start here.
+        # Heads that an owner's columns touch, at most: messages have equal length. Owners past the last column have
+        # padding only, and no start here.
         starts = range(0, columns, self.width)
         self.rows = max(
             (min(start + self.width, columns) - 1) // value_dim - start // value_dim + 1 for start in starts
@@ -49,9 +45,8 @@ class Slices:
     def unpack(self, message: Tensor, owner: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """A message [B, w + …, K] to an owner as the state and transition of the heads that its columns touch.
 
-        Returns:
-            [B, rows, K, C] and a transition of the kind of `like`, [B, rows, K] or [B, rows, K, K]; one head has C = w
-            columns, several have C = V each, with zeros in other owners' columns.
+        Returns [B, rows, K, C] and a transition of the kind of `like`, [B, rows, K] or [B, rows, K, K]; one head has C
+        = w columns, several have C = V each, with zeros in other owners' columns.
         """
         columns, rows = message.split((self.width, message.shape[1] - self.width), dim=1)
         return self.as_heads(columns, owner), join(rows, like)

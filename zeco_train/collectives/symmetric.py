@@ -124,11 +124,7 @@ class _OneKernel(ScanJob):
 
 
 class SymmetricScans:
-    """The scans of one worker, whose ranks share an NVLink domain, over symmetric memory.
-
-    Args:
-        tuning: by algorithm, instead of the default.
-    """
+    """The scans of one worker, whose ranks share an NVLink domain, over symmetric memory; `tuning` is by algorithm."""
 
     def __init__(
         self, worker: ScanWorker, allocate: Allocate = allocate_symmetric, tuning: dict[str, KernelTuning] | None = None
@@ -143,9 +139,7 @@ class SymmetricScans:
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
         """Start the scan; it completes without this rank's `wait`.
 
-        Args:
-            algorithm: a scan with a one-kernel implementation (`ScanSpec.kernel`).
-            blocks: for `chain`; None means blocks of 16,384 elements.
+        `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements.
 
         Raises:
             CommunicationError: an earlier scan of the worker failed.

@@ -51,8 +51,7 @@ class Transfer:
     def wait(self) -> None:
         """Wait for completion; on CUDA the current stream waits, not the caller.
 
-        Raises:
-            CommunicationError: no completion within the wire's timeout, or the peer is gone.
+        Raises CommunicationError if that takes longer than the wire's timeout, or the peer is gone.
         """
         wire = self._wire
         wire.guard(lambda: wire.run_wait(lambda: self._work.wait(*self._bound), self._device), self._what, self._peer)
@@ -62,29 +61,20 @@ class Transfer:
 class Wire:
     """One scan's view of a process group.
 
-    Args:
-        operation: name of the collective, for errors.
-        reverse: the scan runs from the last rank to the first.
-        timeout: bound of each wait.
-
-    Attributes:
-        position: this rank's place in scan order.
-        rank: this rank within the group, as `all_to_all` and `all_gather` order their parts.
-        run_wait: runs a call that waits for messages of tensors on a device, and may measure it.
-
-    Raises:
-        ValueError: this process is not in the group.
+    `operation` names the collective in errors, `timeout` bounds each wait. ValueError: this process is not in the
+    group.
     """
 
     def __init__(self, group: ProcessGroup, operation: str, reverse: bool, timeout: timedelta) -> None:
         self.timeout = timeout
         self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)  # as `all_to_all` and `all_gather` order their parts
         if self.rank < 0:
             raise ValueError("this process is not a member of the given process group")
         self._group, self.reverse = group, reverse
         self.operation = f"{operation} {'reverse' if reverse else 'forward'}"
-        self.position = self.group_rank(self.rank)
+        self.position = self.group_rank(self.rank)  # in scan order
+        # Runs a call that waits for messages of tensors on a device, and may measure it.
         self.run_wait: Callable[[Callable[[], bool], torch.device], bool] = lambda call, device: call()
 
     @property

@@ -55,22 +55,18 @@ class TensorFuture(Future[Tensor]):
 
 
 class PendingScan:
-    """A scan in flight (`zeco_train.ops.seam.LaunchedScan`), whose job sets `incoming` and `carry`.
-
-    Attributes:
-        ended: for a scan captured into a CUDA graph, the event at the end of all its work.
-    """
+    """A scan in flight (`zeco_train.ops.seam.LaunchedScan`), whose job sets `incoming` and `carry`."""
 
     def __init__(self, want_carry: bool) -> None:
         self.incoming = TensorFuture()
         self.carry = TensorFuture() if want_carry else None
-        self.ended: torch.cuda.Event | None = None
+        self.ended: torch.cuda.Event | None = None  # of a scan captured into a CUDA graph, the end of all its work
 
     def wait(self) -> Tensor:
         """The incoming state, [B, H, K, V]; it may be `carry_in` itself, so do not write to it.
 
-        Raises:
-            CommunicationError: a peer did not answer in time or is gone, in this scan or an earlier one of the worker.
+        Raises CommunicationError if a peer did not answer in time or is gone, in this scan or an earlier one of the
+        worker.
         """
         return self.incoming.result()
 
@@ -150,24 +146,16 @@ class _Queue:
 
 
 class ScanWorker:
-    """Runs the scans of one process group in launch order.
+    """Runs the scans of one process group in launch order; the group carries scans of one direction and nothing else.
 
     After a failure the group's state is unknown (messages may be half set): all scans under way and later ones
-    raise the first error.
-
-    Args:
-        group: ranks of the scan; the group must carry scans of one direction and nothing else.
-        timeout: bound of each wait for a peer.
-        topology: nodes of the group's ranks; None: all are on this machine.
-
-    Attributes:
-        checks: of scans that a device runs by itself, called before each launch and by `drain`; they raise
-            CommunicationError if one has failed, without waiting for those in flight.
+    raise the first error. `timeout` bounds each wait for a peer; without `topology` all ranks are on this machine.
     """
 
     def __init__(self, group: ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> None:
         self.group, self.timeout = group, timeout
         self._topology = topology
+        # Of scans that a device runs by itself: raise CommunicationError if one has failed, without waiting for others.
         self.checks: list[Callable[[], None]] = []
         self._wires: dict[tuple[str, bool], Wire] = {}
         self._queue = _Queue()
@@ -196,9 +184,7 @@ class ScanWorker:
     def launch(self, job: ScanJob) -> PendingScan:
         """Start a scan; it progresses without this rank's `wait`. A group of one rank needs no communication.
 
-        Raises:
-            ValueError: this process is not in the group.
-            CommunicationError: an earlier scan of this worker failed, or a peer is gone.
+        Raises CommunicationError if an earlier scan of this worker failed, or a peer is gone.
         """
         request = job.request
         job.wire = self.wire(job.operation, request.reverse)

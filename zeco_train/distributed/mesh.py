@@ -74,8 +74,7 @@ class ProcessMesh:
 def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
     """Resolve `sp.size`: −1 means the world size, or 1 for a backend that does not shard sequences.
 
-    Raises:
-        ConfigError: a size that does not divide the world size, or that the backend does not support.
+    Raises ConfigError for a size that does not divide the world size, or that the backend does not support.
     """
     if sp_size == -1:
         return world_size if BACKENDS[backend].scans else 1
@@ -134,12 +133,7 @@ def join_alike(
 ) -> ProcessMesh:
     """Initialise the process groups, and check that all ranks have the same setup. Collective.
 
-    Args:
-        settings: plain values of the configuration.
-        more: JSON values that must be the same, too.
-
-    Raises:
-        ConfigError: ranks that differ.
+    `settings` are plain values of the configuration, `more` JSON values. Raises ConfigError for ranks that differ.
     """
     join(device, timeout)
     # Before the first operation in which ranks of different settings would deadlock, such as the creation of groups.
@@ -183,10 +177,7 @@ def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:
 
 
 def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
-    """Run `action`; if it raises a `ZecoError` on any rank, raise the lowest rank's on every rank.
-
-    A failure on one rank only (a file missing on one node) would otherwise leave the other ranks waiting for it.
-    """
+    """Run `action`; if it raises a `ZecoError` on any rank, raise the lowest rank's on every rank, so that none waits."""
     error: ZecoError | None = None
     result: T | None = None
     try:

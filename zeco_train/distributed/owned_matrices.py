@@ -17,11 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def assign(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Assign items to ranks greedily, most costly first, each to the least loaded rank (Graham, 1969).
-
-    Returns:
-        By rank, the indices of its items, most costly first.
-    """
+    """The items of each rank, most costly first: each goes greedily to the least loaded rank (Graham, 1969)."""
     loads = [(0.0, rank) for rank in range(ranks)]
     owned: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -37,15 +33,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class WholeMatrices:
-    """Assigns matrices to owner ranks and rounds.
+    """Assigns matrices [N, K] to owner ranks and rounds, by the owner's work for each (`costs`).
 
-    Args:
-        parameters: matrices [N, K], all with the same placement: sharded over rows or replicated, on a mesh of all
-            ranks or of this one.
-        costs: the owner's work for each.
-
-    Attributes:
-        rounds: the matrices of each round, by owner: an index, or None for a rank without a matrix left.
+    All have the same placement: sharded over rows or replicated, on a mesh of all ranks or of this one. `rounds` has
+    the matrices of each round, by owner: an index, or None for a rank without a matrix left.
     """
 
     def __init__(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:

@@ -76,8 +76,7 @@ class ParallelConfig:
 def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: int) -> int:
     """Ranks over which parameters are sharded; `shard_size` as in `ParallelConfig`.
 
-    Raises:
-        ConfigError: a shard size that does not divide the world size.
+    Raises ConfigError for a shard size that does not divide the world size.
     """
     if strategy is Strategy.ddp:
         return 1

@@ -58,8 +58,7 @@ def unit_parameters(module: FSDPModule) -> tuple[list[UnitParameter], torch.devi
 def replace_gradient_copy(copy: Callable[[list[Tensor], int, int, Tensor], None]) -> torch.library.Library:
     """Have FSDP2 copy gradients into the buffer of a reduction by `copy(tensors, dim, num_chunks, out)`.
 
-    Returns:
-        The replacement's owner: torch takes it back when the owner is freed.
+    Returns the replacement's owner: torch takes it back when the owner is freed.
     """
     library = torch.library.Library("fsdp", "IMPL")
     with warnings.catch_warnings():

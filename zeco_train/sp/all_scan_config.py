@@ -72,11 +72,7 @@ class AllScanConfig:
         return self.scans_over(Topology((1,)))
 
     def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
-        """The algorithms to choose from.
-
-        Raises:
-            ConfigError: the configured one cannot run over these nodes.
-        """
+        """The algorithms to choose from. Raises ConfigError if the configured one cannot run over these nodes."""
         if self.algorithm is AllScanAlgorithm.auto:
             measured_only = topology.nodes == 1
             able = (scan for scan in ALL_SCANS if scan.problem(topology) is None)
@@ -87,11 +83,7 @@ class AllScanConfig:
         return (scan,)
 
     def topology(self, found: Topology) -> Topology:
-        """The nodes of the ranks: as configured, else as found.
-
-        Raises:
-            ConfigError: the ranks do not fill the configured nodes.
-        """
+        """The nodes of the ranks: as configured, else as found. Raises ConfigError if the ranks do not fill them."""
         return found if self.ranks_per_node is None else found.with_ranks_per_node(self.ranks_per_node)
 
     @property

@@ -30,9 +30,8 @@ class Chosen(NamedTuple):
 class ScanBackend(ABC):
     """A `StateScan` by the algorithm that `choose` finds, once for each shape and direction of states.
 
-    Args:
-        workers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
-            since one group serialises its messages. None if nothing is communicated.
+    `workers` are one for forward and one for reverse scans, each with its own process group, since one group serialises
+    its messages; none if nothing is communicated.
     """
 
     choice: Choice | None = None  # of the last scan

@@ -45,14 +45,10 @@ class Choice:
 
 
 def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> Choice:
-    """The fastest scan that runs on the link of `costs`, for P ≥ 2 ranks; the first of equals.
+    """The fastest scan that runs on the link of `costs`, for P ≥ 2 ranks; the first of equals. ValueError if none does.
 
-    Args:
-        blocks: number of blocks if states are sent in blocks; None is the best number over messages, and 16,384
-            elements each in one kernel.
-
-    Raises:
-        ValueError: none of them runs on the link.
+    `blocks` applies if states are sent in blocks; None is the best number over messages, and 16,384 elements each in
+    one kernel.
     """
     choices = []
     for scan in scans:
@@ -76,8 +72,7 @@ def eligible(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[ScanSp
 class Chooser:
     """Chooses link and algorithm for the scans of one group of ranks, and logs what it chose.
 
-    Raises:
-        ConfigError: the configured algorithm cannot run over the nodes.
+    Raises ConfigError if the configured algorithm cannot run over the nodes.
     """
 
     def __init__(self, worker: ScanWorker, settings: AllScanConfig) -> None:
@@ -93,8 +88,7 @@ class Chooser:
     def choose(self, request: ScanRequest, load: Load, scans: Sequence[ScanSpec]) -> Choice:
         """The fastest of `scans` for requests of this size. Collective on CUDA, the first time.
 
-        Raises:
-            ConfigError: `transport=symmetric`, and the ranks or the scan do not support it. On all ranks.
+        Raises ConfigError, on all ranks, if `transport=symmetric`, and the ranks or the scan do not support it.
         """
         link = self.link(request.state.device)
         problem = request_problem(request) if link is Link.symmetric else None

@@ -44,13 +44,8 @@ def build_exchange(
 ) -> Exchange:
     """What connects the ranks of a mesh that share a sequence, ready for its tensors. Collective.
 
-    Args:
-        needs_halo: the model has states that cross one border only.
-        softmax: size of its softmax layers; None if it has none.
-        deterministic: gradients have the same bits in each run, also in softmax layers.
-
-    Raises:
-        ConfigError: the ranks do not support the configuration, or cannot share the softmax layers' heads.
+    `needs_halo`: the model has states that cross one border only; `softmax`: size of its softmax layers, if any.
+    Raises ConfigError if the ranks do not support the configuration, or cannot share the softmax layers' heads.
     """
     halo = halo_groups(mesh) if needs_halo else None
     exchange = connect(config, mesh.scan_groups, mesh.timeout, mesh.device, halo, mesh.topology)
@@ -79,14 +74,11 @@ def connect(
     """An `Exchange` over the ranks of an SP group; for softmax layers over one rank only.
 
     Args:
-        groups: the SP group, one group per direction (forward, reverse).
+        groups: one per direction (forward, reverse).
         device: warm the groups up for its tensors, which is collective; None: the first scans initialise them.
         halo: two more such groups, for a model with states that cross one border only; None: such states take the
             backend's own scan.
         topology: the nodes of the ranks, unless the settings give them; None: all are on this machine.
-
-    Raises:
-        ConfigError: the ranks do not support the configuration.
     """
     rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     topology = config.topology(topology or Topology.one_node(size))

@@ -29,11 +29,7 @@ from zeco_train.sp.choose import Chooser
 
 
 class AllScan(ScanBackend):
-    """ZeCO's scan over the ranks of a sequence.
-
-    Raises:
-        ConfigError: the algorithm cannot run over the workers' nodes.
-    """
+    """ZeCO's scan over the ranks of a sequence. ConfigError: the algorithm cannot run over their nodes."""
 
     def __init__(self, workers: tuple[ScanWorker, ...], settings: AllScanConfig) -> None:
         super().__init__(workers)

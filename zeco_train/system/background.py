@@ -41,8 +41,7 @@ def start(
 def stop_all(seconds: float = _SECONDS_TO_END) -> list[str]:
     """Stop and join all threads but the calling one, in `seconds` for all together.
 
-    Returns:
-        The names of the threads that are still running. The interpreter must not be finalised then.
+    Returns the names of those still running. The interpreter must not be finalised then.
     """
     with _lock:
         threads = {thread: stop for thread, stop in _running.items() if thread is not threading.current_thread()}

@@ -130,8 +130,7 @@ def _if_supported() -> Iterator[None]:
 def take_lock(path: Path) -> tuple[int, str | None]:
     """Open and lock a file, creating it if needed; the lock is held until the descriptor closes or the process exits.
 
-    Returns:
-        The descriptor; and the reason why the file system cannot lock, None if it can.
+    Returns the descriptor; and the reason why the file system cannot lock, None if it can.
 
     Raises:
         BlockingIOError: another process holds it.

@@ -47,9 +47,8 @@ def remember_warning() -> None:
 def run_command(module: str) -> NoReturn:
     """Run the `main` of a module as a command, which Ctrl-C ends without a traceback.
 
-    Importing torch takes seconds, and it does not handle a KeyboardInterrupt cleanly: until the import is done, SIGINT
-    ends the process. A module that is itself the command calls this before its other imports, and is imported again by
-    its name.
+    Until its imports are done, SIGINT ends the process: torch does not handle a KeyboardInterrupt cleanly. A module
+    that is itself the command calls this before its other imports, and is imported again by its name.
     """
     show_any_text()
     put_own_packages_first()

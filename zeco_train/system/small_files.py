@@ -29,9 +29,7 @@ _MOST_DIGITS = 400
 def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
     """The contents of a regular file, or a link to one, of at most `largest` bytes.
 
-    Raises:
-        OSError: not such a file, or it cannot be read; `strerror` has the reason.
-        OpenFilesError: too many files are open.
+    Raises OSError (`strerror` has the reason) if it is not, or cannot be read; OpenFilesError if too many are open.
     """
     check_regular(path)
     # Not blocking, and checked again: the path may name another file by now.

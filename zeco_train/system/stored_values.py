@@ -26,9 +26,8 @@ _INTERPOLATION = "${"
 def read_values(path: Path) -> dict[str, Any]:
     """The mapping in a small YAML file.
 
-    Raises:
-        OSError: it cannot be read, is not a regular file, or is too large.
-        ValueError: not YAML, not a mapping, nested too deeply, or with aliases or interpolations.
+    Raises OSError if it cannot be read, is not a regular file, or is too large; ValueError if it is not YAML, not a
+    mapping, nested too deeply, or has aliases or interpolations.
     """
     text = read_small(path, _LARGEST_BYTES).decode()
     try:

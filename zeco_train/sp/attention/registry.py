@@ -71,13 +71,7 @@ def build_attention(
     *,
     deterministic: bool = False,
 ) -> ShardedAttention | LocalAttention:
-    """The method over an SP group that carries nothing else.
-
-    Args:
-        device: warm the group up for its tensors, which is collective; None: first passes initialise it.
-        nodes: over which the ranks are spread.
-        deterministic: see `ShardedAttention`.
-    """
+    """The method over an SP group that carries nothing else, warmed up for `device` if that is given. Collective."""
     if dist.get_world_size(group) == 1:
         return LocalAttention(deterministic=deterministic)
     method = spec.build(Wire(group, f"softmax attention ({spec.name})", False, timeout))

@@ -39,11 +39,7 @@ class Parcel(NamedTuple):
 
 
 class Routes:
-    """Who sends which tokens to whom.
-
-    Args:
-        held, wanted: each rank's ranges, in the order in which its tensors have them.
-    """
+    """Who sends which tokens to whom, by each rank's ranges in the order in which its tensors have them."""
 
     def __init__(self, wire: Wire, held: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]) -> None:
         own = wire.rank
@@ -104,13 +100,7 @@ class Routes:
 
 
 class Arrival:
-    """Tokens under way, received into `message`.
-
-    Args:
-        pieces: of each rank's tokens in the message.
-        wanted: makes the tensors [B, wanted tokens, ...] to put them into.
-        is_partition: each wanted token comes from one rank.
-    """
+    """Tokens under way."""
 
     def __init__(
         self,
@@ -120,16 +110,14 @@ class Arrival:
         wanted: Callable[[], list[Tensor]],
         is_partition: bool,
     ) -> None:
+        # `pieces`: of each rank's tokens in the message; `wanted` makes the tensors to put them into.
         self._under_way, self._pieces, self._is_partition = (transfer, message, wanted), pieces, is_partition
 
     def wait(self, *, add: bool = False) -> list[Tensor]:
         """The tensors [B, wanted tokens, ...]; 0 where no rank holds a wanted token. Once: the message is freed.
 
-        Args:
-            add: several ranks may hold a token: sum this rank's and what the others sent, always in the order of ranks.
-
-        Raises:
-            CommunicationError: a peer is gone, or did not answer within the timeout.
+        With `add`, several ranks may hold a token: sum this rank's and what the others sent, always in the order of
+        ranks. Raises CommunicationError if a peer is gone, or did not answer within the timeout.
         """
         transfer, message, wanted = self._under_way
         transfer.wait()
