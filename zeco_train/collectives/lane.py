@@ -4,7 +4,7 @@ With N nodes of L ranks, local rank j of every node owns slice j of all states (
 
     1. inside a node, all to all:   rank p → local rank j:  slice j of S_p, and the transitions of its heads
        local rank j composes the node's pairs of its slice, in scan order
-    2. between nodes, ⌈log₂ N⌉ rounds (`rounds.py`) between equal local ranks:  R of slice j before the node
+    2. between nodes, ⌈log₂ N⌉ rounds (`doubling.py`) between equal local ranks:  R of slice j before the node
     3. inside a node, all to all:   local rank j → rank p:  slice j of R_p
 
 It works for any N and L; a single node has no step 2, one rank a node no steps 1 and 3. All nodes have as many ranks.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.rounds import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
+from zeco_train.collectives.doubling import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
