@@ -41,7 +41,7 @@ from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import Halos, count_scans, parameter_traffic, plan_halos, scan_bytes, step_bytes
 from zeco_train.sp.backend import TappedScan
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.registry import BACKENDS, SPConfig
 from zeco_train.training.build import build_model

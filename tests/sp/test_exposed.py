@@ -23,7 +23,7 @@ from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice, build_attention
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter, active_meter
 from zeco_train.sp.registry import Backend, SPConfig

@@ -36,7 +36,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
 

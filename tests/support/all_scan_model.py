@@ -1,4 +1,4 @@
-"""Model checker for the protocol of `zeco_train/kernels/all_scan/protocol.py`, stepped through in random orders.
+"""Model checker for the protocol of `zeco_train/kernels/all_scan/__init__.py`, stepped through in random orders.
 
 Ranks run kernels one after another, a kernel's CTAs in any order, and each load, store and signal of a cell is a step.
 Cells record which rank wrote which data in which scan, so that any wrong load is detected. The model covers the order

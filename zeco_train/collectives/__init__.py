@@ -1,16 +1,13 @@
 """Exclusive scans of `(state, transition)` over the ranks of a process group, one file per algorithm.
 
-`registry.py` lists them by name, with their communication volume and cost.
-
 All take the pair of this rank's tokens, from a zero start, and return the preceding state (docs/mathematics.md):
 
     R_0 = carry_in,    R_{p+1} = A_p R_p + state_p        (in reverse: from the last rank down)
 
-A collective takes a `ScanRequest`, which holds this rank's tensors, and the `ScanWorker` of a process group. All but
-`symmetric.py` use only the public API of `torch.distributed`, over gloo or NCCL; `symmetric.py` runs a kernel over
-memory shared by the GPUs of one NVLink domain. A worker's group must carry scans of one direction and nothing else,
-and every rank must launch the same scans in the same order. Give the group its own timeout (`new_group(timeout=…)`)
-equal to the worker's: on CUDA, where `wait` orders streams and does not block the host, NCCL's watchdog enforces the
+All but `symmetric.py`, a kernel over memory shared by the GPUs of one NVLink domain, use only the public API of
+`torch.distributed`, over gloo or NCCL. The group of a `ScanWorker` must carry scans of one direction and nothing else,
+and every rank must launch the same scans in the same order. Give the group the worker's timeout
+(`new_group(timeout=…)`): on CUDA, where `wait` orders streams and does not block the host, NCCL's watchdog enforces the
 group's timeout (and the kernel the worker's); on CPUs it bounds the lifetime of gloo's threads after a failed
 collective.
 

@@ -34,25 +34,20 @@ def keep(memory: object) -> None:
 
 
 class TwoShotCapacity(NamedTuple):
-    """Size of one `two_shot` call, or capacity of an arena for it.
+    """Size of one `two_shot` call, or capacity of an arena for it."""
 
-    Attributes:
-        width, tiles: per owner, and in total.
-        slot, decays, results: bytes of one rank's part of an owner's tiles, of their log-decays, and of all results.
-    """
-
-    width: int
-    tiles: int
-    slot: int
-    decays: int
-    results: int
+    width: int  # tiles per owner
+    tiles: int  # in total
+    slot: int  # bytes of one rank's part of an owner's tiles
+    decays: int  # bytes of their log-decays
+    results: int  # bytes of all results
 
 
 class ChainCapacity(NamedTuple):
-    """Size of one `chain` call, or capacity of an arena for it: blocks, and bytes of a state."""
+    """Size of one `chain` call, or capacity of an arena for it."""
 
-    blocks: int
-    state: int
+    blocks: int  # number
+    state: int  # bytes
 
 
 Capacity = TwoShotCapacity | ChainCapacity
@@ -106,7 +101,6 @@ class ArenaLayout:
         return layout
 
     def place(self, name: str, size: int) -> None:
-        """Append a part."""
         self.offsets[name] = self.size
         self.size += _aligned(size)
 
@@ -121,10 +115,8 @@ T = TypeVar("T")
 def on_all_ranks(action: Callable[[], T], group: ProcessGroup) -> T:
     """Result of `action`, once it has succeeded on all ranks, so that no rank goes on to wait for one that failed.
 
-    Collective, and bounded by the group's timeout.
-
-    Raises:
-        RuntimeError: it failed on some rank; the message names the first such rank and its error. On all ranks.
+    Collective. Raises RuntimeError on all ranks if it failed on some; the message has the first such rank and its
+    error.
     """
     result: list[T] = []
     problem, cause = None, None
@@ -145,10 +137,9 @@ Allocate = Callable[[int, ProcessGroup, torch.device], tuple[object, list[int]]]
 
 
 def allocate_symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[object, list[int]]:
-    """Allocate memory on all of the group's GPUs and map it into each process. Collective.
+    """Allocate memory on all GPUs of the group and map it into each process. Collective.
 
-    Raises:
-        RuntimeError: a GPU is out of memory, or has no peer access. On all ranks.
+    Raises RuntimeError on all ranks if a GPU is out of memory, or has no peer access.
     """
     # In two steps: the rendezvous would wait for a rank that could not allocate.
     memory = on_all_ranks(lambda: _allocate(size, device), group)
@@ -178,20 +169,7 @@ def _map(memory: Tensor, group: ProcessGroup) -> tuple[object, list[int]]:
 
 
 class Arena:
-    """One arena on this rank, with its kernels' private tensors.
-
-    Args:
-        group: its ranks.
-        reverse: scans run from the last rank to the first.
-        device: of the scans.
-        capacity: of the layout.
-        allocate: allocator of the shared memory. Collective.
-
-    Attributes:
-        peers: [P] int64, the ranks' addresses in scan order.
-        control: [2] int32, the last scan's epoch, and the number of CTAs that have read it.
-        failure: [1] int64, see `kernels/all_scan/`.
-    """
+    """One arena on this rank, with its kernels' private tensors."""
 
     def __init__(
         self, group: ProcessGroup, reverse: bool, device: torch.device, capacity: Capacity, allocate: Allocate
@@ -199,6 +177,7 @@ class Arena:
         self.capacity = capacity
         self.layout = ArenaLayout.of(capacity, dist.get_world_size(group))
         memory, addresses = allocate(self.layout.size, group, device)
+        # In scan order; the last scan's epoch, and the number of CTAs that have read it; see `kernels/all_scan/`.
         self.peers = torch.tensor(addresses[::-1] if reverse else addresses, dtype=torch.int64, device=device)
         self.control = torch.zeros(2, dtype=torch.int32, device=device)
         self.failure = torch.zeros(1, dtype=torch.int64, device=device)

@@ -31,15 +31,7 @@ from zeco_train.ops.seam import ScanRequest, fold
 def launch_chain(request: ScanRequest, worker: ScanWorker, *, blocks: int) -> PendingScan:
     """Start the scan. All receives are posted before this returns; blocks are forwarded without this rank's `wait`.
 
-    Args:
-        request: this rank's part.
-        worker: of the group and the request's direction.
-        blocks: number of pieces, ≥ 1; need not divide H. If it exceeds H, each head is also cut along V, into at most V
-            pieces.
-
-    Raises:
-        ValueError: `blocks` < 1, or this process is not in the group.
-        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
+    `blocks` need not divide H. If it exceeds H, each head is also cut along V, into at most V pieces.
     """
     if blocks < 1:
         raise ValueError(f"blocks must be ≥ 1, not {blocks}")
@@ -49,23 +41,17 @@ def launch_chain(request: ScanRequest, worker: ScanWorker, *, blocks: int) -> Pe
 
 @dataclass
 class _Block:
-    """A piece of some heads, or of some columns of one, [B, h, K, v], on this rank.
-
-    Attributes:
-        incoming: the piece of R_p.
-        receive: its receive; None on the first rank.
-    """
-
+    # A piece of some heads, or of some columns of one, [B, h, K, v], on this rank.
     name: str
     tag: int
     state: Tensor
     transition: Tensor
-    incoming: Tensor
-    receive: Transfer | None = None
+    incoming: Tensor  # of R_p
+    receive: Transfer | None = None  # None on the first rank
 
 
 def _pieces(shape: tuple[int, ...], blocks: int) -> tuple[int, int]:
-    """Numbers of pieces along H, and along V for each of them."""
+    # Numbers of pieces along H, and along V for each of them.
     _, heads, _, value_dim = shape
     return (blocks, 1) if blocks <= heads else (heads, min(value_dim, -(-blocks // heads)))
 
@@ -81,8 +67,6 @@ def _join(parts: list[Tensor], along_values: int) -> Tensor:
 
 
 class _Chain(ScanJob):
-    """A scan by blocks."""
-
     operation = "all_scan_chain"
 
     def __init__(self, request: ScanRequest, blocks: int, tags: range) -> None:
@@ -150,7 +134,7 @@ def best_blocks(costs: Costs, load: Load) -> int:
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
-    """T; `blocks` applies to messages only."""
+    # T; `blocks` applies to messages only.
     if costs.link is Link.symmetric or blocks is None:
         return costs.start + (load.ranks - 1) * costs.message + costs.byte * load.state_bytes
     hops = [hop.message + hop.byte * load.state_bytes / blocks for hop in costs.along(load)]

@@ -1,15 +1,12 @@
-"""Predicted times of scans over ranks (the model of docs/mathematics.md): costs of the links, and the load of a scan.
+"""Predicted times of scans over ranks (docs/mathematics.md): costs of the links, and the load of a scan.
 
-Each algorithm's formula is in its file.
-
-The costs were measured once per link and are listed below: nothing is measured at run time, so a run resumed later or
-elsewhere chooses the same algorithm and adds up states in the same order. (Bitwise reproducibility needs processors of
-one kind: within a product, math libraries choose the order by the processor.)
+Each algorithm's formula is in its file. The costs were measured once per link: nothing is measured at run time, so a
+run resumed later or elsewhere chooses the same algorithm and adds up states in the same order. (Bitwise reproducibility
+needs processors of one kind: within a product, math libraries choose the order by the processor.)
 
 `Link.symmetric` is fitted to isolated scans of 2 and 4 GPUs, from launch to wait; beyond 4 ranks it extrapolates.
 Back-to-back scans in a CUDA graph, where ranks may run ahead of each other, take half of that, and a chain, which is
-then a full pipeline, gains the most; but in a model a layer lies between two scans, so the isolated scan is the
-measure.
+then a full pipeline, gains the most; but in a model a layer lies between two scans.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 
 
 class Link(Enum):
-    """Transport of a scan: `p2p` between processes on a CPU, GPUs of one machine, or machines; or `symmetric`."""
+    """Transport of a scan: messages between processes on CPUs, between GPUs of one or several machines, or memory."""
 
     gloo = "gloo"
     nccl = "nccl"
@@ -31,31 +28,22 @@ class Link(Enum):
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost parameters of a link.
-
-    Attributes:
-        link: the link.
-        message, byte: α in seconds and β in seconds per byte, of point-to-point messages.
-        exchange, exchange_peer, exchange_byte: α', α'' and β', of an exchange between all ranks.
-        start: α₀, fixed cost of a kernel.
-        between: the costs between nodes; None: the link is that of one node, or knows no difference.
-    """
+    """Cost parameters of a link, in seconds and seconds per byte."""
 
     link: Link
-    message: float
-    byte: float
-    exchange: float
-    exchange_peer: float
-    exchange_byte: float
-    start: float = 0.0
-    between: Costs | None = None
+    message: float  # α, of point-to-point messages
+    byte: float  # β
+    exchange: float  # α', of an exchange between all ranks
+    exchange_peer: float  # α''
+    exchange_byte: float  # β'
+    start: float = 0.0  # α₀, fixed cost of a kernel
+    between: Costs | None = None  # the costs between nodes, if they differ
 
     def farthest(self, nodes: int) -> Costs:
-        """The costs of the longest hop over this many nodes: between them, if there are several."""
+        """The costs of the longest hop over this many nodes."""
         return self.between if self.between is not None and nodes > 1 else self
 
     def along(self, load: Load) -> tuple[Costs, ...]:
-        """The costs of the P − 1 hops from each rank to the next."""
         return (self,) * (load.ranks - load.nodes) + (self.farthest(load.nodes),) * (load.nodes - 1)
 
     def exchange_seconds(self, load: Load, part: float) -> float:
@@ -92,11 +80,7 @@ def assumed_costs(
 ) -> dict[Link, Costs]:
     """The costs of every link with assumed values in place of measured ones; None keeps the measured value.
 
-    Args:
-        message: α and α', seconds per message.
-        byte: β and β', seconds per byte.
-        node_message: like `message`, between nodes.
-        node_byte: like `byte`, between nodes.
+    `message` stands for α and α', `byte` for β and β'; `node_message` and `node_byte` are those between nodes.
     """
 
     def changed(costs: Costs, message: float | None, byte: float | None) -> Costs:
@@ -113,25 +97,16 @@ def assumed_costs(
 
 @dataclass(frozen=True)
 class Load:
-    """The size of one scan.
+    """The size of one scan."""
 
-    Attributes:
-        ranks: P.
-        shape: of a state, [B, H, K, V].
-        itemsize: bytes per element.
-        matrices: the transitions are matrices [B, H, K, K] rather than log-decays [B, H, K].
-        nodes: machines that hold the ranks.
-    """
-
-    ranks: int
-    shape: tuple[int, ...]
-    itemsize: int
-    matrices: bool = False
-    nodes: int = 1
+    ranks: int  # P
+    shape: tuple[int, ...]  # of a state, [B, H, K, V]
+    itemsize: int  # bytes per element
+    matrices: bool = False  # the transitions are matrices [B, H, K, K] rather than log-decays [B, H, K]
+    nodes: int = 1  # machines that hold the ranks
 
     @property
     def per_node(self) -> int:
-        """Ranks of a node."""
         return self.ranks // self.nodes
 
     @property
@@ -141,7 +116,6 @@ class Load:
 
     @property
     def transition_bytes(self) -> int:
-        """Bytes of a rank's transition."""
         return math.prod(self.shape[:3]) * (self.shape[2] if self.matrices else 1) * self.itemsize
 
     @property

@@ -18,27 +18,11 @@ import torch
 from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker
+from zeco_train.collectives.worker import ScanJob
 from zeco_train.ops.seam import ScanRequest, fold
 
 
-def launch_halo(request: ScanRequest, worker: ScanWorker) -> PendingScan:
-    """Start the scan. The receive is posted before this returns; this rank's state is sent without its `wait`.
-
-    Args:
-        request: this rank's part.
-        worker: of the group and the request's direction.
-
-    Raises:
-        ValueError: this process is not in the group.
-        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
-    """
-    return worker.launch(_Halo(request, worker.take_tags(1)[0]))
-
-
 class _Halo(ScanJob):
-    """One message to the next rank."""
-
     operation = "halo_scan"
 
     def __init__(self, request: ScanRequest, tag: int) -> None:
@@ -71,7 +55,7 @@ class _Halo(ScanJob):
             scan.carry.set_result(carry)
 
     def _take(self) -> None:
-        """Wait for the other rank's message, once."""
+        # Wait for the other rank's message, once.
         if self._receive is not None:
             self._receive.wait()
             self._receive = None
@@ -86,7 +70,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 HALO = ScanSpec(
     name="halo",
     description="every rank sends its state to the next one, which needs no other",
-    launch=launch_halo,
+    launch=lambda request, worker: worker.launch(_Halo(request, worker.take_tags(1)[0])),
     # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,

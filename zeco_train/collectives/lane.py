@@ -4,7 +4,7 @@ With N nodes of L ranks, local rank j of every node owns slice j of all states (
 
     1. inside a node, all to all:   rank p → local rank j:  slice j of S_p, and the transitions of its heads
        local rank j composes the node's pairs of its slice, in scan order
-    2. between nodes, ⌈log₂ N⌉ rounds (`rounds.py`) between equal local ranks:  R of slice j before the node
+    2. between nodes, ⌈log₂ N⌉ rounds (`doubling.py`) between equal local ranks:  R of slice j before the node
     3. inside a node, all to all:   local rank j → rank p:  slice j of R_p
 
 It works for any N and L; a single node has no step 2, one rank a node no steps 1 and 3. All nodes have as many ranks.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.rounds import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
+from zeco_train.collectives.doubling import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
@@ -38,17 +38,7 @@ _EXCHANGES = 2
 
 
 def launch_lane(request: ScanRequest, worker: ScanWorker) -> PendingScan:
-    """Start the scan. All receives are posted before this returns; it progresses without this rank's `wait`.
-
-    Args:
-        request: this rank's part.
-        worker: of the group and the request's direction; its topology has the nodes.
-
-    Raises:
-        ConfigError: the nodes have different numbers of ranks.
-        ValueError: this process is not in the group.
-        CommunicationError: an earlier scan of the worker failed, or a peer is gone.
-    """
+    """Start the scan. All receives are posted before this returns; it progresses without this rank's `wait`."""
     topology = worker.topology
     if (problem := _problem(topology)) is not None:
         raise ConfigError("sp.all_scan.algorithm", "lane", problem)
@@ -57,8 +47,6 @@ def launch_lane(request: ScanRequest, worker: ScanWorker) -> PendingScan:
 
 
 class _LaneScan(ScanJob):
-    """A scan by slices over nodes."""
-
     operation = "all_scan_lane"
 
     def __init__(self, request: ScanRequest, per_node: int, tags: range) -> None:
@@ -105,7 +93,7 @@ class _LaneScan(ScanJob):
         self.broadcast_carry()
 
     def _compose(self) -> tuple[Tensor, Tensor]:
-        """The node's pair of this rank's slice; keeps the pairs before each of its ranks, None before the first."""
+        # The node's pair of this rank's slice; keeps the pairs before each of its ranks, None before the first.
         running: tuple[Tensor, Tensor] | None = None
         self._prefixes: list[tuple[Tensor, Tensor] | None] = []
         for message in self._pairs:
@@ -116,11 +104,8 @@ class _LaneScan(ScanJob):
         return running
 
     def _return(self, before: Tensor | None) -> None:
-        """Send the results to the ranks of this node and set this rank's.
-
-        Args:
-            before: this rank's slice of the state before the node, [B, rows, K, C]; None: zeros.
-        """
+        # Send the results to the ranks of this node and set this rank's. `before`: its slice of the state before the
+        # node, [B, rows, K, C]; None: zeros.
         results = [self._result(prefix, before) for prefix in self._prefixes]
         arriving, sends = self._returning.start(
             [Message(results[place], position, "results") for place, position in self._mates]
@@ -135,7 +120,7 @@ class _LaneScan(ScanJob):
             self.scan.incoming.set_result(self._slices.whole(torch.stack(parts)))
 
     def _result(self, prefix: tuple[Tensor, Tensor] | None, before: Tensor | None) -> Tensor:
-        """The state of this rank's slice before a rank of the node, [B, w, K], contiguous."""
+        # The state of this rank's slice before a rank of the node, [B, w, K], contiguous.
         if prefix is None and before is None:
             return torch.zeros_like(self._returned[self._own])
         state = before if prefix is None else prefix[0] if before is None else fold(*prefix, before)
@@ -143,7 +128,7 @@ class _LaneScan(ScanJob):
         return self._slices.as_columns(state, self._own).contiguous()
 
     def _format(self, message: Tensor) -> Format:
-        """Messages of a slice's columns [B, w, K], or with the transitions of its heads, as in `Slices.pack`."""
+        # Messages of a slice's columns [B, w, K], or with the transitions of its heads, as in `Slices.pack`.
         slices, own, like = self._slices, self._own, self.request.transition
 
         def pack(state: Tensor, transition: Tensor | None) -> Tensor:
@@ -168,7 +153,7 @@ def _problem(topology: Topology) -> str | None:
 
 
 def _bytes_sent(load: Load, want_carry: bool) -> float:
-    """Bytes sent by the busiest rank: one of the first nodes, or the last rank, which broadcasts the carry."""
+    # The busiest rank is one of the first nodes, or the last rank, which broadcasts the carry.
     columns, transitions = slice_bytes(load, load.per_node)
     inside = (load.per_node - 1) * (2 * columns + transitions)
     beyond = max(sent_in_rounds(node, load.nodes, columns, transitions) for node in range(load.nodes))

@@ -17,17 +17,11 @@ PAPER_BLOCK = 16_384
 
 @dataclass(frozen=True)
 class KernelTuning:
-    """Launch parameters of a kernel.
+    """Launch parameters of a kernel."""
 
-    Attributes:
-        ctas: maximum; all of them spin concurrently with the compute that the scan overlaps.
-        num_warps: per CTA.
-        elements: per tile, which a CTA holds in registers.
-    """
-
-    ctas: int
-    num_warps: int
-    elements: int
+    ctas: int  # maximum; all of them spin concurrently with the compute that the scan overlaps
+    num_warps: int  # per CTA
+    elements: int  # per tile, which a CTA holds in registers
 
 
 # Measured on 2 and 4 H200s, 1 and 4 MB, over 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would gain
@@ -37,46 +31,28 @@ _MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
 
 @dataclass(frozen=True)
 class Partition:
-    """Partitioning of one call: kernel arguments between the arena's addresses and its flags.
+    """Partitioning of one call: kernel arguments between the arena's addresses and its flags."""
 
-    Attributes:
-        needed: required capacity of an arena.
-        ctas: the same on all ranks, since CTA c waits for the CTAs c of other ranks.
-        num_warps: per CTA.
-        sizes: numbers of rows, tiles, …, in the kernel's order.
-        places: the layout's offsets and strides, in the kernel's order.
-        constants: dimensions, in the kernel's order.
-    """
-
-    needed: Capacity
-    ctas: int
-    num_warps: int
-    sizes: tuple[int, ...]
-    places: tuple[str, ...]
-    constants: tuple[int, ...]
+    needed: Capacity  # capacity of an arena
+    ctas: int  # the same on all ranks, since CTA c waits for the CTAs c of other ranks
+    num_warps: int  # per CTA
+    sizes: tuple[int, ...]  # numbers of rows, tiles, …, in the kernel's order
+    places: tuple[str, ...]  # the layout's offsets and strides, in the kernel's order
+    constants: tuple[int, ...]  # dimensions, in the kernel's order
 
 
 @dataclass(frozen=True)
 class FixedArguments:
-    """A kernel's arguments behind the five tensors of a call: the same for all calls of a shape, direction and carries.
-
-    Attributes:
-        arena: which holds the call.
-        cut: of the call.
-        position, ranks: this rank's place in scan order, and P.
-        seconds: bound of each wait.
-        has_carry, want_carry: `carry_in` is read here, `carry_out` is written.
-        assembly: wait and signal by PTX, which Triton's interpreter cannot run.
-    """
+    """A kernel's arguments behind the five tensors, the same for all calls of a shape, direction and carries."""
 
     arena: Arena
     cut: Partition
-    position: int
+    position: int  # this rank's place in scan order
     ranks: int
-    seconds: float
-    has_carry: bool
+    seconds: float  # bound of each wait
+    has_carry: bool  # `carry_in` is read here
     want_carry: bool
-    assembly: bool
+    assembly: bool  # wait and signal by PTX, which Triton's interpreter cannot run
 
     def in_order(self) -> tuple[Any, ...]:
         """In the order of the kernels' parameters."""
@@ -93,26 +69,20 @@ class FixedArguments:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A scan in one kernel.
-
-    Attributes:
-        module, name: where it is defined.
-        cut: (request, wire, tuning, blocks) → partitioning of a call.
-        tuning: measured launch parameters.
-    """
+    """A scan in one kernel, which is defined in a module that needs Triton."""
 
     module: str
     name: str
+    # (request, wire, tuning, blocks) → partitioning of a call
     cut: Callable[[ScanRequest, Wire, KernelTuning, int | None], Partition]
     tuning: KernelTuning = _MEASURED
 
     def load(self) -> Any:
-        """Import the kernel: it needs Triton, which machines without GPUs may lack."""
         return getattr(import_module(self.module), self.name)
 
 
 def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks: int | None) -> Partition:
-    """Tiles span all of K and part of V: never cut along K, since a transition may mix a column's elements."""
+    # Tiles span all of K and part of V: never cut along K, since a transition may mix a column's elements.
     batch, heads, key_dim, value_dim = request.state.shape
     rows = power_of_2(key_dim)
     # At least four columns, one vector access in fp32.
@@ -135,7 +105,7 @@ def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks
 
 
 def _chain_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks: int | None) -> Partition:
-    """Blocks are runs of rows of [B·H·K, V]."""
+    # Blocks are runs of rows of [B·H·K, V].
     value_dim = request.state.shape[3]
     rows = request.transition.numel()
     block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))

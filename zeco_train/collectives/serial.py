@@ -24,14 +24,7 @@ _TAG = 0
 
 
 def recv_incoming(request: ScanRequest, wire: Wire) -> Tensor:
-    """Receive the incoming state from the previous rank; the first rank takes `carry_in`, or zeros.
-
-    Returns:
-        [B, H, K, V]; on the first rank it may be `carry_in` itself.
-
-    Raises:
-        CommunicationError: timeout, or the peer is gone.
-    """
+    """Receive R_p, [B, H, K, V], from the previous rank; the first rank takes `carry_in` itself, or zeros."""
     if wire.is_first:
         return request.first_incoming()
     incoming = torch.empty_like(request.state, memory_format=torch.contiguous_format)
@@ -42,16 +35,7 @@ def recv_incoming(request: ScanRequest, wire: Wire) -> Tensor:
 def send_folded(request: ScanRequest, incoming: Tensor, wire: Wire) -> Tensor | None:
     """Fold this rank's pair into its incoming state and send the result to the next rank; return once it is received.
 
-    Args:
-        request: this rank's part.
-        incoming: [B, H, K, V], from `recv_incoming`.
-        wire: the wire used by `recv_incoming`.
-
-    Returns:
-        The state after the last rank, [B, H, K, V], the same on every rank, if `want_carry`; else None.
-
-    Raises:
-        CommunicationError: a peer did not answer within the wire's timeout, or is gone.
+    Returns the state after the last rank, [B, H, K, V], the same on every rank, if `want_carry`.
     """
     if wire.is_last and not request.want_carry:
         return None
@@ -79,29 +63,20 @@ class PendingSerialScan:
         self._carry: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Receive the incoming state, see `recv_incoming`."""
         if self._incoming is None:
             assert self._request is not None
             self._incoming = recv_incoming(self._request, self._wire)
         return self._incoming
 
     def finish(self) -> None:
-        """Fold and send, see `send_folded`. Call once.
-
-        Raises:
-            RuntimeError: called before `wait`, or twice.
-        """
+        """Call once, after `wait`."""
         if self._incoming is None or self._request is None:
             raise RuntimeError("finish of a serial scan comes once, after wait")
         request, self._request = self._request, None
         self._carry = send_folded(request, self._incoming, self._wire)
 
     def carry_out(self) -> Tensor:
-        """The state after the last rank in scan direction, [B, H, K, V], the same on every rank.
-
-        Raises:
-            RuntimeError: the scan was launched without `want_carry=True`, or `finish` has not been called.
-        """
+        """The state after the last rank in scan direction, the same on every rank; call after `finish`."""
         if not self._want_carry:
             raise RuntimeError("carry_out needs a scan launched with want_carry=True")
         if self._carry is None:
@@ -110,7 +85,7 @@ class PendingSerialScan:
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
-    """Messages only; the caller adds the ranks' compute between them."""
+    # Messages only; the caller adds the ranks' compute between them.
     return sum(hop.message + hop.byte * load.state_bytes for hop in costs.along(load))
 
 

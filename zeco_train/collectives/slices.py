@@ -17,24 +17,15 @@ from zeco_train.ops.seam import join
 
 
 class Slices:
-    """Columns and heads of each owner.
-
-    Args:
-        heads: H.
-        value_dim: V.
-        owners: number of owners, any.
-
-    Attributes:
-        width: columns per owner, w. Those of the last owners may be padding.
-        rows: maximum number of heads that an owner's columns touch; the same for all, so that messages have equal
-            length.
-    """
+    """Columns and heads of each owner."""
 
     def __init__(self, heads: int, value_dim: int, owners: int) -> None:
         self._heads, self._value_dim, self._owners = heads, value_dim, owners
         columns = heads * value_dim
+        # Columns per owner, w; those of the last owners may be padding.
         self.width = -(-columns // owners)
-        # Owners past the last column have padding only, and no start here.
+        # Heads that an owner's columns touch, at most: messages have equal length. Owners past the last column have
+        # padding only, and no start here.
         starts = range(0, columns, self.width)
         self.rows = max(
             (min(start + self.width, columns) - 1) // value_dim - start // value_dim + 1 for start in starts
@@ -52,22 +43,15 @@ class Slices:
         return torch.cat((slices, transitions), dim=2).transpose(0, 1).contiguous()
 
     def unpack(self, message: Tensor, owner: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A message to an owner as the state and transition of the heads that its columns touch.
+        """A message [B, w + …, K] to an owner as the state and transition of the heads that its columns touch.
 
-        Args:
-            message: [B, w + …, K], of `pack` or `repack`.
-            owner: whose columns these are.
-            like: a transition of the same kind.
-
-        Returns:
-            [B, rows, K, C] and [B, rows, K] or [B, rows, K, K]; one head has C = w columns, several have C = V each,
-            with zeros in other owners' columns.
+        Returns [B, rows, K, C] and a transition of the kind of `like`, [B, rows, K] or [B, rows, K, K]; one head has C
+        = w columns, several have C = V each, with zeros in other owners' columns.
         """
         columns, rows = message.split((self.width, message.shape[1] - self.width), dim=1)
         return self.as_heads(columns, owner), join(rows, like)
 
     def repack(self, state: Tensor, transition: Tensor, owner: int) -> Tensor:
-        """Inverse of `unpack`."""
         rows = transition_rows(transition, torch.arange(self.rows, device=state.device))
         return torch.cat((self.as_columns(state, owner), rows), dim=1)
 
@@ -77,7 +61,7 @@ class Slices:
         return columns.unflatten(1, (self.rows, -1)).transpose(2, 3)
 
     def as_columns(self, states: Tensor, owner: int) -> Tensor:
-        """Inverse of `as_heads`: [B, rows, K, C] → [B, w, K]."""
+        """Inverse of `as_heads`."""
         before, after = self._padding(owner)
         columns = states.transpose(2, 3).flatten(1, 2)
         return functional.pad(columns, (0, 0, -before, -after))
@@ -89,10 +73,8 @@ class Slices:
         return columns.unflatten(1, (self._heads, self._value_dim)).transpose(2, 3).contiguous()
 
     def _padding(self, owner: int) -> tuple[int, int]:
-        """Numbers of other owners' columns among an owner's heads, before and after its own.
-
-        Negative if its own columns include padding.
-        """
+        # Numbers of other owners' columns among an owner's heads, before and after its own; negative if its own include
+        # padding.
         if self.rows == 1:
             return 0, 0
         before = owner * self.width % self._value_dim

@@ -53,13 +53,13 @@ def request_problem(request: ScanRequest) -> str | None:
     batch, heads, key_dim, value_dim = request.state.shape
     if key_dim > 2048 or value_dim > 4096:
         return f"K={key_dim}, V={value_dim}"
-    # The kernels' offsets are 32-bit (`kernels/all_scan/protocol.py`).
+    # The kernels' offsets are 32-bit (`kernels/all_scan/__init__.py`).
     elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
 
 
 def transport_problem(worker: ScanWorker, device: torch.device) -> str | None:
-    """Why the worker's ranks cannot use symmetric memory, the same on all of them; None if they can. Collective."""
+    """Why the worker's ranks cannot use symmetric memory, on all of them alike; None if they can. Collective."""
     if device.type != "cuda":
         return f"the states are on {device.type}"
     if len(hosts := worker.topology.hosts) > 1:
@@ -74,11 +74,8 @@ def transport_problem(worker: ScanWorker, device: torch.device) -> str | None:
 
 
 class _Launch:
-    """A kernel with all its arguments but the five tensors of a call.
-
-    Triton's launcher inspects every argument; once the kernel is compiled for them, it is launched with raw addresses.
-    """
-
+    # A kernel with all its arguments but the five tensors of a call. Triton's launcher inspects every argument; once
+    # the kernel is compiled for them, it is launched with raw addresses.
     def __init__(self, kernel: Any, fixed: FixedArguments) -> None:
         self._kernel, self._fixed = kernel, fixed.in_order()
         self._grid, self._num_warps = (fixed.cut.ctas, 1, 1), fixed.cut.num_warps
@@ -127,13 +124,7 @@ class _OneKernel(ScanJob):
 
 
 class SymmetricScans:
-    """The scans of one worker over symmetric memory.
-
-    Args:
-        worker: its group's ranks share an NVLink domain.
-        allocate: allocator of symmetric memory.
-        tuning: by algorithm, instead of the default.
-    """
+    """The scans of one worker, whose ranks share an NVLink domain, over symmetric memory; `tuning` is by algorithm."""
 
     def __init__(
         self, worker: ScanWorker, allocate: Allocate = allocate_symmetric, tuning: dict[str, KernelTuning] | None = None
@@ -143,18 +134,14 @@ class SymmetricScans:
         self._arenas: list[tuple[Wire, Arena]] = []
         self._launches: dict[tuple[Any, ...], _Launch] = {}
         self._zeros: dict[tuple[Any, ...], Tensor] = {}
-        worker.watched.append(self)
+        worker.checks.append(self.check)
 
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
         """Start the scan; it completes without this rank's `wait`.
 
-        Args:
-            request: this rank's part.
-            algorithm: a scan with a one-kernel implementation (`ScanSpec.kernel`).
-            blocks: for `chain`; None means blocks of 16,384 elements.
+        `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements.
 
         Raises:
-            ValueError: this process is not in the group.
             CommunicationError: an earlier scan of the worker failed.
             RuntimeError: a CUDA graph is being captured and no scan like this one has run; or out of memory.
         """
@@ -169,11 +156,7 @@ class SymmetricScans:
         return self._worker.launch(_OneKernel(request, operation, prepared, self._cached_zeros))
 
     def check(self) -> None:
-        """Check for failed scans, without waiting for those in flight.
-
-        Raises:
-            CommunicationError: names rank, operation, epoch and peer.
-        """
+        """Raise CommunicationError if a scan has failed, without waiting for those in flight."""
         for wire, arena in self._arenas:
             found = arena.failed()
             if found is not None:
@@ -186,7 +169,7 @@ class SymmetricScans:
                 )
 
     def _cached_zeros(self, state: Tensor) -> Tensor:
-        """R_0 without a carry; cached by shape, since a fill would delay the kernel."""
+        # R_0 without a carry; cached by shape, since a fill would delay the kernel.
         key = (state.shape, state.dtype, state.device)
         zeros = self._zeros.get(key)
         if zeros is None:
@@ -202,7 +185,7 @@ class SymmetricScans:
     def _prepared(
         self, request: ScanRequest, kernel: Kernel, tuning: KernelTuning, blocks: int | None, wire: Wire
     ) -> _Launch:
-        """For scans like this one, cached. Collective if memory must be allocated. Errors as of `launch`."""
+        # For scans like this one, cached. Collective if memory must be allocated.
         has_carry = wire.is_first and request.carry_in is not None
         state, want_carry = request.state, request.want_carry
         key = (kernel.name, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
@@ -224,11 +207,9 @@ class SymmetricScans:
         return launch
 
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:
-        """The first arena of this algorithm and direction that holds the call, or a new one.
-
-        Always the first, so that ranks agree: they plan a call at different times (only one has a `carry_in`), some
-        perhaps after a larger arena was added.
-        """
+        # The first arena of this algorithm and direction that holds the call, or a new one. Always the first, so that
+        # ranks agree: they plan a call at different times (only one has a `carry_in`), some perhaps after a larger
+        # arena was added.
         before = None
         for other, arena in self._arenas:
             if other is wire:

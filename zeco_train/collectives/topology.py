@@ -15,19 +15,13 @@ from zeco_train.system.numbers import divisors
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a group's ranks.
+    """The nodes of a group's ranks."""
 
-    Attributes:
-        node_sizes: ranks of each node, in rank order; a node is a run of adjacent ranks of one host.
-        hosts: host names in the order in which they occur, each once.
-    """
-
-    node_sizes: tuple[int, ...]
-    hosts: tuple[str, ...] = ()
+    node_sizes: tuple[int, ...]  # ranks of each node, in rank order; a node is a run of adjacent ranks of one host
+    hosts: tuple[str, ...] = ()  # host names in the order in which they occur, each once
 
     @classmethod
     def one_node(cls, ranks: int) -> Topology:
-        """All ranks on this machine."""
         return cls((ranks,), (socket.gethostname(),))
 
     @classmethod
@@ -38,17 +32,14 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """P."""
         return sum(self.node_sizes)
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return len(self.node_sizes)
 
     @property
     def is_even(self) -> bool:
-        """Whether every node has as many ranks."""
         return len(set(self.node_sizes)) == 1
 
     @property
@@ -57,11 +48,7 @@ class Topology:
         return self.node_sizes[0]
 
     def with_ranks_per_node(self, count: int) -> Topology:
-        """The same ranks on nodes of `count` ranks; on one node if there are fewer.
-
-        Raises:
-            ConfigError: they do not fill the nodes.
-        """
+        """The ranks on nodes of `count`, or on one if there are fewer. Raises ConfigError if they do not fill them."""
         if count >= self.ranks:
             return Topology((self.ranks,), self.hosts)
         if self.ranks % count:

@@ -49,18 +49,8 @@ class _Exchange(ScanJob):
 
 
 def _fold_slices(received: Tensor, transition: Tensor, wire: Wire, slices: Slices, with_carry: bool) -> Tensor:
-    """The exclusive scan of this rank's columns.
-
-    Args:
-        received: [P, B, w + …, K], by group rank: its part of these columns, and its transitions of their heads.
-        transition: of this rank; all ranks' are of one kind.
-        wire: of the scan.
-        slices: columns and heads of each owner.
-        with_carry: also return the carry.
-
-    Returns:
-        [P, 1 or 2, B, w, K], by group rank: its R, and the carry if wanted.
-    """
+    # The exclusive scan of this rank's columns: [P, B, w + …, K], by group rank its part of these columns and its
+    # transitions of their heads → [P, 1 or 2, B, w, K], by group rank its R, and the carry if wanted.
     size, batch, _, key_dim = received.shape
     results = received.new_empty((size, 2 if with_carry else 1, batch, slices.width, key_dim))
     running = torch.zeros_like(slices.unpack(received[0], wire.rank, transition)[0])

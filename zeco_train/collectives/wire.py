@@ -32,17 +32,11 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Message(NamedTuple):
-    """A message of `Wire.exchange`.
+    """A message of `Wire.exchange`."""
 
-    Attributes:
-        tensor: contiguous; to send, or to receive into.
-        position: of the other rank.
-        what: its contents, for errors.
-    """
-
-    tensor: Tensor
-    position: int
-    what: str
+    tensor: Tensor  # contiguous; to send, or to receive into
+    position: int  # of the other rank
+    what: str  # its contents, for errors
 
 
 class Transfer:
@@ -57,8 +51,7 @@ class Transfer:
     def wait(self) -> None:
         """Wait for completion; on CUDA the current stream waits, not the caller.
 
-        Raises:
-            CommunicationError: no completion within the wire's timeout, or the peer is gone.
+        Raises CommunicationError if that takes longer than the wire's timeout, or the peer is gone.
         """
         wire = self._wire
         wire.guard(lambda: wire.run_wait(lambda: self._work.wait(*self._bound), self._device), self._what, self._peer)
@@ -68,42 +61,28 @@ class Transfer:
 class Wire:
     """One scan's view of a process group.
 
-    Args:
-        group: a group that contains this process.
-        operation: name of the collective, for errors.
-        reverse: the scan runs from the last rank to the first; also an attribute.
-        timeout: bound of each wait.
-
-    Attributes:
-        operation: name of the collective with its direction.
-        size: ranks of the group.
-        position: this rank's place in scan order.
-        rank: this rank within the group, as `all_to_all` and `all_gather` order their parts.
-        run_wait: runs a call that waits for messages of tensors on a device, and may measure it.
-
-    Raises:
-        ValueError: this process is not in the group.
+    `operation` names the collective in errors, `timeout` bounds each wait. ValueError: this process is not in the
+    group.
     """
 
     def __init__(self, group: ProcessGroup, operation: str, reverse: bool, timeout: timedelta) -> None:
         self.timeout = timeout
         self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)  # as `all_to_all` and `all_gather` order their parts
         if self.rank < 0:
             raise ValueError("this process is not a member of the given process group")
         self._group, self.reverse = group, reverse
         self.operation = f"{operation} {'reverse' if reverse else 'forward'}"
-        self.position = self.group_rank(self.rank)
+        self.position = self.group_rank(self.rank)  # in scan order
+        # Runs a call that waits for messages of tensors on a device, and may measure it.
         self.run_wait: Callable[[Callable[[], bool], torch.device], bool] = lambda call, device: call()
 
     @property
     def is_first(self) -> bool:
-        """Whether the scan starts at this rank."""
         return self.position == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the scan ends at this rank."""
         return self.position == self.size - 1
 
     def group_rank(self, position: int) -> int:
@@ -147,11 +126,7 @@ class Wire:
     def open_exchange(self, received: Sequence[Message], tag: int) -> MutualMessages:
         """Messages both ways between ranks, whose receives are posted at once where that is possible.
 
-        The requirements of `exchange` hold.
-
-        Args:
-            received: messages to receive.
-            tag: that no other messages between these ranks have.
+        The requirements of `exchange` hold, and no other messages between these ranks have `tag`.
         """
         return MutualMessages(self, received, tag)
 
@@ -226,10 +201,7 @@ class Wire:
         return Transfer(self, work, what, peer, *tensors)
 
     def _problem(self, message: str) -> str:
-        """Meaning of a backend's error message.
-
-        gloo raises RuntimeError for everything, so its text has to be parsed.
-        """
+        # Meaning of a backend's error message. gloo raises RuntimeError for everything, so its text has to be parsed.
         text = message.lower()
         if "pair closure" in text:
             return "connection already given up after an earlier timeout"
@@ -254,11 +226,7 @@ class MutualMessages:
             self._posted = [wire.receive(*message[:2], tag, message.what) for message in received]
 
     def start(self, sent: Sequence[Message]) -> tuple[list[Transfer], list[Transfer]]:
-        """Start to send, once.
-
-        Returns:
-            What to wait for before received tensors are read, and sends to wait for later.
-        """
+        """Start to send, once; returns what to wait for before received tensors are read, and what later."""
         if self._posted is None:
             return self._wire.exchange(sent, self._received), []
         return self._posted, [self._wire.send(*message[:2], self._tag, message.what) for message in sent]

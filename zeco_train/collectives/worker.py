@@ -3,10 +3,7 @@
 With gloo, a block must be folded and forwarded when it arrives. If `wait` did that, a rank busy with its own compute
 would delay all ranks after it. So the steps of a scan are one *job*. On CPUs a worker runs its jobs one after another
 on a single background thread (torch operations and gloo's waits release the GIL); on CUDA the caller enqueues the job
-onto the worker's own stream, and no thread is needed.
-
-A worker belongs to one process group and one direction. Its jobs run in launch order, which is the same on every rank,
-so no two ranks of a group can run scans in different orders.
+onto the worker's own stream. Jobs run in launch order, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -17,10 +14,10 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,63 +31,42 @@ from zeco_train.ops.seam import ScanRequest, fold
 from zeco_train.system import background
 
 
-class Future:
-    """A future tensor of a job, or the error that prevented it."""
+class TensorFuture(Future[Tensor]):
+    """The tensor of a job, or the error that prevented it."""
 
-    def __init__(self) -> None:
-        self._settled = threading.Event()
-        self._value: Tensor | None = None
-        self._error: BaseException | None = None
-        self._ready: torch.cuda.Event | None = None
+    _ready: torch.cuda.Event | None = None
 
     def set_result(self, value: Tensor, is_ready: bool = False) -> None:
         """Set the value; unless `is_ready`, it may still be computed by work queued on the current stream."""
         if has_streams(value.device) and not is_ready:
             self._ready = torch.cuda.Event()
             self._ready.record()
-        self._value = value
-        self._settled.set()
+        super().set_result(value)
 
-    def set_exception(self, error: BaseException) -> None:
-        """Set the error, unless the value is already set."""
-        if not self._settled.is_set():
-            self._error = error
-            self._settled.set()
-
-    def result(self) -> Tensor:
-        """Wait for the tensor; on CUDA returns at once and makes the current stream wait.
-
-        Bounded, since every wait of a job is bounded.
-        """
-        self._settled.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._value is not None
+    def result(self, timeout: float | None = None) -> Tensor:
+        """Wait for the tensor; on CUDA returns at once and makes the current stream wait."""
+        value = super().result(timeout)
         if self._ready is not None:
-            stream = torch.cuda.current_stream(self._value.device)
+            stream = torch.cuda.current_stream(value.device)
             stream.wait_event(self._ready)
             # Allocated on the worker's stream: the allocator must not reuse it while the caller's stream reads it.
-            self._value.record_stream(stream)
-        return self._value
+            value.record_stream(stream)
+        return value
 
 
 class PendingScan:
-    """A scan in flight (`zeco_train.ops.seam.LaunchedScan`). Its job fills `incoming` and `carry`.
-
-    Attributes:
-        ended: for a scan captured into a CUDA graph, the event at the end of all its work.
-    """
+    """A scan in flight (`zeco_train.ops.seam.LaunchedScan`), whose job sets `incoming` and `carry`."""
 
     def __init__(self, want_carry: bool) -> None:
-        self.incoming = Future()
-        self.carry = Future() if want_carry else None
-        self.ended: torch.cuda.Event | None = None
+        self.incoming = TensorFuture()
+        self.carry = TensorFuture() if want_carry else None
+        self.ended: torch.cuda.Event | None = None  # of a scan captured into a CUDA graph, the end of all its work
 
     def wait(self) -> Tensor:
         """The incoming state, [B, H, K, V]; it may be `carry_in` itself, so do not write to it.
 
-        Raises:
-            CommunicationError: a peer did not answer in time or is gone, in this scan or an earlier one of the worker.
+        Raises CommunicationError if a peer did not answer in time or is gone, in this scan or an earlier one of the
+        worker.
         """
         return self.incoming.result()
 
@@ -100,19 +76,13 @@ class PendingScan:
             torch.cuda.current_stream().wait_event(self.ended)
 
     def carry_out(self) -> Tensor:
-        """The state after the last rank in scan direction, [B, H, K, V], the same on every rank.
-
-        Raises:
-            RuntimeError: the scan was launched without `want_carry=True`.
-            CommunicationError: as in `wait`.
-        """
+        """The state after the last rank in scan direction, the same on every rank. Raises as `wait`."""
         if self.carry is None:
             raise RuntimeError("carry_out needs a scan launched with want_carry=True")
         return self.carry.result()
 
     @property
-    def futures(self) -> list[Future]:
-        """The futures that the job must set."""
+    def futures(self) -> list[TensorFuture]:
         return [self.incoming] if self.carry is None else [self.incoming, self.carry]
 
 
@@ -127,18 +97,10 @@ def scan_alone(request: ScanRequest) -> PendingScan:
 
 
 class ScanJob(ABC):
-    """The work of one scan on this rank, as defined by a collective. Each object serves one scan.
+    """The work of one scan on this rank; each object serves one scan."""
 
-    Args:
-        request: this rank's part; also an attribute.
-
-    Attributes:
-        operation: name of the collective, for errors.
-        wire, scan: the connection to peers, and the scan whose futures the job sets; set before `post`.
-    """
-
-    operation: str
-    wire: Wire
+    operation: str  # name of the collective, for errors
+    wire: Wire  # set before `post`
     scan: PendingScan
 
     def __init__(self, request: ScanRequest) -> None:
@@ -148,11 +110,7 @@ class ScanJob(ABC):
         """Work to do inside `launch`, such as posting receives; does not block on peers."""
 
     def own_state(self) -> Tensor:
-        """This rank's state.
-
-        On the first rank in scan order, also sets the incoming state, which is known, and folds `carry_in` into the
-        returned state.
-        """
+        """This rank's state; the first rank in scan order also sets its incoming state, and folds `carry_in`."""
         request = self.request
         if not self.wire.is_first:
             return request.state
@@ -176,45 +134,29 @@ class ScanJob(ABC):
         """The remaining work, on the worker's thread or stream."""
 
 
-class Watched(Protocol):
-    """Scans that a device runs by itself."""
-
-    def check(self) -> None:
-        """Raise `CommunicationError` if one has failed, without waiting for those in flight."""
-
-
 # The function to run, and the futures that it sets.
-_Job = tuple[Callable[[], None], list[Future]]
+_Job = tuple[Callable[[], None], list[TensorFuture]]
 
 
 @dataclass
 class _Queue:
-    """State shared by a worker and its thread, separate so that the thread does not keep the worker alive."""
-
+    # Shared by a worker and its thread, separate so that the thread does not keep the worker alive.
     jobs: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     failure: BaseException | None = None
 
 
 class ScanWorker:
-    """Runs the scans of one process group in launch order.
+    """Runs the scans of one process group in launch order; the group carries scans of one direction and nothing else.
 
     After a failure the group's state is unknown (messages may be half set): all scans under way and later ones
-    raise the first error.
-
-    Args:
-        group: ranks of the scan; the group must carry scans of one direction and nothing else.
-        timeout: bound of each wait for a peer.
-        topology: nodes of the group's ranks; also an attribute. None: all are on this machine.
-
-    Attributes:
-        watched: scans on a device, checked before each launch and by `drain`: no call of this process notices their
-            failures.
+    raise the first error. `timeout` bounds each wait for a peer; without `topology` all ranks are on this machine.
     """
 
     def __init__(self, group: ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> None:
         self.group, self.timeout = group, timeout
         self._topology = topology
-        self.watched: list[Watched] = []
+        # Of scans that a device runs by itself: raise CommunicationError if one has failed, without waiting for others.
+        self.checks: list[Callable[[], None]] = []
         self._wires: dict[tuple[str, bool], Wire] = {}
         self._queue = _Queue()
         self._thread: threading.Thread | None = None
@@ -225,18 +167,15 @@ class ScanWorker:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
         return dist.get_world_size(self.group)
 
     @property
     def topology(self) -> Topology:
-        """Nodes of the group's ranks."""
         if self._topology is None:
             self._topology = Topology.one_node(self.size)
         return self._topology
 
     def wire(self, operation: str, reverse: bool) -> Wire:
-        """The group as a `Wire` for the named collective. Errors as of `Wire`."""
         wire = self._wires.get((operation, reverse))
         if wire is None:
             wire = self._wires[operation, reverse] = Wire(self.group, operation, reverse, self.timeout)
@@ -245,9 +184,7 @@ class ScanWorker:
     def launch(self, job: ScanJob) -> PendingScan:
         """Start a scan; it progresses without this rank's `wait`. A group of one rank needs no communication.
 
-        Raises:
-            ValueError: this process is not in the group.
-            CommunicationError: an earlier scan of this worker failed, or a peer is gone.
+        Raises CommunicationError if an earlier scan of this worker failed, or a peer is gone.
         """
         request = job.request
         job.wire = self.wire(job.operation, request.reverse)
@@ -265,7 +202,7 @@ class ScanWorker:
 
     @contextlib.contextmanager
     def _launching(self, request: ScanRequest) -> Iterator[None]:
-        """Context manager around a launch and its inputs: on CUDA it runs on the worker's stream."""
+        # Around a launch and its inputs: on CUDA it runs on the worker's stream.
         self.check()
         tensors = [x for x in (request.state, request.transition, request.carry_in) if x is not None]
         has_stream = has_streams(request.state.device)
@@ -277,15 +214,11 @@ class ScanWorker:
                 raise
 
     def check(self) -> None:
-        """Check for failures, without waiting for scans in flight.
-
-        Raises:
-            CommunicationError: a scan failed.
-        """
+        """Raise CommunicationError if a scan has failed, without waiting for those in flight."""
         if self._queue.failure is None:
             try:
-                for scans in self.watched:
-                    scans.check()
+                for check in self.checks:
+                    check()
             except CommunicationError as error:
                 self._queue.failure = error
         if self._queue.failure is not None:
@@ -311,7 +244,7 @@ class ScanWorker:
         self._tags = (start + count) % (1 << 30)
         return range(start, start + count)
 
-    def submit(self, run: Callable[[], None], futures: list[Future], device: torch.device) -> None:
+    def submit(self, run: Callable[[], None], futures: list[TensorFuture], device: torch.device) -> None:
         """Schedule `run`, which sets the futures, after all earlier jobs."""
         job = run, futures
         if has_streams(device):
@@ -324,14 +257,10 @@ class ScanWorker:
         self._queue.jobs.put(job)
 
     def drain(self) -> None:
-        """Wait until everything launched is received *and* sent; call before destroying a group.
-
-        Raises:
-            CommunicationError: a scan failed.
-        """
+        """Wait until everything launched is received *and* sent; call before destroying a group. Raises as `check`."""
         if self._thread is not None:
             # Jobs run in launch order: when this one runs, all others are over.
-            drained = Future()
+            drained = TensorFuture()
             self.submit(lambda: drained.set_result(torch.empty(0)), [drained], torch.device("cpu"))
             drained.result()
         if self._stream is not None:
@@ -356,4 +285,5 @@ def _run(job: _Job, queue_: _Queue) -> None:
             queue_.failure = error
     if queue_.failure is not None:
         for future in futures:
-            future.set_exception(queue_.failure)
+            if not future.done():
+                future.set_exception(queue_.failure)

@@ -21,15 +21,9 @@ class Device(Enum):
 
 
 def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.device:
-    """Select this rank's device and make it current.
+    """Select this rank's device and make it current; errors name the setting `key`.
 
-    Args:
-        wanted: the user's setting.
-        launch: the launcher's description of this process.
-        key: name of the setting, for errors.
-
-    Raises:
-        ConfigError: there are fewer CUDA devices than ranks on this machine; no private folder for compiled code.
+    Raises ConfigError for more ranks on this machine than CUDA devices, or without a private folder for compiled code.
     """
     available = torch.cuda.device_count()
     if wanted is Device.cpu or (wanted is Device.auto and not available):

@@ -1,10 +1,7 @@
 """FSDP2's copy of gradients into the buffer of a reduction, on GPUs by a kernel of this project.
 
-FSDP2 copies the gradients of a unit by an operator of its own, `fsdp::chunk_cat`, which torch implements at half of the
-memory's speed when the copy is also a cast. The operator's implementation is replaced in this process; the result is
-the same bit for bit. On CPUs torch's copy remains.
-
-The replacement can also add the gradients to a buffer's sums, see `add_next`.
+torch implements FSDP2's operator for it, `fsdp::chunk_cat`, at half of the memory's speed when the copy is also a cast.
+Its implementation is replaced in this process; the result is the same bit for bit. On CPUs torch's copy remains.
 """
 
 from __future__ import annotations
@@ -25,11 +22,7 @@ _sums: set[int] = set()
 
 @functools.cache
 def use_own_packing() -> torch.library.Library:
-    """Replace the operator's implementation, once.
-
-    Returns:
-        Its owner, which the cache keeps: torch takes the replacement back when the owner is freed.
-    """
+    """Replace the operator's implementation, once; returns its owner: torch takes it back when the owner is freed."""
     return replace_gradient_copy(_chunk_cat)
 
 
@@ -75,5 +68,4 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) ->
 
 
 def _has_kernel(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels can read and write them."""
     return all(KERNELS.serves(tensor, tensor) and tensor.is_contiguous() for tensor in tensors)

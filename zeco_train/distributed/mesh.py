@@ -1,7 +1,4 @@
-"""The process mesh: `dp · sp = world`, ranks of one SP group adjacent.
-
-Creates the process groups and passes them to the modules that communicate.
-"""
+"""The process mesh: `dp · sp = world`, ranks of one SP group adjacent; creates all process groups."""
 
 from __future__ import annotations
 
@@ -26,23 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProcessMesh:
-    """This process's position in the mesh of all ranks.
-
-    Attributes:
-        devices: the (dp, sp) device mesh.
-        scan_groups: the SP group twice, for forward and reverse scans. A communicator serialises its operations, so
-            each direction has its own.
-        timeout: of every communication.
-        topology: nodes of the ranks of the SP group, by host names.
-    """
+    """This process's position in the mesh of all ranks."""
 
     rank: int
     world_size: int
     device: torch.device
-    devices: DeviceMesh
+    devices: DeviceMesh  # (dp, sp)
+    # the SP group twice, for forward and reverse scans: a communicator serialises its operations
     scan_groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
-    timeout: timedelta
-    topology: Topology
+    timeout: timedelta  # of every communication
+    topology: Topology  # nodes of the SP group's ranks
 
     @property
     def dp_size(self) -> int:
@@ -51,12 +41,10 @@ class ProcessMesh:
 
     @property
     def sp_size(self) -> int:
-        """Number of ranks that share a sequence."""
         return self.devices.size(1)
 
     @property
     def dp_rank(self) -> int:
-        """This rank's SP group, from 0."""
         return self.rank // self.sp_size
 
     @property
@@ -78,18 +66,7 @@ class ProcessMesh:
         segments: int = 1,
         labels_across_documents: bool = True,
     ) -> DataSplit:
-        """The part of each sequence that this rank reads.
-
-        Args:
-            seq_len: length of the whole sequence in tokens.
-            micro_batch: sequences per SP group in one forward and backward pass.
-            documents: whether the state is reset at document boundaries.
-            segments: M, parts of a sequence that are processed one after another.
-            labels_across_documents: see `DataSplit`.
-
-        Raises:
-            ConfigError: see `DataSplit`.
-        """
+        """The part of each sequence that this rank reads; arguments and errors as of `DataSplit`."""
         place = self.dp_rank, self.dp_size, self.sp_rank, self.sp_size
         return DataSplit(seq_len, micro_batch, *place, documents, segments, labels_across_documents)
 
@@ -97,8 +74,7 @@ class ProcessMesh:
 def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
     """Resolve `sp.size`: −1 means the world size, or 1 for a backend that does not shard sequences.
 
-    Raises:
-        ConfigError: a size that does not divide the world size, or that the backend does not support.
+    Raises ConfigError for a size that does not divide the world size, or that the backend does not support.
     """
     if sp_size == -1:
         return world_size if BACKENDS[backend].scans else 1
@@ -117,10 +93,7 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
 def init_mesh(
     launch: Launch, sp_size: int, device: torch.device, timeout: timedelta, topology: Topology | None = None
 ) -> ProcessMesh:
-    """Initialise the default process group, if it is not yet, and create the mesh.
-
-    `topology`: nodes of the SP group's ranks; None finds them.
-    """
+    """Initialise the default process group, if it is not yet, and create the mesh. Finds the nodes unless given."""
     join(device, timeout)
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
     groups = _scan_groups(devices, device, timeout, "scan")
@@ -129,7 +102,7 @@ def init_mesh(
 
 
 def halo_groups(mesh: ProcessMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Groups like `scan_groups`, for halos, if the model has some; None if no ranks share a sequence. Collective."""
+    """Groups like `scan_groups`, for halos; None if no ranks share a sequence. Collective."""
     return None if mesh.sp_size == 1 else _scan_groups(mesh.devices, mesh.device, mesh.timeout, "halo")
 
 
@@ -141,7 +114,7 @@ def attention_group(mesh: ProcessMesh) -> dist.ProcessGroup:
 def _scan_groups(
     devices: DeviceMesh, device: torch.device, timeout: timedelta, name: str
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The SP group twice, for forward and reverse scans. Collective."""
+    # The SP group twice, for forward and reverse scans. Collective.
     rows = devices.mesh.tolist()
     # Scans are small and latency-bound: high-priority streams run them before the compute that they overlap.
     # A fake process group (`plan … dry_run=true`) has no streams.
@@ -160,16 +133,7 @@ def join_alike(
 ) -> ProcessMesh:
     """Initialise the process groups, and check that all ranks have the same setup. Collective.
 
-    Args:
-        settings: plain values of the configuration.
-        launch: this rank and the others.
-        sp_size: ranks of a sequence.
-        device: of this rank.
-        timeout: longest wait for a peer.
-        more: JSON values that must be the same, too.
-
-    Raises:
-        ConfigError: ranks that differ.
+    `settings` are plain values of the configuration, `more` JSON values. Raises ConfigError for ranks that differ.
     """
     join(device, timeout)
     # Before the first operation in which ranks of different settings would deadlock, such as the creation of groups.
@@ -191,14 +155,8 @@ def world_mesh(device: str, world_size: int, name: str, timeout: timedelta) -> D
 
 
 def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool = False) -> dist.ProcessGroup:
-    """Create the groups in `members`; returns this rank's. With `urgent`, NCCL uses high-priority streams. Collective.
-
-    Args:
-        members: ranks of each group; every rank of the world is in one.
-        timeout: of the group's collectives.
-        name: shown by flight recorders.
-        urgent: only for NCCL.
-    """
+    # Create the groups of these ranks, of which every rank of the world is in one; returns this rank's. Collective.
+    # Flight recorders show `name`; with `urgent`, NCCL uses high-priority streams.
     options = None
     if urgent:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -219,10 +177,7 @@ def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:
 
 
 def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
-    """Run `action`; if it raises a `ZecoError` on any rank, raise the lowest rank's on every rank.
-
-    A failure on one rank only (a file missing on one node) would otherwise leave the other ranks waiting for it.
-    """
+    """Run `action`; if it raises a `ZecoError` on any rank, raise the lowest rank's on every one, so that none waits."""
     error: ZecoError | None = None
     result: T | None = None
     try:

@@ -17,11 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def assign(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Assign items to ranks greedily, most costly first, each to the least loaded rank (Graham, 1969).
-
-    Returns:
-        By rank, the indices of its items, most costly first.
-    """
+    """The items of each rank, most costly first: each goes greedily to the least loaded rank (Graham, 1969)."""
     loads = [(0.0, rank) for rank in range(ranks)]
     owned: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -37,15 +33,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class WholeMatrices:
-    """Assigns matrices to owner ranks and rounds.
+    """Assigns matrices [N, K] to owner ranks and rounds, by the owner's work for each (`costs`).
 
-    Args:
-        parameters: matrices [N, K], all with the same placement: sharded over rows or replicated, on a mesh of all
-            ranks or of this one.
-        costs: the owner's work for each.
-
-    Attributes:
-        rounds: the matrices of each round, by owner: an index, or None for a rank without a matrix left.
+    All have the same placement: sharded over rows or replicated, on a mesh of all ranks or of this one. `rounds` has
+    the matrices of each round, by owner: an index, or None for a rank without a matrix left.
     """
 
     def __init__(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
@@ -69,16 +60,10 @@ class WholeMatrices:
         ]
 
     def owned(self, owners: Sequence[int | None]) -> int | None:
-        """The index of this rank's matrix in a round, if any."""
         return owners[self._rank]
 
     def gather(self, owners: Sequence[int | None], shards: Sequence[Tensor]) -> Tensor | None:
-        """Gather the whole matrix that this rank owns in a round; None if it owns none.
-
-        Args:
-            owners: the round.
-            shards: this rank's rows of the round's matrices, in order.
-        """
+        """The whole matrix that this rank owns in a round, or None, from each rank's rows of the round's matrices."""
         if len(owners) == 1:
             return shards[0]
         mine, flat = owners[self._rank], iter(shards)
@@ -92,12 +77,9 @@ class WholeMatrices:
         return torch.cat([received[rank] for rank in self._copy]).view(self._shapes[mine])
 
     def scatter(self, owners: Sequence[int | None], whole: Tensor | None, like: Tensor) -> list[Tensor]:
-        """Scatter a round's matrices back from their owners; returns this rank's rows of each, in order.
+        """Scatter a round's matrices from their owners, `whole` from this rank; returns this rank's rows of each.
 
-        Args:
-            owners: the round.
-            whole: the matrix that this rank owns.
-            like: a tensor with the matrices' dtype and device.
+        `like` has the matrices' dtype and device.
         """
         if len(owners) == 1:
             assert whole is not None
@@ -111,7 +93,7 @@ class WholeMatrices:
         return [x.view(-1, self._shapes[index][1]) for x, index in owned]
 
     def _rows(self, index: int | None, rank: int) -> int:
-        """Number of a matrix's rows on a rank: split like `torch.chunk`, as in FSDP2."""
+        # Number of a matrix's rows on a rank: split like `torch.chunk`, as in FSDP2.
         if index is None:
             return 0
         total, part = self._shapes[index][0], self._parts[rank]
@@ -123,12 +105,7 @@ class WholeMatrices:
 
 
 def _table(ranks: Tensor, placements: Sequence[Placement]) -> Tensor:
-    """The mesh's ranks as a table [replicas, shards].
-
-    Args:
-        ranks: the mesh's tensor of ranks.
-        placements: by dimension of the mesh.
-    """
+    # The mesh's ranks as a table [replicas, shards].
     cut = [dim for dim, placement in enumerate(placements) if placement == Shard(0)]
     others = [placement for placement in placements if placement != Shard(0)]
     assert len(cut) <= 1, placements
@@ -137,7 +114,7 @@ def _table(ranks: Tensor, placements: Sequence[Placement]) -> Tensor:
 
 
 def _exchange(sent: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
-    """All-to-all of flat tensors: sends `sent[rank]` to each rank, and receives `counts[rank]` elements from each."""
+    # All-to-all of flat tensors: sends `sent[rank]` to each rank, and receives `counts[rank]` elements from each.
     flat = torch.cat(list(sent))
     received = flat.new_empty(sum(counts))
     dist.all_to_all_single(received, flat, list(counts), [x.numel() for x in sent])

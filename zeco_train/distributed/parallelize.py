@@ -64,7 +64,6 @@ class ParallelConfig:
         return self.strategy.value if self.shard_size == -1 else f"{self.strategy.value} within {self.shard_size} ranks"
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         if self.shard_size != -1 and self.shard_size < 1:
             raise ConfigError("parallel.shard_size", self.shard_size, "must be ≥ 1, or -1 for the strategy's default")
         if self.shard_size != -1 and self.strategy is Strategy.ddp:
@@ -77,8 +76,7 @@ class ParallelConfig:
 def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: int) -> int:
     """Ranks over which parameters are sharded; `shard_size` as in `ParallelConfig`.
 
-    Raises:
-        ConfigError: a shard size that does not divide the world size.
+    Raises ConfigError for a shard size that does not divide the world size.
     """
     if strategy is Strategy.ddp:
         return 1
@@ -158,18 +156,12 @@ def _shard_mesh(strategy: Strategy, shards: int, mesh: ProcessMesh) -> DeviceMes
 
 
 def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: bool) -> None:
-    """Set the communication of a micro-batch's backward pass.
+    """Set the communication of a micro-batch's backward pass, perhaps the step's `last`; `shards` as of `num_shards`.
 
     Replicated gradients (of `ddp`, and between ranks that hold the same shards) are all-reduced once a step. Sharded
     gradients are reduce-scattered in every micro-batch. Where parameters are not sharded, each of several ranks
     accumulates whole gradients and reduces them in the last one; a single rank adds them to its sums in every one.
     `ddp` and `zero2` keep their gathered parameters through the micro-batches of a step.
-
-    Args:
-        model: parallelised.
-        strategy: how.
-        shards: see `num_shards`.
-        last: the step's last micro-batch.
     """
     assert isinstance(model, FSDPModule)
     if shards > 1:

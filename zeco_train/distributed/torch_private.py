@@ -25,16 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 
 @dataclass(frozen=True)
 class UnitParameter:
-    """A parameter of an FSDP unit, by FSDP2's record of it, which stays when the parameter is replaced.
-
-    `load_state_dict(assign=True)` replaces the parameter and its shard.
-    """
+    """A parameter of an FSDP unit, by FSDP2's record of it: `load_state_dict(assign=True)` replaces the parameter."""
 
     _record: Any
 
     @property
     def sharded(self) -> nn.Parameter:
-        """The parameter as it is now, a DTensor."""
         parameter = self._record.sharded_param
         assert isinstance(parameter, nn.Parameter)
         return parameter
@@ -48,7 +44,6 @@ class UnitParameter:
 
     @property
     def module(self) -> nn.Module:
-        """The module that holds it."""
         module = self._record._module_info.module
         assert isinstance(module, nn.Module)
         return module
@@ -63,8 +58,7 @@ def unit_parameters(module: FSDPModule) -> tuple[list[UnitParameter], torch.devi
 def replace_gradient_copy(copy: Callable[[list[Tensor], int, int, Tensor], None]) -> torch.library.Library:
     """Have FSDP2 copy gradients into the buffer of a reduction by `copy(tensors, dim, num_chunks, out)`.
 
-    Returns:
-        The replacement's owner: torch takes it back when the owner is freed.
+    Returns the replacement's owner: torch takes it back when the owner is freed.
     """
     library = torch.library.Library("fsdp", "IMPL")
     with warnings.catch_warnings():
@@ -81,7 +75,7 @@ def torch_gradient_copy(tensors: Sequence[Tensor], dim: int, num_chunks: int, ou
 
 
 def torch_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, in its dtype."""
+    """Copy each source to its target, in the target's dtype."""
     torch._foreach_copy_(list(targets), list(sources))
 
 

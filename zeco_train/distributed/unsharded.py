@@ -35,15 +35,12 @@ class OneRankReduction:
 
     For each reduction FSDP2 allocates the input, copies a backward pass's gradients into it
     (`zeco_train.distributed.gradient_packing`), and allocates the output, of which the sharded gradients are views;
-    over one rank it does not call the reduction itself. Input and output are the same tensor here. In the next backward
-    pass FSDP2 gets that tensor again, and its copy adds to it. So the gradients of a step's micro-batches are summed in
-    place; their sums have the bits of FSDP2's.
+    over one rank it does not call the reduction itself. Input and output are the same tensor here, which FSDP2 gets
+    again in the next backward pass, and its copy adds to it. So the gradients of a step's micro-batches are summed in
+    place; their sums have the bits of FSDP2's. Where the gradients are no such views, or the backward pass has not
+    reached all parameters, FSDP2 copies to a buffer of its own and adds it to them.
 
-    Where the gradients are no such views, or the backward pass has not reached all parameters, FSDP2 copies to a buffer
-    of its own and adds it to them.
-
-    Args:
-        module: the unit, or the first module of its list, sharded over this rank alone.
+    `module` is the unit, or the first module of its list, sharded over this rank alone.
     """
 
     def __init__(self, module: FSDPModule) -> None:
@@ -75,7 +72,7 @@ class OneRankReduction:
         return [parameter.sharded for parameter in self._unit if parameter.sharded.requires_grad]
 
     def _take_sums(self, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """The buffer that all gradients are views of, taken from them; None if there is no such buffer."""
+        # The buffer that all gradients are views of, taken from them; None if there is no such buffer.
         parameters = self._parameters()
         if sum(parameter.numel() for parameter in parameters) != size.numel():
             return None
@@ -104,11 +101,8 @@ def cast_in_place(module: FSDPModule, dtype: torch.dtype) -> None:
     """Have FSDP2 cast a unit's parameters straight into the memory of the gathered ones, on GPUs in a few launches.
 
     It is FSDP2's extension of the all-gather, as functions of the local tensors: nothing is sent, and what is gathered
-    is computed from the shards afterwards. The bits are those of `Tensor.to`. Call after `fully_shard`.
-
-    Args:
-        module: the unit, or the first module of its list; its parameters are fp32, and whole on this rank.
-        dtype: that of the gathered parameters.
+    is computed from the shards afterwards. The bits are those of `Tensor.to`. Call after `fully_shard` of the unit, by
+    its only or first module; its parameters are fp32, and whole on this rank.
     """
     parameters, device = unit_parameters(module)
     casts = _UnitCasts(device)
@@ -120,23 +114,18 @@ def cast_in_place(module: FSDPModule, dtype: torch.dtype) -> None:
 
 
 class _UnitCasts:
-    """The casts of a unit: FSDP2 begins all, then ends all, and the last one to end does the work of all.
-
-    A gather that failed in between, for lack of memory, is forgotten when the next one begins.
-    """
-
+    # The casts of a unit: FSDP2 begins all, then ends all, and the last one to end does the work of all. A gather that
+    # failed in between, for lack of memory, is forgotten when the next one begins.
     def __init__(self, device: torch.device | None) -> None:
         self.nothing = torch.empty(0, device=device)
         self._waiting: set[_Cast] = set()
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, cast: _Cast) -> None:
-        """Expect the end of `cast`."""
         self._waiting.add(cast)
         self._pairs.clear()
 
     def end(self, cast: _Cast, source: Tensor, target: Tensor) -> None:
-        """Copy `source` to `target`, at the latest with the last one's."""
         self._waiting.remove(cast)
         self._pairs.append((source, target))
         if self._waiting:
@@ -146,14 +135,7 @@ class _UnitCasts:
 
 
 class _Cast:
-    """FSDP2's `fsdp_pre_all_gather` of a parameter, called with the mesh alone, and its `fsdp_post_all_gather`.
-
-    Args:
-        casts: of the unit.
-        parameter: of the unit.
-        dtype: to cast to.
-    """
-
+    # FSDP2's `fsdp_pre_all_gather` of a parameter, called with the mesh alone, and its `fsdp_post_all_gather`.
     # FSDP2 looks up the first one's signature at each call, which would take longer than the rest of the call.
     __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)])
 
@@ -161,17 +143,17 @@ class _Cast:
         self._casts, self._parameter, self._dtype = casts, parameter, dtype
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Cast:
-        """A copy of the shard shares the cast: FSDP2 gathers the shard only."""
+        # A copy of the shard shares the cast: FSDP2 gathers the shard only.
         return self
 
     def extend(self, *loaded: Any) -> None:
-        """Make this the extension of the parameter's shard."""
+        # Make this the extension of the parameter's shard.
         shard = self._parameter.shard
         assert shard.is_contiguous()
         shard.fsdp_pre_all_gather = shard.fsdp_post_all_gather = self  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, out: Tensor | None = None) -> Any:
-        """With the mesh alone: nothing is sent. Else fill `out`, or a new tensor, whose memory FSDP2 manages then."""
+        # With the mesh alone: nothing is sent. Else fill `out`, or a new tensor, whose memory FSDP2 manages then.
         if len(args) == 1:
             self._casts.begin(self)
             return (self._casts.nothing,), None

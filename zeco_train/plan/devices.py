@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link
+from zeco_train.distributed.device import total_memory
 from zeco_train.ops.operator import Target
 from zeco_train.plan import calibration as known
 from zeco_train.training.config import Dtype
@@ -77,7 +79,7 @@ class Machine:
 def machine(gpu: Gpu) -> Machine:
     """The device of that name."""
     if gpu is Gpu.cpu:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = total_memory(torch.device("cpu"))[0]
         flops = dict(zip((Dtype.bf16, Dtype.fp32, Dtype.fp64), known.CPU_FLOPS, strict=True))
         return Machine("cpu", float(memory), flops, known.CPU_BANDWIDTH, known.CPU_LINK, known.CPU_LINK)
     gib, bf16, fp32, fp64, bandwidth, link = _DATA_SHEETS[gpu]

@@ -27,11 +27,7 @@ class AllScanAlgorithm(Enum):
 
 
 class AllScanTransport(Enum):
-    """How states travel.
-
-    `p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`: `symmetric`
-    if the ranks support it.
-    """
+    """`p2p`: messages of `torch.distributed`; `symmetric`: one kernel over memory that all ranks map."""
 
     auto = "auto"
     p2p = "p2p"
@@ -76,11 +72,7 @@ class AllScanConfig:
         return self.scans_over(Topology((1,)))
 
     def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
-        """The algorithms to choose from.
-
-        Raises:
-            ConfigError: the configured one cannot run over these nodes.
-        """
+        """The algorithms to choose from. Raises ConfigError if the configured one cannot run over these nodes."""
         if self.algorithm is AllScanAlgorithm.auto:
             measured_only = topology.nodes == 1
             able = (scan for scan in ALL_SCANS if scan.problem(topology) is None)
@@ -91,11 +83,7 @@ class AllScanConfig:
         return (scan,)
 
     def topology(self, found: Topology) -> Topology:
-        """The nodes of the ranks: as configured, else as found.
-
-        Raises:
-            ConfigError: the ranks do not fill the configured nodes.
-        """
+        """The nodes of the ranks: as configured, else as found. Raises ConfigError if the ranks do not fill them."""
         return found if self.ranks_per_node is None else found.with_ranks_per_node(self.ranks_per_node)
 
     @property
@@ -105,11 +93,7 @@ class AllScanConfig:
 
     @property
     def num_blocks(self) -> int | None:
-        """`blocks` as a number; None is `auto`.
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """`blocks` as a number, None for `auto`. Raises ConfigError if it is neither."""
         text = str(self.blocks)
         if text == "auto":
             return None

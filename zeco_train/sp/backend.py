@@ -1,7 +1,4 @@
-"""Base class of the backends, and the backend descriptor, the interface to the rest of the project.
-
-A backend launches each scan over the worker of its direction.
-"""
+"""Base class and descriptor of the backends: each launches scans over the worker of their direction."""
 
 from __future__ import annotations
 
@@ -23,31 +20,21 @@ from zeco_train.sp.exposed import MEASURING
 
 
 class Chosen(NamedTuple):
-    """How scans of a shape and direction are started.
-
-    Attributes:
-        start: starts one.
-        scan: the algorithm; None if nothing is communicated.
-        choice: what was chosen; None where there is nothing to choose.
-    """
+    """How scans of a shape and direction are started."""
 
     start: Callable[[ScanRequest], LaunchedScan]
-    scan: ScanSpec | None = None
-    choice: Choice | None = None
+    scan: ScanSpec | None = None  # None: nothing is communicated
+    choice: Choice | None = None  # None: there was nothing to choose
 
 
 class ScanBackend(ABC):
     """A `StateScan` by the algorithm that `choose` finds, once for each shape and direction of states.
 
-    Args:
-        workers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
-            since one group serialises its messages. None if nothing is communicated.
-
-    Attributes:
-        choice: `Chosen.choice` of the last scan.
+    `workers` are one for forward and one for reverse scans, each with its own process group, since one group serialises
+    its messages; none if nothing is communicated.
     """
 
-    choice: Choice | None = None
+    choice: Choice | None = None  # of the last scan
 
     def __init__(self, workers: tuple[ScanWorker, ...] = ()) -> None:
         self._workers = workers
@@ -55,12 +42,7 @@ class ScanBackend(ABC):
         self._chosen: dict[tuple[object, ...], Chosen] = {}
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
-        """See `StateScan.launch`.
-
-        Raises:
-            ConfigError: the ranks do not support the configuration. On all of them.
-            CommunicationError: a peer is gone, or an earlier scan failed.
-        """
+        """Raises ConfigError if the ranks do not support it; CommunicationError if an earlier scan failed."""
         chosen = self._chosen_for(request)
         self.choice, scan = chosen.choice, chosen.start(request)
         if not MEASURING or not self._crosses_ranks:
@@ -77,30 +59,23 @@ class ScanBackend(ABC):
         return [self.choose(request)]
 
     def worker(self, request: ScanRequest) -> ScanWorker:
-        """The worker of the request's direction."""
         return self._workers[request.reverse]
 
     def load(self, request: ScanRequest) -> Load:
-        """The size of the request's scan, over the ranks of its worker."""
         worker, state = self.worker(request), request.state
         matrices, nodes = is_matrix(request.transition), worker.topology.nodes
         return Load(worker.size, tuple(state.shape), state.element_size(), matrices, nodes)
 
     def bytes_sent(self, request: ScanRequest) -> float:
-        """Bytes that the busiest rank sends for a request, by its algorithm's descriptor."""
+        """Bytes that the busiest rank sends for a request."""
         scan = self._chosen_for(request).scan if self._crosses_ranks else None
         return 0.0 if scan is None else scan.bytes_sent(self.load(request), request.want_carry)
 
     def prepare(self, device: torch.device) -> None:
         """Warm up with a tiny scan in each direction. Collective; returns when the scans have completed.
 
-        Lazy initialisation (NCCL's communicators, symmetric memory) then happens here and not in a first step.
-
-        Required on CUDA: a group that is initialised eagerly at creation serialises its messages.
-
-        Raises:
-            ConfigError: the ranks do not support the configuration.
-            CommunicationError: a peer is gone.
+        Lazy initialisation (NCCL's communicators, symmetric memory) then happens here and not in a first step. Required
+        on CUDA: a group that is initialised eagerly at creation serialises its messages. Raises as `launch`.
         """
         # Of a transition that cuts, as a halo's does.
         state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
@@ -114,7 +89,6 @@ class ScanBackend(ABC):
         self.drain()
 
     def drain(self) -> None:
-        """See `StateScan.drain`."""
         for worker in self._workers:
             worker.drain()
 
@@ -133,7 +107,6 @@ class SpecScan(ScanBackend):
         self._scan = scan
 
     def choose(self, request: ScanRequest) -> Chosen:
-        """The descriptor's algorithm."""
         return Chosen(self._scan.over(self.worker(request)), self._scan)
 
 
@@ -141,41 +114,24 @@ class BackendSettings(Protocol):
     """A backend's section of `sp`."""
 
     def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
-        """The algorithms that it allows over these nodes.
-
-        Raises:
-            ConfigError: the configured one cannot run over them.
-        """
+        """The algorithms that it allows over these nodes. Raises ConfigError if the chosen one cannot run there."""
 
     def topology(self, found: Topology) -> Topology:
-        """The nodes of the ranks that share a sequence, given those that were found.
-
-        Raises:
-            ConfigError: the ranks do not fill the configured nodes.
-        """
+        """The nodes of the ranks of a sequence, given those found. Raises ConfigError if the ranks do not fill them."""
 
 
 @dataclass(frozen=True, eq=False)
 class BackendSpec:
-    """Descriptor of a backend, for settings, tables, plans and figures.
+    """Descriptor of a backend, for settings, tables, plans and figures."""
 
-    Attributes:
-        name: as in `sp=`.
-        description: one line for `--help`.
-        color, dark_color: in figures, on a light and a dark background.
-        build: (workers, settings) → its scan; `settings` is its section of `sp`, or None.
-        scans: the algorithms that it may run, in table order; none for a backend without communication, which then
-            rejects ranks that share a sequence.
-        section: name of that section, a `BackendSettings`; None if there is none.
-    """
-
-    name: str
-    description: str
-    color: str
+    name: str  # as in `sp=`
+    description: str  # one line for `--help`
+    color: str  # in figures, on a light and a dark background
     dark_color: str
-    build: Callable[[tuple[ScanWorker, ...], Any], ScanBackend]
+    build: Callable[[tuple[ScanWorker, ...], Any], ScanBackend]  # (workers, its section of `sp` or None) → its scan
+    # that it may run, in table order; none: it communicates nothing, and rejects ranks that share a sequence
     scans: tuple[ScanSpec, ...] = ()
-    section: str | None = None
+    section: str | None = None  # name of its section of `sp`, a `BackendSettings`
 
     def size_problem(self, size: int) -> str | None:
         """Why this many ranks cannot share a sequence; None if they can."""
@@ -191,12 +147,10 @@ class TappedScan:
         self._scan = scan
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
-        """See `StateScan`."""
         self.launched(request)
         return _Tapped(self._scan.launch(request), request, self)
 
     def drain(self) -> None:
-        """See `StateScan`."""
         self._scan.drain()
 
     def launched(self, request: ScanRequest) -> None:

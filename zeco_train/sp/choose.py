@@ -1,12 +1,12 @@
 """Which scan ZeCO runs: the link that the ranks share, what happens without it, and the fastest algorithm over it.
 
-Decided in this order, from what all ranks know alike, so no rank decides otherwise:
+Decided in this order, from what all ranks know alike, so all decide alike:
 
 1. the candidates: `AllScanConfig.scans_over` the nodes, once;
-2. the link (`Chooser.link`), once: messages on CPUs, over several nodes, with `transport=p2p`, and where the GPUs have
-   no symmetric memory; else symmetric memory;
-3. for each shape and direction of states the fastest candidate over that link (`choose`, by the cost model); a scan
-   that the kernels cannot run goes by messages.
+2. the link, once: messages on CPUs, over several nodes, with `transport=p2p`, and where the GPUs have no symmetric
+   memory; else symmetric memory;
+3. for each shape and direction of states the fastest candidate over that link by the cost model; a scan that the
+   kernels cannot run goes by messages.
 
 `transport=symmetric` refuses where `auto` falls back, with the same reason; a fallback is logged once.
 """
@@ -33,36 +33,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of `choose`.
-
-    Attributes:
-        scan: the algorithm.
-        link: the transport.
-        blocks: number of blocks if states are sent in blocks over messages; else None.
-        seconds: predicted time.
-    """
+    """An algorithm over a link."""
 
     scan: ScanSpec
     link: Link
-    blocks: int | None
-    seconds: float
+    blocks: int | None  # if states are sent in blocks over messages; else None
+    seconds: float  # predicted
 
     def __str__(self) -> str:
         return f"{self.scan.name}{'' if self.blocks is None else f' of {self.blocks} blocks'} by {self.link.value}"
 
 
 def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> Choice:
-    """The fastest scan by the cost model; the first of equals.
+    """The fastest scan that runs on the link of `costs`, for P ≥ 2 ranks; the first of equals. ValueError if none does.
 
-    Args:
-        scans: candidates; those without an implementation for the link are skipped.
-        costs: of the link.
-        load: the scan's size, over P ≥ 2 ranks.
-        blocks: number of blocks if states are sent in blocks; None is the best number over messages, and 16,384
-            elements each in one kernel.
-
-    Raises:
-        ValueError: none of them has an implementation for the link.
+    `blocks` applies if states are sent in blocks; None is the best number over messages, and 16,384 elements each in
+    one kernel.
     """
     choices = []
     for scan in scans:
@@ -86,15 +72,7 @@ def eligible(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[ScanSp
 class Chooser:
     """Chooses link and algorithm for the scans of one group of ranks, and logs what it chose.
 
-    Args:
-        worker: of the group, in either direction.
-        settings: allowed algorithms and transport.
-
-    Attributes:
-        scans: the allowed algorithms over these nodes.
-
-    Raises:
-        ConfigError: the configured algorithm cannot run over the nodes.
+    Raises ConfigError if the configured algorithm cannot run over the nodes.
     """
 
     def __init__(self, worker: ScanWorker, settings: AllScanConfig) -> None:
@@ -108,10 +86,9 @@ class Chooser:
         self._fell_back: set[str] = set()
 
     def choose(self, request: ScanRequest, load: Load, scans: Sequence[ScanSpec]) -> Choice:
-        """The fastest of `scans` over the link for requests of this size; collective on CUDA, the first time.
+        """The fastest of `scans` for requests of this size. Collective on CUDA, the first time.
 
-        Raises:
-            ConfigError: `transport=symmetric`, and the ranks or the scan do not support it. On all ranks.
+        Raises ConfigError, on all ranks, if `transport=symmetric`, and the ranks or the scan do not support it.
         """
         link = self.link(request.state.device)
         problem = request_problem(request) if link is Link.symmetric else None
@@ -125,17 +102,13 @@ class Chooser:
         return choice
 
     def eligible(self, device: torch.device) -> Sequence[ScanSpec]:
-        """The algorithms that may be chosen for states on a device. Collective on CUDA, the first time."""
+        """The algorithms that `choose` may find for states on a device. Collective on CUDA, the first time."""
         if len(self.scans) == 1:
             return self.scans
         return eligible(self.scans, MEASURED[self.link(device)], self._worker.size)
 
     def link(self, device: torch.device) -> Link:
-        """The link that the ranks support, the same in both directions. Collective on CUDA, the first time.
-
-        Raises:
-            ConfigError: `transport=symmetric`, and they do not support it. On all ranks.
-        """
+        """The link that the ranks support, in both directions. Collective on CUDA, once; raises as `choose`."""
         if self._link is None:
             self._link = self._find_link(device)
         return self._link
@@ -160,7 +133,6 @@ class Chooser:
         return transport_problem(self._worker, device)
 
     def _fall_back(self, problem: str) -> None:
-        """Log why symmetric memory is not used, or raise if it was requested."""
         if self._transport is AllScanTransport.symmetric:
             allowed = f"needs GPUs of one NVLink domain ({problem}); or take auto or p2p"
             raise ConfigError("sp.all_scan.transport", self._transport.value, allowed)

@@ -22,7 +22,7 @@ from zeco_train.ops.seam import AttentionMethod, Exchange
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
 from zeco_train.sp.attention.registry import build_attention, choose
 from zeco_train.sp.backend import SpecScan
-from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.registry import SPConfig
 
 Groups = tuple[ProcessGroup, ProcessGroup]
@@ -44,15 +44,8 @@ def build_exchange(
 ) -> Exchange:
     """What connects the ranks of a mesh that share a sequence, ready for its tensors. Collective.
 
-    Args:
-        config: settings of sequence parallelism.
-        mesh: the ranks.
-        needs_halo: the model has states that cross one border only.
-        softmax: size of its softmax layers, see `choose`; None if it has none.
-        deterministic: gradients have the same bits in each run, also in softmax layers.
-
-    Raises:
-        ConfigError: the ranks do not support the configuration, or cannot share the softmax layers' heads.
+    `needs_halo`: the model has states that cross one border only; `softmax`: size of its softmax layers, if any.
+    Raises ConfigError if the ranks do not support the configuration, or cannot share the softmax layers' heads.
     """
     halo = halo_groups(mesh) if needs_halo else None
     exchange = connect(config, mesh.scan_groups, mesh.timeout, mesh.device, halo, mesh.topology)
@@ -81,16 +74,11 @@ def connect(
     """An `Exchange` over the ranks of an SP group; for softmax layers over one rank only.
 
     Args:
-        config: settings of sequence parallelism.
-        groups: the SP group, one group per direction (forward, reverse).
-        timeout: bound of each wait for a peer.
+        groups: one per direction (forward, reverse).
         device: warm the groups up for its tensors, which is collective; None: the first scans initialise them.
         halo: two more such groups, for a model with states that cross one border only; None: such states take the
-            backend's own scan, as over one rank.
+            backend's own scan.
         topology: the nodes of the ranks, unless the settings give them; None: all are on this machine.
-
-    Raises:
-        ConfigError: the ranks do not support the configuration.
     """
     rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     topology = config.topology(topology or Topology.one_node(size))

@@ -3,8 +3,7 @@
 A scan that completes before its `wait` costs nothing. The rest is measured: on CPUs the wall time for which `wait`,
 `finish` and `carry_out` block their caller, on CUDA the time between two events on the caller's stream, right before
 and right after such a call. This includes waiting for a late peer, whatever the reason for its delay, and all of
-LASP-1's communication, since it receives in `wait` and folds and sends in `finish`. Softmax attention sends and waits
-within one call (`zeco_train.sp.attention`), so each of its waits is measured as it comes.
+LASP-1's communication. Each wait of softmax attention, which sends and waits within one call, is measured as it comes.
 
 CUDA events are read once the device has passed them, never waited for, so measuring does not delay a step. Two
 consecutive events are 1 to 2 µs apart, so a scan reads that much even if nothing is exposed. A CUDA graph has its
@@ -50,10 +49,10 @@ class ExposedMeter:
             MEASURING.remove(self)
 
     def take(self) -> float | None:
-        """Seconds of waiting since the last call; None if no wait was measured.
+        """Seconds of waiting since the last call; None if no wait was measured. Does not synchronise with the device.
 
-        Does not synchronise with the device: pending events count next time; those of a graph count only if the device
-        has passed them, so call it after the last replay's end and before the next replay.
+        Pending events count next time; those of a graph count only if the device has passed them, so call it after the
+        last replay's end and before the next one.
         """
         for waits in self._replayed:
             if waits[-1][1].query():
@@ -67,10 +66,7 @@ class ExposedMeter:
         return seconds
 
     def metered(self, scan: LaunchedScan, device: torch.device, finish_waits: bool) -> LaunchedScan:
-        """Wrap a scan so that its calls are timed, on CUDA on the current stream of `device`.
-
-        `finish` is timed only if it waits for communication.
-        """
+        """Wrap a scan so that its calls are timed, `finish` only if it waits for communication."""
         return _MeteredScan(scan, device, self, finish_waits)
 
     def timed(self, call: Callable[[], T], device: torch.device) -> T:
@@ -139,5 +135,5 @@ class _MeteredScan:
 
 
 def _timing_event(external: bool = False) -> torch.cuda.Event:
-    """`external`: a graph records it in each replay."""
+    # `external`: a graph records it in each replay.
     return torch.cuda.Event(enable_timing=True, external=external)

@@ -12,9 +12,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.sp.all_scan_config import IN_BLOCKS, AllScanConfig
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.backend import BackendSettings, BackendSpec
-from zeco_train.sp.dp import DP
-from zeco_train.sp.lasp1 import LASP1
-from zeco_train.sp.lasp2 import LASP2
+from zeco_train.sp.baselines import DP, LASP1, LASP2
 from zeco_train.sp.zeco import ZECO
 
 # In table and legend order.
@@ -61,10 +59,7 @@ class SPConfig:
         self.all_scan.validate()
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that need another setting to take effect, that setting, and whether it is active.
-
-        A key stands for all keys below it.
-        """
+        """Keys that need another setting (with all keys below them), that setting, and whether it is active."""
         for spec in BACKENDS.values():
             if spec.section:
                 yield spec.section, f"sp={spec.name}", self.spec is spec
@@ -73,29 +68,15 @@ class SPConfig:
 
     @property
     def spec(self) -> BackendSpec:
-        """The backend."""
         return BACKENDS[self.backend.value]
 
-    @property
-    def scans(self) -> tuple[ScanSpec, ...]:
-        """The algorithms that the settings allow on one node."""
-        return self.scans_over(Topology((1,)))
-
     def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
-        """The algorithms that the settings allow over these nodes.
-
-        Raises:
-            ConfigError: the configured one cannot run over them.
-        """
+        """The algorithms that the settings allow. Raises ConfigError if the chosen one cannot run over these nodes."""
         section = self.settings
         return self.spec.scans if section is None else section.scans_over(topology)
 
     def topology(self, found: Topology) -> Topology:
-        """The nodes of the ranks that share a sequence: as the backend's section gives them, else as found.
-
-        Raises:
-            ConfigError: the ranks do not fill the given nodes.
-        """
+        """The nodes of a sequence's ranks: as its section gives them, else as found. Raises as `BackendSettings`."""
         section = self.settings
         return found if section is None else section.topology(found)
 

@@ -7,12 +7,9 @@ A rank's tokens depend on all tokens before them only through one state R_p, [B,
 So each rank (1) computes (S_p, A_p), (2) starts the All-Scan, an exclusive scan of these pairs over the ranks,
 (3) computes its intra-chunk scores, which need no other rank, while the scan runs, (4) waits for R_p, adds its decayed
 copy to its own chunk states, and computes its outputs. The backward pass is the same with gradients of states, from the
-last rank to the first. Steps 1, 3 and 4 are `zeco_train/ops/mix.py`; step 2 is here, and
-`choose.py` decides by which algorithm and link.
-
-The algorithms are in `zeco_train/collectives` (`ALL_SCANS`), with their communication volume, and differ only in
-rounding; an all-gather would take (P − 1) S. Between GPUs with peer access those with a kernel run as a single launch,
-`zeco_train/kernels/all_scan/`, without the host in between.
+last rank to the first. Steps 1, 3 and 4 are `zeco_train/ops/mix.py`. Step 2 starts here: by one of the algorithms in
+`zeco_train/collectives` (`ALL_SCANS`), which `choose.py` selects and which differ only in rounding, as messages of
+`torch.distributed` or, between GPUs with peer access, as one kernel (`zeco_train/kernels/all_scan/`).
 """
 
 from __future__ import annotations
@@ -32,15 +29,7 @@ from zeco_train.sp.choose import Chooser
 
 
 class AllScan(ScanBackend):
-    """ZeCO's scan over the ranks of a sequence.
-
-    Args:
-        workers: see `ScanBackend`.
-        settings: allowed algorithms and transport.
-
-    Raises:
-        ConfigError: the algorithm cannot run over the workers' nodes.
-    """
+    """ZeCO's scan over the ranks of a sequence. ConfigError: the algorithm cannot run over their nodes."""
 
     def __init__(self, workers: tuple[ScanWorker, ...], settings: AllScanConfig) -> None:
         super().__init__(workers)
@@ -48,26 +37,22 @@ class AllScan(ScanBackend):
         self._symmetric: dict[ScanWorker, SymmetricScans] = {}
 
     def choose(self, request: ScanRequest) -> Chosen:
-        """See `ScanBackend.choose`.
-
-        Raises:
-            ConfigError: `transport=symmetric`, and the ranks do not support it. On all of them.
-        """
-        return self._chosen_of(request, self._chooser.scans)
+        """Raises ConfigError if `transport=symmetric`, and the ranks do not support it; on all of them."""
+        return self._fastest(request, self._chooser.scans)
 
     def possible(self, request: ScanRequest) -> Sequence[Chosen]:
-        """See `ScanBackend.possible`; each takes tens of MB of symmetric memory per direction."""
         if not self._crosses_ranks:
             return [self.choose(request)]
-        return [self._chosen_of(request, (scan,)) for scan in self._chooser.eligible(request.state.device)]
+        # Not all algorithms: each kernel takes tens of MB of symmetric memory per direction.
+        return [self._fastest(request, (scan,)) for scan in self._chooser.eligible(request.state.device)]
 
-    def _chosen_of(self, request: ScanRequest, scans: Sequence[ScanSpec]) -> Chosen:
+    def _fastest(self, request: ScanRequest, scans: Sequence[ScanSpec]) -> Chosen:
         if not self._crosses_ranks:
             return Chosen(scan_alone)
         worker, choice = self.worker(request), self._chooser.choose(request, self.load(request), scans)
-        if choice.link is not Link.symmetric:
+        if choice.link is not Link.symmetric:  # messages, folded by the worker's thread or stream
             return Chosen(choice.scan.over(worker, choice.blocks), choice.scan, choice)
-        if worker not in self._symmetric:
+        if worker not in self._symmetric:  # one kernel
             self._symmetric[worker] = SymmetricScans(worker)
         start = partial(self._symmetric[worker].launch, algorithm=choice.scan, blocks=choice.blocks)
         return Chosen(start, choice.scan, choice)

@@ -26,11 +26,7 @@ def start(
 ) -> threading.Thread:
     """Start a daemon thread that runs `target(*arguments)`.
 
-    Args:
-        target: what the thread runs.
-        *arguments: of `target`.
-        name: of the thread.
-        stop: makes the thread end soon; called from another thread, possibly after this one has ended.
+    `stop` makes the thread end soon; it is called from another thread, possibly after this one has ended.
     """
     thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
     with _lock:
@@ -43,13 +39,9 @@ def start(
 
 
 def stop_all(seconds: float = _SECONDS_TO_END) -> list[str]:
-    """Stop and join all threads, except the calling one if it is among them.
+    """Stop and join all threads but the calling one, in `seconds` for all together.
 
-    Args:
-        seconds: timeout for all of them together.
-
-    Returns:
-        The names of the threads that are still running. The interpreter must not be finalised then.
+    Returns the names of those still running. The interpreter must not be finalised then.
     """
     with _lock:
         threads = {thread: stop for thread, stop in _running.items() if thread is not threading.current_thread()}

@@ -1,9 +1,8 @@
 """Cache folders of compiled code that only this user can write, since their contents are loaded and executed.
 
 torch's default for `torch.compile`, /tmp/torchinductor_USER, has a predictable name: another user of the machine who
-creates it first can have others execute any code. The default here has a random name on a disk of the node. The name is
-stored in the user's home, so that later processes reuse the compiled kernels.
-`python -m zeco_train.system.code_cache` prints it. Every folder is checked before use.
+creates it first can have others execute any code. The default here has a random name on a disk of the node, which is
+stored in the user's home for later processes, and printed by `python -m zeco_train.system.code_cache`.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ KEY = "code cache"
 
 
 def default_folder() -> Path:
-    """This user's folder on the node; the first call draws its random name. Does not create the folder.
-
-    Raises:
-        ConfigError: the name cannot be stored.
-    """
+    """This user's folder on the node, not created; the first call draws its random name, ConfigError if it cannot."""
     # Not in $ZECO_CACHE, which users may share.
     path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", _KEY_FILE)
     try:
@@ -51,17 +46,10 @@ def default_folder() -> Path:
 
 
 def private_folder(key: str, path: Path) -> Path:
-    """Create a folder that only this user can write, or check an existing one.
+    """Create a folder that only this user can write, or check an existing one; errors name the setting `key`.
 
-    Args:
-        key: the setting that names it.
-        path: the folder, or a link to it.
-
-    Returns:
-        Its path with links resolved, so that no one can redirect it later.
-
-    Raises:
-        ConfigError: it cannot be created, belongs to another user, or others can write or replace it.
+    Returns its path with links resolved, so that no one can redirect it later. Raises ConfigError if it cannot be
+    created, belongs to another user, or others can write or replace it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,17 +82,10 @@ def _reason(error: OSError | RuntimeError) -> str:
 
 
 def use_private_caches(folder: Path | None = None, key: str = KEY) -> None:
-    """Set the compile caches of this process and its children to private folders.
+    """Set the compile caches of this process and its children to private folders; those of the environment are checked.
 
-    Folders that the environment names take precedence, and are checked.
-
-    Args:
-        folder: for caches that no variable names; without it `torch.compile` gets the default one, and Triton and CUDA
-            keep their own defaults in the user's home.
-        key: the setting that names `folder`.
-
-    Raises:
-        ConfigError: a folder cannot be created, belongs to another user, or others can write there.
+    `folder` (of the setting `key`) is for caches that no variable names; without it `torch.compile` gets the default
+    one, and Triton and CUDA keep their own defaults in the user's home. Raises as `private_folder`.
     """
     for variable, name in _VARIABLES.items():
         if named := os.environ.get(variable):
@@ -117,7 +98,7 @@ def use_private_caches(folder: Path | None = None, key: str = KEY) -> None:
 
 @errors_in_a_line
 def main() -> int:
-    """Print the default folder; returns the exit code."""
+    """Print the default folder."""
     print(default_folder())
     return 0
 

@@ -25,8 +25,7 @@ _OWN = ("zeco_train", "data", "models")
 def put_own_packages_first() -> None:
     """Import `data` and `models` from beside this package, even if the current folder has modules of these names.
 
-    Raises:
-        SystemExit: `python -m data.NAME` has imported such a module before this project's; after a one-line error.
+    Exits with a one-line error if `python -m data.NAME` has imported such a module before this project's.
     """
     for name in {*_OWN} & sys.modules.keys():
         path = getattr(sys.modules[name], "__file__", None) or f"a folder {name}"
@@ -40,11 +39,7 @@ def put_own_packages_first() -> None:
 
 @contextmanager
 def explained_if_missing() -> Iterator[None]:
-    """Exit with a one-line error if an import in the block lacks a third-party package; uses none itself.
-
-    Raises:
-        SystemExit: a package is missing.
-    """
+    """Exit with a one-line error if an import in the block lacks a third-party package; uses none itself."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -105,7 +100,6 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises usage errors as `ConfigError`, which are printed as one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError`, instead of printing the usage and exiting."""
         raise ConfigError("argument", shown(" ".join(sys.argv[1:])), f"{message}; --help lists all")
 
 
@@ -122,11 +116,7 @@ def docstring(of: Any) -> str:
 
 
 def user_path(text: str) -> Path:
-    """The argparse type of a path; an empty shell variable does not mean the current folder.
-
-    Raises:
-        argparse.ArgumentTypeError: not a valid path.
-    """
+    """The argparse type of a path; an empty shell variable does not mean the current folder."""
     if (problem := path_problem(text)) is not None:
         raise argparse.ArgumentTypeError(f"{shown(text)}: {problem}" if text else problem)
     return Path(text)

@@ -28,9 +28,7 @@ _VARIABLES = (
 def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
     """Versions, devices, commit and variables that affect measurements; for JSON.
 
-    Args:
-        device: the measured device.
-        commit: of this source tree; empty: ask git. A copy of the tree may have no git data, or outdated data.
+    Without `commit` git is asked for it; a copy of the tree may have no git data, or outdated data.
     """
     import torch
 
@@ -91,10 +89,8 @@ def version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, with `+` if it has uncommitted changes; None without git.
-
-    Also None for an installed package in the folder of another repository, as in a virtual environment there.
-    """
+    # The commit of this source tree, with `+` if it has uncommitted changes; None without git, and for a package
+    # installed in the folder of another repository, as in a virtual environment there.
     file = Path(__file__).resolve()
     answers = []
     for command in (

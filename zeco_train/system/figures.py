@@ -29,7 +29,7 @@ def import_matplotlib() -> None:
     """Import matplotlib with the Agg backend; call before its first import.
 
     A notebook sets MPLBACKEND for its children to a backend that may not be installed in their environment, and
-    matplotlib then fails on import. The variable is restored; an already imported matplotlib keeps its backend.
+    matplotlib then fails on import.
     """
     if "matplotlib" in sys.modules:
         return
@@ -76,11 +76,7 @@ def plain(text: str) -> str:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG atomically, so that readers never see a partial file; returns its path.
-
-    Raises:
-        DataError: it cannot be written.
-    """
+    """Write a PNG atomically. Raises DataError if it cannot be written."""
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:

@@ -89,11 +89,7 @@ def sha256_of(path: Path) -> str:
 
 
 def allow_open_files(needed: int) -> int:
-    """Raise this process's soft limit of open files to `needed`, or as far as the hard one allows.
-
-    Returns:
-        The hard limit; < 0: none.
-    """
+    """Raise this process's soft limit of open files to `needed`, at most to the hard one; returns that (< 0: none)."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # "Unlimited" is a negative number.
     if 0 <= allowed < needed:
@@ -134,8 +130,7 @@ def _if_supported() -> Iterator[None]:
 def take_lock(path: Path) -> tuple[int, str | None]:
     """Open and lock a file, creating it if needed; the lock is held until the descriptor closes or the process exits.
 
-    Returns:
-        The descriptor; and the reason why the file system cannot lock, None if it can.
+    Returns the descriptor; and the reason why the file system cannot lock, None if it can.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -172,12 +167,12 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Context manager: a new, empty folder beside `out`, renamed to `out` if the block ends without an exception.
 
-    The caller must fsync its files. If the block raises or the process is killed, `out` is unchanged. The next one
-    removes the leftovers of a killed process. A temporary folder is in use as long as the lock file beside it is
-    locked; the system releases the lock when the process ends, for whatever reason.
+    The caller must fsync its files. If the block raises or the process is killed, `out` is unchanged, and the next one
+    removes the leftovers: a temporary folder is in use as long as the lock file beside it is locked, which the system
+    ends with the process.
 
     Args:
-        out: the final path; parents are created. Must be missing or an empty folder, unless `replace`.
+        out: parents are created. Must be missing or an empty folder, unless `replace`.
         replace: exchange an existing folder for the new one and delete the old one, unless this raises for it.
         remedy: advice to the user if the system refuses to write.
 
@@ -230,7 +225,7 @@ def remove_leftovers(out: Path) -> None:
 
 
 def _claim(out: Path) -> tuple[Path, int]:
-    """Choose a temporary name and lock it. Returns the (not yet existing) folder and the lock's descriptor."""
+    # A temporary name (of a not yet existing folder), and the descriptor of its lock.
     while True:
         temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
         # Without locks (some network file systems) leftovers stay until the user deletes them; nothing else changes.
@@ -242,8 +237,7 @@ def _claim(out: Path) -> tuple[Path, int]:
 def move_into_place(temporary: Path, out: Path, replace: Callable[[Path], None] | None) -> None:
     """Rename a folder to `out`, atomically where supported. A replaced folder is left at `temporary`, or deleted.
 
-    Raises:
-        DataError: `out` exists, is not empty, and `replace` is None or raises for it.
+    Raises DataError if `out` exists, is not empty, and `replace` is None or raises for it.
     """
     # The rename is the check: it replaces an empty folder only. Looking first would race with other processes.
     try:
@@ -270,7 +264,7 @@ def move_into_place(temporary: Path, out: Path, replace: Callable[[Path], None] 
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swap two folders atomically (Linux `renameat2`). AttributeError if the C library lacks it."""
+    # Swap two folders atomically (Linux `renameat2`). AttributeError if the C library lacks it.
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()
@@ -298,11 +292,7 @@ def write_errors(path: Path, remedy: str = "") -> Iterator[None]:
 
 
 def write_result(path: Path, text: str) -> None:
-    """Write a results file for the user, creating its folder.
-
-    Raises:
-        DataError: it cannot be written.
-    """
+    """Write a results file for the user, creating its folder. Raises DataError if it cannot be written."""
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -12,21 +12,14 @@ if TYPE_CHECKING:
 
 
 def check_least(settings: object, section: str = "", /, **least: float) -> None:
-    """Check lower bounds of fields of `settings`; messages name them SECTION.NAME, or NAME without a section.
-
-    Raises:
-        ConfigError: for the first field below its bound.
-    """
+    """Raise ConfigError for the first field of `settings`, named SECTION.NAME or NAME, below its bound."""
     for name, smallest in least.items():
         if (value := getattr(settings, name)) < smallest:
             raise ConfigError(f"{section}.{name}" if section else name, value, f"must be ≥ {smallest}")
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in increasing order.
-
-    Computed from the prime factors: sequence lengths are too large to try every number.
-    """
+    """All divisors in increasing order."""
     found, factor = [1], 2
     while number > 1:
         if factor * factor > number:

@@ -17,11 +17,10 @@ _SHOWN_CHARACTERS = 500
 
 
 def path_problem(path: str | Path) -> str | None:
-    """Why the system cannot look up a path; None if it can.
+    """Why the system cannot look up a path (not that it does not exist); None if it can.
 
-    Such a path is empty, too long, a loop of links, in a folder without search permission, on a failing disk, or has a
-    NUL character. `Path.exists()` and the like return False for some of these and raise OSError, RuntimeError or
-    ValueError for others. A path that merely does not exist is no problem.
+    `Path.exists()` and the like return False for some of these and raise OSError, RuntimeError or ValueError for
+    others.
     """
     text = os.fspath(path)
     if not text:
@@ -66,17 +65,13 @@ def is_utf8(text: str) -> bool:
 
 
 def check_path(field: str, path: str | Path) -> None:
-    """Raise `ConfigError` for a path that has a `path_problem`."""
+    """Raise ConfigError for a path that has a `path_problem`."""
     if (problem := path_problem(path)) is not None:
         raise ConfigError(field, shown(path), problem)
 
 
 def check_output_file(field: str, path: str | Path) -> None:
-    """Check, without changing anything, that a file can be written later; its folder must exist.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError unless a file can be written later, without changing anything; its folder must exist."""
     check_path(field, path)
     file = Path(path)
     if _is_folder(file):
@@ -91,16 +86,7 @@ def check_output_file(field: str, path: str | Path) -> None:
 
 
 def check_output_folder(field: str, path: str | Path, remedy: str = "name another folder") -> None:
-    """Check, without creating it, that a folder is writable, or can be created with its parents.
-
-    Args:
-        field: the setting that names the folder, for the message.
-        path: the folder.
-        remedy: advice to the user.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError unless a folder is writable, or can be created with its parents; without creating it."""
     check_path(field, path)
     place = Path(path).absolute()
     # Up to the nearest parent that exists; a dangling link stops the search, since no folder can be made there.
@@ -114,11 +100,7 @@ def check_output_folder(field: str, path: str | Path, remedy: str = "name anothe
 
 
 def check_outputs(field: str, folder: str | Path, names: Sequence[str]) -> None:
-    """`check_output_folder` for result files of these names, and `warn_of_replacing` for existing ones.
-
-    Raises:
-        ConfigError: one of them could not be written.
-    """
+    """`check_output_folder` for result files of these names, and `warn_of_replacing` for existing ones."""
     check_output_folder(field, folder)
     if _is_folder(Path(folder)):
         files = [Path(folder, name) for name in names]
@@ -142,7 +124,7 @@ def shown(path: str | Path) -> str:
 
 
 def _is_folder(path: Path) -> bool | None:
-    """None if the path does not exist or cannot be looked up."""
+    # None if the path does not exist or cannot be looked up.
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except OSError:
@@ -150,6 +132,6 @@ def _is_folder(path: Path) -> bool | None:
 
 
 def _denied(place: Path) -> str:
-    """The system's reason why `place` is not writable."""
+    # The system's reason why `place` is not writable.
     flags = os.statvfs(place).f_flag
     return f"{place}: {os.strerror(errno.EROFS if flags & os.ST_RDONLY else errno.EACCES)}"

@@ -47,9 +47,8 @@ def remember_warning() -> None:
 def run_command(module: str) -> NoReturn:
     """Run the `main` of a module as a command, which Ctrl-C ends without a traceback.
 
-    Importing torch takes seconds, and it does not handle a KeyboardInterrupt cleanly: until the import is done, SIGINT
-    ends the process. A module that is itself the command calls this before its other imports, and is imported again by
-    its name.
+    Until its imports are done, SIGINT ends the process: torch does not handle a KeyboardInterrupt cleanly. A module
+    that is itself the command calls this before its other imports, and is imported again by its name.
     """
     show_any_text()
     put_own_packages_first()
@@ -125,13 +124,10 @@ def _drop_handlers_in_child() -> None:
 
 
 class StopRequest:
-    """Context manager that records the first stop signal instead of letting it end the process.
+    """Context manager that records the first stop signal instead of letting it end the process, as `signal`.
 
-    Later ones are ignored: a launcher forwards the signal that the terminal has already sent, so a second one does not
-    mean urgency.
-
-    Attributes:
-        signal: the recorded signal, also one from before the start (`remember_warning`); None if there was none.
+    It may be from before the start (`remember_warning`). Later ones are ignored: a launcher forwards the signal that
+    the terminal has already sent, so a second one does not mean urgency.
     """
 
     def __init__(self) -> None:

@@ -29,9 +29,7 @@ _MOST_DIGITS = 400
 def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
     """The contents of a regular file, or a link to one, of at most `largest` bytes.
 
-    Raises:
-        OSError: not such a file, or it cannot be read; `strerror` has the reason.
-        OpenFilesError: too many files are open.
+    Raises OSError (`strerror` has the reason) if it is not, or cannot be read; OpenFilesError if too many are open.
     """
     check_regular(path)
     # Not blocking, and checked again: the path may name another file by now.
@@ -52,32 +50,20 @@ def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
 
 
 def check_regular(path: str | Path) -> None:
-    """Check, before it is opened, that `path` is a regular file or a link to one.
+    """Raise OSError unless `path` is a regular file or a link to one; before it is opened.
 
     Opening a FIFO waits for a writer, and opening a device may have side effects.
-
-    Raises:
-        OSError: it is not.
     """
     _check_regular(Path(path).stat(), path)
 
 
 def read_json(path: str | Path, largest: int = LARGEST_BYTES) -> Any:
-    """The value in a small JSON file.
-
-    Raises:
-        OSError: see `read_small`.
-        ValueError: see `parse_json`.
-    """
+    """The value in a small JSON file. Raises as `read_small` and `parse_json`."""
     return parse_json(read_small(path, largest))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text holds.
-
-    Raises:
-        ValueError: not JSON, nested deeper than `DEEPEST`, or an integer of more than 400 digits.
-    """
+    """The value of a JSON text. Raises ValueError if it is none, is nested too deeply, or has huge integers."""
     try:
         value = json.loads(text, parse_int=_integer)
     except RecursionError as error:

@@ -26,9 +26,8 @@ _INTERPOLATION = "${"
 def read_values(path: Path) -> dict[str, Any]:
     """The mapping in a small YAML file.
 
-    Raises:
-        OSError: it cannot be read, is not a regular file, or is too large.
-        ValueError: not YAML, not a mapping, nested too deeply, or with aliases or interpolations.
+    Raises OSError if it cannot be read, is not a regular file, or is too large; ValueError if it is not YAML, not a
+    mapping, nested too deeply, or has aliases or interpolations.
     """
     text = read_small(path, _LARGEST_BYTES).decode()
     try:
@@ -46,11 +45,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def check_values(values: Any) -> None:
-    """Check nested values, of at most `DEEPEST` levels, for what no configuration stores.
-
-    Raises:
-        ValueError: names the key, of a text as in `find_unstorable`, or of an integer of more than 64 bits.
-    """
+    """Raise ValueError, naming the key, for a text as in `find_unstorable`, or an integer of more than 64 bits."""
     if (found := find_unstorable(values)) is not None:
         raise ValueError("{}={}: {}".format(*found))
     for key, value in flatten(values, keys=True):
@@ -59,7 +54,7 @@ def check_values(values: Any) -> None:
 
 
 def find_unstorable(values: Any) -> tuple[str, str, str] | None:
-    """The key and the first text that no file can keep as it is, and why; None if there is none.
+    """The key and the first text that no file can keep as it is, and why.
 
     OmegaConf would try to resolve an interpolation. A path of the command line may have bytes that are no UTF-8.
     """
@@ -74,11 +69,7 @@ def find_unstorable(values: Any) -> tuple[str, str, str] | None:
 def flatten(value: Any, key: str = "", *, lists: bool = True, keys: bool = False) -> Iterator[tuple[str, Any]]:
     """Nested mappings and lists as pairs such as (`data.stores.0.path`, "a"), with keys as in overrides.
 
-    Args:
-        value: nested; an empty mapping or list has no pairs.
-        key: of `value`.
-        lists: False: a list is a value.
-        keys: yield the keys and indices of items as values, too.
+    Empty mappings and lists have no pairs. `lists=False`: a list is a value; `keys`: keys and indices are values, too.
     """
     if isinstance(value, Mapping) or (lists and isinstance(value, list)):
         for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
@@ -91,7 +82,7 @@ def flatten(value: Any, key: str = "", *, lists: bool = True, keys: bool = False
 
 
 def _check_structure(text: str) -> None:
-    """Reject aliases and deep nesting, which let a short text expand without bound, before values are built."""
+    # Reject aliases and deep nesting, which let a short text expand without bound, before values are built.
     depth = 0
     # As a stream: errors of a string quote its text, and the file may be a link to a private one.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):

@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 
 
 def format_table(rows: Iterable[Row], columns: Columns, *, heading: bool = True, gap: str = "  ") -> str:
-    """Rows under headings, with `gap` between columns; see `format_row`."""
+    """Rows under headings, with `gap` between columns."""
     lines = [format_heading(columns, gap)] if heading else []
     return "\n".join([*lines, *(format_row(row, columns, gap) for row in rows)])
 

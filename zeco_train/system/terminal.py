@@ -26,8 +26,8 @@ def visible(text: str) -> str:
 def show_any_text() -> None:
     """Make stdout print a question mark for characters that its encoding lacks, instead of raising.
 
-    A locale without UTF-8 lacks the Greek letters, arrows and dots of messages, and no encoding has the bytes of a path
-    that is not valid text. stderr already escapes such characters.
+    A locale without UTF-8 lacks the Greek letters of messages, and no encoding has the bytes of a path that is not
+    valid text. stderr already escapes such characters.
     """
     # Tests and notebooks may have replaced sys.stdout.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -35,10 +35,7 @@ def show_any_text() -> None:
 
 
 def is_reader_gone(error: BaseException) -> bool:
-    """Whether an error means that the reader of stdout is gone: after `| head`, or with the terminal.
-
-    If so, redirects stdout to /dev/null.
-    """
+    """Whether an error means that the reader of stdout is gone (`| head`, the terminal); stdout is /dev/null then."""
     if not (isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.errno == errno.EIO)):
         return False
     poll = select.poll()

@@ -204,5 +204,5 @@ def _rows_of_own_ranks(timeout: float) -> Iterator[VerifyRow]:
 def _applies(config: SPConfig, sp_size: int) -> bool:
     """Whether a backend runs on groups of this size: dp on one rank only, symmetric memory on more than one."""
     if sp_size > 1:
-        return bool(config.scans)
+        return bool(config.spec.scans)
     return config.all_scan.transport is not AllScanTransport.symmetric

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.all_scan.protocol import advance, data_at, flag_at, give_up, signal, start, wait_for
+from zeco_train.kernels.all_scan import advance, data_at, flag_at, give_up, signal, start, wait_for
 
 
 @triton.jit

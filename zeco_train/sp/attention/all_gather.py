@@ -24,15 +24,14 @@ from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
-from zeco_train.sp.attention.routes import Arrival, Here, Range, Routes
+from zeco_train.sp.attention.routes import Arrival, Bounds, Here, Range, Routes
 
 
 class _Work(NamedTuple):
-    """What each rank computes: `own`, its tokens; `computed`, spans of queries; `keys`, the range that these read."""
-
-    own: Sequence[Span]
-    computed: Sequence[Sequence[Span]]
-    keys: Sequence[Range]
+    # What each rank computes.
+    own: Sequence[Span]  # its tokens
+    computed: Sequence[Sequence[Span]]  # spans of queries
+    keys: Sequence[Range]  # the range that these read
 
     @property
     def held(self) -> list[list[Range]]:
@@ -44,21 +43,15 @@ class _Work(NamedTuple):
 
 
 class AllGather(PipelinedAttention):
-    """See the module.
-
-    Args:
-        wire, num_parts: see `PipelinedAttention`.
-        paired: compute two halves on each rank, where there is no window; otherwise each rank's own queries.
-    """
+    """Where there is no window, each rank computes two halves if `paired`, else its own queries."""
 
     def __init__(self, wire: Wire, *, num_parts: int | None = None, paired: bool = True) -> None:
         super().__init__(wire, num_parts=num_parts)
         self._paired = paired and wire.size > 1
 
     def forward_steps(
-        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
     ) -> Steps[Attended]:
-        """See `PipelinedAttention`."""
         work = self._work(span, bounds)
         keys = self._routes(work.held, [[keys] for keys in work.keys])
         arriving, queries = keys.start([k, v], "keys and values"), self._to_computing(work, [q])
@@ -79,17 +72,8 @@ class AllGather(PipelinedAttention):
         return Attended(o, lse.mT)
 
     def backward_steps(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-        """See `PipelinedAttention`."""
         work = self._work(span, bounds)
         wanted = [[keys] for keys in work.keys]
         arriving = self._routes(work.held, wanted).start([k, v], "keys and values")
@@ -115,14 +99,8 @@ class AllGather(PipelinedAttention):
     def _gradients(
         self, work: _Work, of_queries: list[Tensor], arriving: Arrival, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the computed queries and of the keys and values that they read; those are freed with the return.
-
-        Args:
-            work: of all ranks.
-            of_queries: gradients of outputs, queries, outputs and log-sum-exps [B, N, H], of the computed queries.
-            arriving: keys and values.
-            scale: factor of the scores.
-        """
+        # Gradients of the computed queries and of the keys and values that they read; those are freed with the return.
+        # `of_queries`: gradients of outputs, queries, outputs and log-sum-exps [B, N, H], of the computed queries.
         k, v = arriving.wait()
         (start, stop), dqs = work.keys[self.wire.rank], []
         of_keys: list[tuple[slice, Tensor, Tensor]] = []
@@ -152,7 +130,7 @@ class AllGather(PipelinedAttention):
     def _is_paired(self, span: Span) -> bool:
         return self._paired and span.window is None
 
-    def _work(self, span: Span, bounds: Sequence[int]) -> _Work:
+    def _work(self, span: Span, bounds: Bounds) -> _Work:
         own = self.spans(span, bounds)
         computed = [[each] for each in own]
         if self._is_paired(span):
@@ -165,7 +143,7 @@ class AllGather(PipelinedAttention):
         return Routes(self.wire, held, wanted)
 
     def _to_computing(self, work: _Work, tensors: list[Tensor]) -> Arrival | Here:
-        """Start to send tensors of this rank's queries to the ranks that compute them."""
+        # Start to send tensors of this rank's queries to the ranks that compute them.
         if not self._is_paired(work.own[0]):
             return Here(tensors)
         return self._routes(work.held, work.queries).start(tensors, "queries")
@@ -180,7 +158,7 @@ def _halves(span: Span) -> tuple[Span, Span]:
 
 
 def _widened(x: Tensor, read: slice, length: int) -> Tensor:
-    """[B, tokens read, G, D] → [B, length, G, D] in the dtype of sums, 0 where nothing is read."""
+    # [B, tokens read, G, D] → [B, length, G, D] in the dtype of sums, 0 where nothing is read.
     dtype = accumulation_dtype(x.dtype)
     if x.shape[1] == length:
         return x.to(dtype)
@@ -210,10 +188,8 @@ def _costs(load: AttentionLoad) -> MethodCosts:
 
 
 def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
-    """Each rank sends keys to ranks after it, and gradients of those of ranks before it back.
-
-    The rank with the most is about the first that returns all it can.
-    """
+    # Each rank sends keys to ranks after it, and gradients of those of ranks before it back. The rank with the most is
+    # about the first that returns all it can.
     ahead, most = window - 1, (load.ranks - 1) * load.tokens
     forward = min(ahead, most) * load.keys_per_token * load.itemsize
     back = (

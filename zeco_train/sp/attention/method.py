@@ -1,9 +1,8 @@
-"""Base class of the methods, and the method descriptor, the interface to the rest of the project."""
+"""Softmax attention over the ranks of a sequence: base class and descriptor of its methods."""
 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,26 +11,18 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.wire import Wire
+from zeco_train.ops.seam import AttentionMethod
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
-from zeco_train.sp.attention.routes import Range, Routes
+from zeco_train.sp.attention.routes import Bounds, Range, Routes
 from zeco_train.sp.exposed import run_wait
 
 
-class ShardedAttention(ABC):
-    """An `AttentionMethod` over the ranks of a wire.
+class ShardedAttention(AttentionMethod):
+    """An `AttentionMethod` over the ranks of a wire, in the order of their tokens; the wire carries nothing else."""
 
-    Args:
-        wire: of the ranks that share a sequence, in the order of their tokens; carries nothing else.
-
-    Attributes:
-        num_nodes: over which these ranks are spread.
-        deterministic: add up gradients in one order on this rank, see
-            `zeco_train.ops.softmax.attention.attend_backward`; sums over ranks always are.
-    """
-
-    num_nodes = 1
-    deterministic = False
+    num_nodes = 1  # over which these ranks are spread
+    deterministic = False  # add up gradients in one order on this rank, see `attend_backward`
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -39,11 +30,7 @@ class ShardedAttention(ABC):
         self._is_connected = False
 
     def prepare(self, device: torch.device) -> None:
-        """Warm up, so that the first step initialises nothing. Collective; returns when the ranks are connected.
-
-        Raises:
-            CommunicationError: a peer is gone.
-        """
+        """Warm up, so that the first step initialises nothing. Collective."""
         self.connect(torch.zeros(1, device=device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -58,30 +45,8 @@ class ShardedAttention(ABC):
             self.wire.all_to_all(torch.empty_like(parts), parts, "a first message").wait()
             self._is_connected = True
 
-    @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
-
-    @abstractmethod
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
-
-    def spans(self, span: Span, bounds: Sequence[int]) -> list[Span]:
-        """The spans of all ranks, given that of this one.
-
-        Raises:
-            ValueError: this rank's tokens are not those of the bounds.
-        """
+    def spans(self, span: Span, bounds: Bounds) -> list[Span]:
+        """The spans of all ranks, given this rank's. Raises ValueError if its tokens are not those of the bounds."""
         shares = self._shares(bounds)
         if (span.start, span.stop) != (share := shares[self.wire.rank]):
             has, wanted = (f"{start} to {stop}" for start, stop in ((span.start, span.stop), share))
@@ -90,12 +55,8 @@ class ShardedAttention(ABC):
             )
         return [span.part(*share) for share in shares]
 
-    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`.
-
-        Raises:
-            ValueError: this rank's tokens are not those of the bounds.
-        """
+    def gather(self, tensors: Sequence[Tensor], bounds: Bounds) -> list[Tensor]:
+        """Raises ValueError if this rank's tokens are not those of the bounds."""
         shares = self._shares(bounds)
         own, (first, after) = tensors[0].shape[1], shares[self.wire.rank]
         if own != after - first:
@@ -105,33 +66,24 @@ class ShardedAttention(ABC):
         routes = Routes(self.wire, [[share] for share in shares], [[(bounds[0], bounds[-1])]] * self.wire.size)
         return routes.start(tensors, "keys and values").wait()
 
-    def _shares(self, bounds: Sequence[int]) -> list[Range]:
+    def _shares(self, bounds: Bounds) -> list[Range]:
         if len(bounds) != self.wire.size + 1:
             raise ValueError(f"attention over {self.wire.size} ranks: has the tokens of {len(bounds) - 1}")
         return list(itertools.pairwise(bounds))
 
 
 class AttentionLoad(NamedTuple):
-    """The size of one layer's attention, for `MethodSpec.costs`.
+    """The size of one layer's attention, for `MethodSpec.costs`."""
 
-    Attributes:
-        heads, key_heads, head_dim: of queries; of keys and values; their width.
-        tokens: of one sequence, on a rank.
-        ranks: that share the sequence.
-        window: keys that a query reads at most, itself among them; None: all before it.
-        itemsize, wide: bytes per element of operands, and of sums and gradients.
-        nodes: over which the ranks are spread.
-    """
-
-    heads: int
-    key_heads: int
+    heads: int  # of queries
+    key_heads: int  # of keys and values
     head_dim: int
-    tokens: int
+    tokens: int  # of one sequence, on a rank
     ranks: int
-    window: int | None
-    itemsize: int
-    wide: int
-    nodes: int = 1
+    window: int | None  # keys that a query reads at most, itself among them; None: all before it
+    itemsize: int  # bytes per element of operands
+    wide: int  # bytes per element of sums and gradients
+    nodes: int = 1  # over which the ranks are spread
 
     @property
     def queries(self) -> int:
@@ -145,48 +97,31 @@ class AttentionLoad(NamedTuple):
 
 
 class MethodCosts(NamedTuple):
-    """What a method costs one layer, for one sequence, on the rank with the most.
+    """What a method costs one layer, for one sequence, on the rank with the most."""
 
-    Attributes:
-        forward, backward: bytes that a rank sends.
-        exchanges: messages of a forward and of a backward pass, one after another.
-        held: bytes that exist at the peak of the backward pass beside the tensors that the layer lists itself.
-        slowest: work of the rank with the most, relative to the mean.
-        hidden: part of the messages that travels while attention is computed, if that takes as long.
-    """
-
-    forward: float
+    forward: float  # bytes sent
     backward: float
-    exchanges: tuple[int, int]
-    held: float
-    slowest: float = 1.0
-    hidden: float = 0.0
+    exchanges: tuple[int, int]  # messages of a forward and of a backward pass, one after another
+    held: float  # bytes at the peak of the backward pass beside the tensors that the layer lists itself
+    slowest: float = 1.0  # work of the rank with the most, relative to the mean
+    hidden: float = 0.0  # part of the messages that travels while attention is computed, if that takes as long
 
     @property
     def sent(self) -> float:
-        """Bytes of both passes."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True, eq=False)
 class MethodSpec:
-    """Descriptor of a method, for settings, tables and plans.
+    """Descriptor of a method, for settings, tables and plans."""
 
-    Attributes:
-        name: as in `sp.attention=`.
-        description: one line for `--help`.
-        build: wire → the method.
-        heads_problem: (heads of queries, heads of keys, ranks) → why they cannot be spread so, or None.
-        costs: bytes and memory, for the planner and for `auto`.
-        automatic: `auto` may choose it: all ranks have the same work.
-    """
-
-    name: str
-    description: str
+    name: str  # as in `sp.attention=`
+    description: str  # one line for `--help`
     build: Callable[[Wire], ShardedAttention]
+    # (heads of queries, of keys, ranks) → why they cannot be spread so
     heads_problem: Callable[[int, int, int], str | None]
     costs: Callable[[AttentionLoad], MethodCosts]
-    automatic: bool = True
+    automatic: bool = True  # `auto` may choose it: all ranks have the same work
 
 
 class LocalAttention:
@@ -195,25 +130,14 @@ class LocalAttention:
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float) -> Attended:
         return attend(q, k, v, span, span.start, scale)
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
         return attend_backward(do, q, k, v, attended, span, span.start, scale, self.deterministic)
 
-    def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    def gather(self, tensors: Sequence[Tensor], bounds: Bounds) -> list[Tensor]:
         del bounds
         return list(tensors)

@@ -18,6 +18,7 @@ from torch import Tensor
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.routes import Bounds
 
 # Of a rank, from which on a part's compute is longer than the launches of its messages; an estimate, not measured.
 LEAST_TOKENS = 8192
@@ -29,12 +30,7 @@ Steps = Generator[None, None, T]
 
 
 class PipelinedAttention(ShardedAttention):
-    """See the module.
-
-    Args:
-        wire: see `ShardedAttention`.
-        num_parts: of the heads, at most; None: as many as pay.
-    """
+    """A pass over parts of the heads: at most `num_parts`, or as many as pay."""
 
     def __init__(self, wire: Wire, *, num_parts: int | None = None) -> None:
         super().__init__(wire)
@@ -47,42 +43,24 @@ class PipelinedAttention(ShardedAttention):
 
     @abstractmethod
     def forward_steps(
-        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
     ) -> Steps[Attended]:
         """`forward` of some heads."""
 
     @abstractmethod
     def backward_steps(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """`backward` of some heads."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float) -> Attended:
         parts = zip(*(self._in_parts(x, k.shape[2], bounds) for x in (q, k, v)), strict=True)
         found = _in_turns([self.forward_steps(qp, kp, vp, span, bounds, scale) for qp, kp, vp in parts])
         return Attended(_joined([part.o for part in found], 2), _joined([part.lse for part in found], 1))
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
         lse = attended.lse.transpose(1, 2)
         cut = (self._in_parts(x, k.shape[2], bounds) for x in (do, q, k, v, attended.o, lse))
         steps = [
@@ -92,33 +70,26 @@ class PipelinedAttention(ShardedAttention):
         dq, dk, dv = (_joined(grads, 2) for grads in zip(*_in_turns(steps), strict=True))
         return dq, dk, dv
 
-    def _in_parts(self, x: Tensor, key_heads: int, bounds: Sequence[int]) -> Sequence[Tensor]:
-        """[B, T, heads, …] in parts of the heads, those of queries as those of the keys that they read."""
+    def _in_parts(self, x: Tensor, key_heads: int, bounds: Bounds) -> Sequence[Tensor]:
+        # [B, T, heads, …] in parts of the heads, those of queries as those of the keys that they read.
         # The mean, which is the same on all ranks, whose shards may differ.
         tokens = (bounds[-1] - bounds[0]) // self.wire.size
         return x.chunk(num_parts(key_heads, self.heads_step, tokens, self.num_nodes, self._num_parts), 2)
 
 
 def num_parts(key_heads: int, step: int, tokens: int, nodes: int, most: int | None = None) -> int:
-    """Number of parts of `key_heads` heads, each a multiple of `step` heads.
+    """Number of parts of `key_heads` heads, each a multiple of `step`; at most `most`, by default as many as pay.
 
     Within a node parts do not pay: NCCL's kernels take multiprocessors from the attention, whose kernels have fewer
     blocks for the same work. With four parts a forward and backward pass takes 1.10 to 1.16 times as long at 16k tokens
     a rank, 1.03 to 1.07 times at 64k (2 H200).
-
-    Args:
-        key_heads: heads of keys.
-        step: see `PipelinedAttention.heads_step`.
-        tokens: of a rank.
-        nodes: over which the ranks are spread.
-        most: upper bound; None: `NUM_PARTS` from `LEAST_TOKENS` tokens on between nodes, otherwise 1.
     """
     most = most or (NUM_PARTS if tokens >= LEAST_TOKENS and nodes > 1 else 1)
     return next(n for n in range(most, 0, -1) if n == 1 or key_heads % (n * step) == 0)
 
 
 def _in_turns(steps: Sequence[Steps[T]]) -> list[T]:
-    """Run all, each up to its next wait in turn; their results."""
+    # Run all, each up to its next wait in turn; their results.
     found: dict[int, T] = {}
     while len(found) < len(steps):
         for index, each in enumerate(steps):

@@ -38,13 +38,9 @@ class AttentionChoice(Enum):
 
 
 def choose(choice: AttentionChoice, load: AttentionLoad) -> MethodSpec:
-    """The configured method; `auto` selects the balanced method that sends the fewest bytes.
+    """The configured method; `auto` selects the balanced method that sends the fewest bytes from the busiest rank.
 
-    Bytes are those of the rank that sends most, in a forward and a backward pass. All ranks of a sequence choose alike,
-    as plans do, since the choice depends on the load only.
-
-    Raises:
-        ConfigError: see `check_heads`.
+    It depends on the load only, so all ranks of a sequence, and plans, choose alike. Raises as `check_heads`.
     """
     check_heads(choice, load.heads, load.key_heads, load.ranks)
     if choice.value != AUTO:
@@ -54,11 +50,7 @@ def choose(choice: AttentionChoice, load: AttentionLoad) -> MethodSpec:
 
 
 def check_heads(choice: AttentionChoice, heads: int, key_heads: int, ranks: int) -> None:
-    """Check that the method of a setting can spread heads of queries and of keys over ranks.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError if the method of a setting cannot spread heads of queries and of keys over ranks."""
     if choice.value == AUTO:
         return
     if (problem := METHODS[choice.value].heads_problem(heads, key_heads, ranks)) is not None:
@@ -79,16 +71,7 @@ def build_attention(
     *,
     deterministic: bool = False,
 ) -> ShardedAttention | LocalAttention:
-    """The method over an SP group that carries nothing else.
-
-    Args:
-        spec: of the method.
-        group: of the ranks of a sequence.
-        timeout: bound of each wait for a peer.
-        device: warm the group up for its tensors, which is collective; None: first passes initialise it.
-        nodes: over which the ranks are spread.
-        deterministic: see `ShardedAttention`.
-    """
+    """The method over an SP group that carries nothing else, warmed up for `device` if that is given. Collective."""
     if dist.get_world_size(group) == 1:
         return LocalAttention(deterministic=deterministic)
     method = spec.build(Wire(group, f"softmax attention ({spec.name})", False, timeout))

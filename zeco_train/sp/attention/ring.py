@@ -27,14 +27,13 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
-from zeco_train.sp.attention.routes import Range
+from zeco_train.sp.attention.routes import Bounds, Range
 
 
 class Ring(ShardedAttention):
-    """See the module."""
+    """Ring Attention."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float) -> Attended:
         # Messages between some ranks must not be the first ones.
         self.connect(q)
         blocks = _Blocks(self.wire, self.spans(span, bounds), k, v)
@@ -52,17 +51,8 @@ class Ring(ShardedAttention):
         return Attended(found.o.to(q.dtype), found.lse)
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
         wide = accumulation_dtype(q.dtype)
         blocks = _Blocks(self.wire, self.spans(span, bounds), k, v)
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
@@ -89,20 +79,12 @@ class Ring(ShardedAttention):
 
 
 class _Blocks:
-    """The blocks that pass a rank, one a step: its own, then those of the ranks before it, the nearest first.
-
-    Args:
-        wire: of the ranks.
-        spans: of all ranks.
-        k, v: [B, own tokens, G, D] and [B, own tokens, G, V].
-
-    Attributes:
-        wire: as given.
-        owner: rank of the tokens of the block that is here; < 0: none is left.
-        keys: those of its positions that this rank or a later one reads.
-        k, v: [B, keys, G, …].
-    """
-
+    # The blocks that pass a rank, one a step: its own, then those of the ranks before it, the nearest first. `owner` is
+    # the rank of the tokens of the block that is here, < 0 if none is left; `keys` are the positions in it that this
+    # rank or a later one reads; `k` and `v` are theirs, [B, keys, G, …].
+    # The blocks that pass a rank, one a step: its own, then those of the ranks before it, the nearest first. `owner` is
+    # the rank of the tokens of the block that is here, < 0 if none is left; `keys` are the positions in it that this
+    # rank or a later one reads; `k` and `v` are theirs, [B, keys, G, …].
     def __init__(self, wire: Wire, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
         self.wire, self.owner, self.k, self.v = wire, wire.rank, k, v
         self._spans = spans
@@ -117,20 +99,20 @@ class _Blocks:
 
     @property
     def is_read(self) -> bool:
-        """Whether this rank's queries read the block that is here."""
+        # Whether this rank's queries read the block that is here.
         return self.owner >= 0 and self.reads(self.owner, self.wire.rank)
 
     def reads(self, owner: int, rank: int) -> bool:
-        """Whether the queries of `rank` read keys of `owner`."""
+        # Whether the queries of `rank` read keys of `owner`.
         return self._spans[rank].stop > self._spans[rank].start and _length(self.travelling(owner, rank)) > 0
 
     def travelling(self, owner: int, rank: int) -> Range:
-        """Keys of `owner` that go to `rank`: it reads them, or a later rank does."""
+        # Keys of `owner` that go to `rank`: it reads them, or a later rank does.
         span = self._spans[owner]
         return max(span.start, min(self._first[rank], span.stop)), span.stop
 
     def messages(self) -> tuple[list[Message], list[Message]]:
-        """Those of this step: the block that is here to the next rank, and the next block from the rank before."""
+        # Those of this step: the block that is here to the next rank, and the next block from the rank before.
         rank, sent, received = self.wire.rank, [], []
         if self.owner >= 0 and rank + 1 < self.wire.size and _length(keys := self.travelling(self.owner, rank + 1)):
             sent.append(Message(self._packed(keys), rank + 1, f"keys of rank {self.owner}"))
@@ -148,7 +130,7 @@ class _Blocks:
             self.k, self.v = _unpacked(self._message, _length(self.keys), self.k, self.v)
 
     def _packed(self, keys: Range) -> Tensor:
-        """The message of the last tokens of the block; passed on as it came if those are all."""
+        # The message of the last tokens of the block; passed on as it came if those are all.
         if self._message is not None and keys == self.keys:
             return self._message
         first = keys[0] - self.keys[0]
@@ -156,8 +138,7 @@ class _Blocks:
 
 
 class _Partials:
-    """Gradients of keys and values on their way to the owner, of the blocks that came `hops` ranks far."""
-
+    # Gradients of keys and values on their way to the owner, of the blocks that came `hops` ranks far.
     def __init__(self, blocks: _Blocks, hops: int, dk: Tensor, dv: Tensor) -> None:
         self._blocks, self._hops, self._dk, self._dv = blocks, hops, dk, dv
         self._message: Tensor | None = None
@@ -186,7 +167,7 @@ class _Partials:
 
 
 def _merged(a: Attended, b: Attended) -> Attended:
-    """Attention to the keys of both, in fp32 (fp64 for fp64); each query reads some of a's."""
+    # Attention to the keys of both, in fp32 (fp64 for fp64); each query reads some of a's.
     lse = torch.logaddexp(a.lse, b.lse)
     weights = ((x.lse - lse).exp().mT.unsqueeze(-1) for x in (a, b))
     o, more = (x.o.to(lse.dtype) * weight for x, weight in zip((a, b), weights, strict=True))

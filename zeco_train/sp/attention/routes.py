@@ -18,37 +18,28 @@ from zeco_train.collectives.wire import Transfer, Wire
 
 # Positions [start, stop) of tokens.
 Range = tuple[int, int]
+# [P + 1]: rank r has the tokens [bounds[r], bounds[r + 1]).
+Bounds = Sequence[int]
 
 
 class _Piece(NamedTuple):
-    """Tokens for one rank: where the sender has them and where the receiver puts them, from its first token on."""
-
+    # Tokens for one rank: where the sender has them and where the receiver puts them, from its first token on.
     start: int
     place: int
     length: int
 
 
 class Parcel(NamedTuple):
-    """What a rank sends.
+    """What a rank sends."""
 
-    Attributes:
-        message: packed.
-        per_token: elements of it.
-        wanted: makes the tensors [B, wanted tokens, ...], with the tokens that the rank has itself.
-    """
-
-    message: Tensor
-    per_token: int
+    message: Tensor  # packed
+    per_token: int  # elements of the message
+    # makes the tensors [B, wanted tokens, ...], with the tokens that the rank has itself
     wanted: Callable[[], list[Tensor]]
 
 
 class Routes:
-    """Who sends which tokens to whom.
-
-    Args:
-        wire: of the ranks.
-        held, wanted: each rank's ranges, in the order in which its tensors have them.
-    """
+    """Who sends which tokens to whom, by each rank's ranges in the order in which its tensors have them."""
 
     def __init__(self, wire: Wire, held: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]) -> None:
         own = wire.rank
@@ -71,19 +62,13 @@ class Routes:
     def pack(self, tensors: Sequence[Tensor], sums: torch.dtype) -> Parcel:
         """Copy what is wanted of tensors [B, held tokens, ...] of one dtype, so that they can be freed before `send`.
 
-        Args:
-            tensors: they travel in their dtype.
-            sums: dtype of the tensors of wanted tokens.
+        `sums` is the dtype of the tensors of wanted tokens; they travel in their own.
         """
         wanted = [self._with_kept(x, sums) for x in tensors]
         return self._parcel(tensors, lambda: wanted)
 
     def send(self, parcel: Parcel, what: str) -> Arrival:
-        """Start to send what is packed.
-
-        Raises:
-            CommunicationError: a peer is gone.
-        """
+        """Start to send what is packed. Raises CommunicationError if a peer is gone."""
         sent, received = (
             [parcel.per_token * sum(piece.length for piece in pieces) for pieces in way]
             for way in (self._sent, self._received)
@@ -103,7 +88,7 @@ class Routes:
         return Parcel(message, sum(math.prod((x.shape[0], *x.shape[2:])) for x in tensors), wanted)
 
     def _with_kept(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, held tokens, ...] → [B, wanted tokens, ...]: this rank's; elsewhere 0, or anything that is replaced."""
+        # [B, held tokens, ...] → [B, wanted tokens, ...]: this rank's; elsewhere 0, or anything that is replaced.
         shape = tensor.shape[0], self._num_wanted, *tensor.shape[2:]
         is_whole = sum(piece.length for piece in self._kept) == self._num_wanted
         make = tensor.new_empty if is_whole or self._is_partition else tensor.new_zeros
@@ -115,15 +100,7 @@ class Routes:
 
 
 class Arrival:
-    """Tokens under way.
-
-    Args:
-        transfer: of the message.
-        message: into which it is received.
-        pieces: of each rank's tokens in it.
-        wanted: makes the tensors [B, wanted tokens, ...] to put them into.
-        is_partition: each wanted token comes from one rank.
-    """
+    """Tokens under way."""
 
     def __init__(
         self,
@@ -133,17 +110,14 @@ class Arrival:
         wanted: Callable[[], list[Tensor]],
         is_partition: bool,
     ) -> None:
+        # `pieces`: of each rank's tokens in the message; `wanted` makes the tensors to put them into.
         self._under_way, self._pieces, self._is_partition = (transfer, message, wanted), pieces, is_partition
 
     def wait(self, *, add: bool = False) -> list[Tensor]:
         """The tensors [B, wanted tokens, ...]; 0 where no rank holds a wanted token. Once: the message is freed.
 
-        Args:
-            add: several ranks may hold a token: sum this rank's and what the others sent, in the order of ranks, so
-                always alike.
-
-        Raises:
-            CommunicationError: a peer is gone, or did not answer within the timeout.
+        With `add`, several ranks may hold a token: sum this rank's and what the others sent, always in the order of
+        ranks. Raises CommunicationError if a peer is gone, or did not answer within the timeout.
         """
         transfer, message, wanted = self._under_way
         transfer.wait()
@@ -166,12 +140,11 @@ class Here(NamedTuple):
     tensors: list[Tensor]
 
     def wait(self) -> list[Tensor]:
-        """The tensors."""
         return self.tensors
 
 
 def _overlaps(held: Sequence[Range], wanted: Sequence[Range]) -> list[_Piece]:
-    """Tokens of `held` that are wanted, in the order of `held`."""
+    # Tokens of `held` that are wanted, in the order of `held`.
     pieces, start = [], 0
     for held_start, held_stop in held:
         place = 0

@@ -8,7 +8,7 @@ Memory: queries, keys, values and outputs of the whole sequence, of H / P heads:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,20 +19,20 @@ from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
+from zeco_train.sp.attention.routes import Bounds
 
 
 class Ulysses(PipelinedAttention):
-    """See the module."""
+    """DeepSpeed-Ulysses."""
 
     @property
     def heads_step(self) -> int:
-        """See `PipelinedAttention`: fewer heads of keys than ranks would be repeated."""
+        # Fewer heads of keys than ranks would be repeated.
         return self.wire.size
 
     def forward_steps(
-        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
     ) -> Steps[Attended]:
-        """See `PipelinedAttention`."""
         spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         operands = {"queries": q, "keys": self._repeated(k), "values": self._repeated(v)}
         arriving = [self._by_heads(x, spans, what) for what, x in operands.items()]
@@ -47,17 +47,8 @@ class Ulysses(PipelinedAttention):
         return Attended(o.wait(), lse.wait().squeeze(-1).mT)
 
     def backward_steps(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attended: Attended,
-        span: Span,
-        bounds: Sequence[int],
-        scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-        """See `PipelinedAttention`."""
         spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         of_queries = {
             "gradients": do,
@@ -77,7 +68,7 @@ class Ulysses(PipelinedAttention):
         return dq, self._summed(dk, k), self._summed(dv, v)
 
     def _gradients(self, arriving: list[_Shuffled], whole: Span, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Of queries, keys and values of this rank's heads; what has arrived is freed with the return."""
+        # Of queries, keys and values of this rank's heads; what has arrived is freed with the return.
         do, q, o, lse, k, v = (each.wait() for each in arriving)
         return attend_backward(do, q, k, v, Attended(o, lse.squeeze(-1).mT), whole, 0, scale, self.deterministic)
 
@@ -91,7 +82,7 @@ class Ulysses(PipelinedAttention):
         return grad.to(accumulation_dtype(grad.dtype)).unflatten(2, (like.shape[2], -1)).sum(3)
 
     def _by_heads(self, x: Tensor, spans: list[Span], what: str) -> _Shuffled:
-        """Start [B, own tokens, H, D] → [B, all tokens, own heads, D]."""
+        # Start [B, own tokens, H, D] → [B, all tokens, own heads, D].
         size, lengths = self.wire.size, [span.stop - span.start for span in spans]
         batch, tokens, heads, width = x.shape
         per_token = batch * heads // size * width
@@ -110,7 +101,7 @@ class Ulysses(PipelinedAttention):
         return _Shuffled(transfer, into, unpacked)
 
     def _by_tokens(self, x: Tensor, spans: list[Span], what: str) -> _Shuffled:
-        """Start [B, all tokens, own heads, D] → [B, own tokens, H, D]."""
+        # Start [B, all tokens, own heads, D] → [B, own tokens, H, D].
         size, lengths = self.wire.size, [span.stop - span.start for span in spans]
         batch, _, heads, width = x.shape
         per_token, own = batch * heads * width, lengths[self.wire.rank]
@@ -124,13 +115,12 @@ class Ulysses(PipelinedAttention):
 
 
 class _Shuffled:
-    """A tensor under way; `unpacked` makes it of what has arrived."""
-
+    # A tensor under way; `unpacked` makes it of what has arrived.
     def __init__(self, transfer: Transfer, into: Tensor, unpacked: Callable[[Tensor], Tensor]) -> None:
         self._under_way, self._unpacked = (transfer, into), unpacked
 
     def wait(self) -> Tensor:
-        """The tensor. Once: the message is freed."""
+        # Once: the message is freed.
         transfer, into = self._under_way
         transfer.wait()
         del self._under_way, transfer
@@ -150,10 +140,8 @@ def _heads_problem(heads: int, key_heads: int, ranks: int) -> str | None:
 
 
 def _costs(load: AttentionLoad) -> MethodCosts:
-    """Everything but a rank's own part leaves it; the whole sequence of H / P heads has the size of its own tokens.
-
-    All operands are sent before any is waited for: as messages to the other ranks, and from them.
-    """
+    # Everything but a rank's own part leaves it; the whole sequence of H / P heads has the size of its own tokens. All
+    # operands are sent before any is waited for: as messages to the other ranks, and from them.
     repeated = load.tokens * load.keys_per_token * _repeats(load.key_heads, load.ranks)
     sums, leaving = load.tokens * load.heads * load.wide, 1 - 1 / load.ranks
     forward = (2 * load.queries + repeated) * load.itemsize + sums
