@@ -49,10 +49,8 @@ def read_state(
 
 
 class _Reader(FileSystemReader):
-    """Reads a DCP checkpoint without unpickling its metadata; tensors by torch's `weights_only` loader."""
-
+    # Reads a DCP checkpoint without unpickling its metadata; tensors by torch's `weights_only` loader.
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See `StorageReader.read_metadata`."""
         metadata = read_metadata(Path(self.path))
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
@@ -60,10 +58,9 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Loads tensors safely. Torch's own planner unpickles all other entries, and so executes code from them."""
-
+    # Torch's own planner unpickles entries that are no tensors, and so executes code from them.
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Check a non-tensor entry: it must be a plain value, and `state` must not expect a tensor."""
+        # A non-tensor entry must be a plain value, and `state` must not expect a tensor.
         name = read_item.dest_index.fqn
         if isinstance(self.state_dict[name], torch.Tensor):
             raise ValueError(f"{name} is not stored as a tensor; nothing of it was run")
@@ -85,11 +82,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
-    """`problem_of` with the files divided among the ranks; the same result on all of them. Collective.
-
-    Raises:
-        CheckpointError: a storage failure.
-    """
+    """`problem_of` with the files divided among the ranks; the same result on all of them. Collective."""
 
     def check() -> str | None:
         with _storage_errors(path):
@@ -102,7 +95,7 @@ def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
 
 
 def _problem(path: Path, rank: int, world_size: int) -> str | None:
-    """The damage that this rank finds: rank 0 checks the small files, each rank its share of the others."""
+    # Rank 0 checks the small files, each rank its share of the others.
     try:
         table = read_checksums(path)
     except ValueError as error:

@@ -144,15 +144,8 @@ class BoundedStore:
 
 @dataclass(frozen=True)
 class _Finding:
-    """Result of a check of all heartbeats, shared through the store.
-
-    Attributes:
-        culprits: the ranks at fault, and why; empty if all are alive.
-        places: the ranks' activities.
-        exit_code: of all ranks that exit for this; `TERMINATED` if the launcher has terminated them and none is at
-            fault.
-    """
-
+    # Result of a check of all heartbeats: the ranks at fault, and why ("": all are alive); the ranks' activities; the
+    # exit code of all ranks, `TERMINATED` if the launcher has terminated them and none is at fault.
     culprits: str
     places: str
     exit_code: int
@@ -168,7 +161,6 @@ class Watchdog:
         timeout_key: the setting of the communication timeout.
 
     Attributes:
-        activity: this rank's current activity, see `enter`.
         is_terminated: set once this rank has received SIGTERM, for `guard` to act on.
     """
 
@@ -208,11 +200,9 @@ class Watchdog:
         self._stop.set()
 
     def report_failure(self, message: str, exit_code: int = CommunicationError.exit_code) -> None:
-        """Store the error with which this rank exits.
+        """Store the error with which this rank exits, for the others to report.
 
-        Args:
-            message: the error's text, which the other ranks report with this rank's number.
-            exit_code: the other ranks exit with it, too: a launcher decides on a restart by the first exit code.
+        They exit with its code, too: a launcher decides on a restart by the first exit code.
         """
         # In this order: ranks that learn of the loss look for its reason.
         self._append("failed", message, exit_code)
@@ -227,10 +217,7 @@ class Watchdog:
         self._append("lost")
 
     def claim_reporting(self) -> bool:
-        """True for the first caller among all ranks, so that a failure common to all is reported once.
-
-        Without the launcher's store, once a node.
-        """
+        """True for the first caller among all ranks, without the launcher's store on this node."""
         if self._store is None:
             # Before the rendezvous, no other rank is known to have the same error.
             return self._launch.rank == 0 or not dist.is_initialized()
@@ -241,7 +228,7 @@ class Watchdog:
             return self._launch.local_rank == 0
 
     def is_reported(self) -> bool:
-        """True once a rank has succeeded in `claim_reporting`, or if the store is gone and that cannot be known."""
+        """Whether a rank has succeeded in `claim_reporting`; True if the store is gone and that cannot be known."""
         if self._store is None:
             return False
         try:
@@ -272,7 +259,7 @@ class Watchdog:
         return explained
 
     def _find(self, store: BoundedStore) -> _Finding:
-        """Elect one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks."""
+        # Elects one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks.
         turn = 0
         while store.add(f"{_PREFIX}/checking/{turn}", 1) > 1:
             deadline = time.monotonic() + 2 * LISTEN_SECONDS
@@ -350,7 +337,7 @@ class Watchdog:
                 return
 
     def _heartbeats(self, store: BoundedStore, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """The last heartbeat of each rank with its activity, in one request if all of them have started."""
+        # The last heartbeat of each rank with its activity, in one request if all of them have started.
         keys = {rank: f"{_PREFIX}/heartbeat/{rank}" for rank in ranks}
         if not store.check([*keys.values()]):
             # multi_get blocks on missing keys.
@@ -363,11 +350,11 @@ class Watchdog:
         return heartbeats
 
     def _entries(self, kind: str) -> dict[int, list[Any]]:
-        """The ranks' entries by `_append`, in order of time."""
+        # In order of time.
         return dict(json.loads(line) for line in (self._get(kind) or "").splitlines())
 
     def _append(self, kind: str, *entry: str | int) -> None:
-        """Append an entry to a key that all ranks share, so that one request reads the entries of all."""
+        # To a key that all ranks share, so that one request reads the entries of all.
         if self._store is None:
             return
         try:
@@ -387,7 +374,7 @@ class Watchdog:
 
 
 def _name_places(activities: Mapping[int, str]) -> str:
-    """Group ranks by activity: `ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data`."""
+    # Groups ranks by activity: `ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data`.
     by_activity: dict[str, list[int]] = {}
     for rank in sorted(activities):
         by_activity.setdefault(activities[rank], []).append(rank)

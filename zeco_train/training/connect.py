@@ -1,4 +1,4 @@
-"""What a model's layers need of the ranks of a sequence: halos of convolutions, and softmax attention."""
+"""The exchange between the ranks of a sequence that a model's layers need: halos, and softmax attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connect_model(
     *,
     deterministic: bool = False,
 ) -> Exchange:
-    """`build_exchange` for a model; arguments as of `softmax_load`. Collective."""
+    """`build_exchange` for a model. Collective."""
     softmax = softmax_load(model, mesh.sp_size, seq_len, dtype)
     needs_halo = spec_of(model).needs_halo
     return build_exchange(config, mesh, needs_halo=needs_halo, softmax=softmax, deterministic=deterministic)
@@ -37,14 +37,7 @@ def connect_model(
 def softmax_load(
     model: LanguageModelConfig, ranks: int, seq_len: int = LONG, dtype: torch.dtype = torch.bfloat16
 ) -> AttentionLoad | None:
-    """The size of the model's softmax layers; None if it has none.
-
-    Args:
-        model: its layers.
-        ranks: that share a sequence.
-        seq_len: tokens of the whole sequence.
-        dtype: of queries, keys and values.
-    """
+    """The size of the model's softmax layers on `ranks` that share a sequence of `seq_len`; None if it has none."""
     if not model.attn.chosen(model.num_layers):
         return None
     shape = AttnShape.of(model.attn, model.num_heads, model.hidden_size)
@@ -61,10 +54,6 @@ def softmax_load(
 
 
 def check_softmax(config: SPConfig, model: LanguageModelConfig, ranks: int) -> None:
-    """Check that the method of the model's softmax layers, if it has some, can spread their heads over the ranks.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise `ConfigError` if the method of the model's softmax layers cannot spread their heads over the ranks."""
     if (load := softmax_load(model, ranks)) is not None:
         check_heads(config.attention, load.heads, load.key_heads, ranks)

@@ -15,19 +15,13 @@ from zeco_train.ops.seam import Exchange, LayerStates
 
 
 class SequenceForward:
-    """Forward passes for training and evaluation. All methods are collective.
-
-    Args:
-        model: parallelised (`zeco_train.distributed.parallelize`).
-        exchange: connects the shards of a sequence.
-        mesh: the ranks.
-    """
+    """Forward passes for training and evaluation. All methods are collective."""
 
     def __init__(self, model: LanguageModel, exchange: Exchange, mesh: ProcessMesh) -> None:
         self.model, self.exchange, self.mesh = model, exchange, mesh
 
     def loss(self, batch: Batch, states: LayerStates) -> Tensor:
-        """The sum of the token losses of a segment; see `LanguageModel.forward`."""
+        """The sum of the token losses of a segment."""
         input_ids, labels = self._tokens(batch)
         return self.model(input_ids, batch.position.over(self.exchange), labels, states)
 
@@ -46,14 +40,9 @@ class SequenceForward:
 
     @torch.no_grad()
     def scores(self, segments: Sequence[Batch]) -> Iterator[TokenScores]:
-        """Loss and prediction of each token of a micro-batch; memory is that of one segment.
+        """Loss and prediction of this rank's tokens, segment by segment, on the device; every rank must consume all.
 
-        Args:
-            segments: this rank's shards of the micro-batch's segments, in order; one if the sequence is not segmented.
-                The head is applied only to tokens whose label is not −100.
-
-        Yields:
-            The scores of this rank's tokens of each segment, on the device. Every rank must consume all of them.
+        The head is applied only to tokens whose label is not −100.
         """
         for batch, states in self._in_order(segments):
             input_ids, labels = self._tokens(batch)
@@ -67,7 +56,7 @@ class SequenceForward:
         return self.model.zero_states(batch, self.mesh.device, capacity)
 
     def _in_order(self, segments: Sequence[Batch]) -> Iterator[tuple[Batch, LayerStates]]:
-        """Yield each segment with the states of the previous one; the caller runs it before taking the next."""
+        # Yields each segment with the states of the previous one; the caller runs it before taking the next.
         carries = self.zero_carries(segments)
         for batch in segments:
             states = LayerStates(carry_in=carries, want_carry=len(segments) > 1)

@@ -24,7 +24,7 @@ def load_trainer(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Train
     """Build the trainer, and restore the newest checkpoint of the run, if there is one. Collective.
 
     Raises:
-        ZecoError: on every rank; see `Checkpointer`, `start_recorder`, `check_shards_fit` and `StepProfiler`.
+        ZecoError: on every rank.
     """
     config, train = run.config, run.config.train
     torch.manual_seed(config.seed)
