@@ -13,7 +13,7 @@ from zeco_train.hf.weights import load_weights
 from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.training.batches import read_batches, split_of
 from zeco_train.training.build import build_model, build_step
-from zeco_train.training.connect import connect_model
+from zeco_train.training.forward import connect_model
 from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.opening import OpenedRun, start_recorder
 from zeco_train.training.optim.registry import build_optimizer
