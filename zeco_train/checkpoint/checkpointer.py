@@ -166,13 +166,10 @@ class Checkpointer:
             self._settle()
 
     def save_last(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Save this step, if it is not saved yet, and return when it is on disk.
+        """Save this step, if it is not saved yet, and return when it is on disk; raises `CheckpointError`.
 
         A save in progress is completed first: it is closest to a usable checkpoint, in case the launcher's grace period
         does not suffice for both.
-
-        Raises:
-            CheckpointError: the storage failed; earlier checkpoints stay intact.
         """
         self._settle()
         if self._saved_at == progress.step:

@@ -36,6 +36,7 @@ _LONGEST_PATH = 4096
 # Beside the folder of checkpoints, which may be on another disk: the step of the last complete one, and those that the
 # run has saved.
 RECORD_FILE = "last_checkpoint.json"
+_IF_DAMAGED = "; remove it if it is damaged"
 # Prefix to the path of a model in Hugging Face format, and a file that its folder has.
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
@@ -284,16 +285,15 @@ def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | Non
     return None
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `CheckpointError` if there is none."""
+def read_record(path: Path, remedy: str = "") -> dict[str, Any]:
+    """The JSON object in a file; `CheckpointError` with the remedy if there is none."""
     try:
-        record = read_json(path)
+        if isinstance(record := read_json(path), dict):
+            return record
+        raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
-    return record
+        raise CheckpointError(f"{path}: cannot be read: {reason}{remedy}") from error
 
 
 def record_checkpoint(run_dir: Path, step: int | None) -> None:
@@ -308,8 +308,8 @@ def saved_checkpoints(run_dir: Path) -> list[Path]:
     complete, path = complete_checkpoints(run_dir), run_dir / RECORD_FILE
     if not path.exists():
         return complete
-    if not isinstance(saved := read_record(path).get("saved"), list):
-        raise CheckpointError(f"{path}: has no list of saved steps; remove it if it is damaged")
+    if not isinstance(saved := read_record(path, _IF_DAMAGED).get("saved"), list):
+        raise CheckpointError(f"{path}: has no list of saved steps{_IF_DAMAGED}")
     return [checkpoint for checkpoint in complete if step_of(checkpoint) in saved]
 
 
@@ -321,16 +321,12 @@ def recorded_checkpoint(run_dir: Path) -> int | None:
         CheckpointError: the record cannot be read.
     """
     path = run_dir / RECORD_FILE
-    try:
-        record = read_json(path)
-    except FileNotFoundError:
-        # An OSError as well, which the next clause would convert.
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}; remove it if it is damaged") from error
-    if not (isinstance(record, dict) and "step" in record and (record["step"] is None or is_count(record["step"]))):
-        raise CheckpointError(f"{path}: has no step; remove it if it is damaged")
-    return record["step"]
+    if not path.exists():
+        raise FileNotFoundError(path)
+    step = read_record(path, _IF_DAMAGED).get("step", "none")
+    if not (step is None or is_count(step)):
+        raise CheckpointError(f"{path}: has no step{_IF_DAMAGED}")
+    return step
 
 
 def check_nothing_is_missing(run_dir: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,16 @@ from zeco_train.checkpoint.metadata import find_contradiction, read_metadata
 from zeco_train.checkpoint.writer import retried
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import CheckpointError, system_errors
+from zeco_train.lifecycle.join import gather
 
 
 def read_state(
     state: dict[str, Any], path: Path, group: dist.ProcessGroup | None, reader: StorageReader | None = None
 ) -> None:
-    """Load the tensors of `state` from a checkpoint by name, each rank its shards. Collective.
+    """Load the tensors of `state` from a checkpoint by name, each rank its shards. Collective over `group`, if given.
 
-    Args:
-        state: nested dictionaries. Non-tensor values must be in the checkpoint, too, and are left unchanged.
-        path: the checkpoint's folder; with a `reader`, only named in errors.
-        group: of the ranks that read; None: this process reads alone.
-        reader: for a checkpoint in another format than DCP.
+    Non-tensor values of `state` must be in the checkpoint, too, and are left unchanged. `reader`: for a checkpoint in
+    another format than DCP.
 
     Raises:
         CheckpointError: an entry is missing or has another shape, or the checkpoint cannot be read.
@@ -77,7 +74,7 @@ def problem_of(path: Path) -> str | None:
     Raises:
         CheckpointError: a storage failure.
     """
-    with _storage_errors(path):
+    with system_errors(lambda reason: CheckpointError(f"{path}: cannot be read: {reason}")):
         return _problem(path, 0, 1)
 
 
@@ -85,13 +82,10 @@ def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
     """`problem_of` with the files divided among the ranks; the same result on all of them. Collective."""
 
     def check() -> str | None:
-        with _storage_errors(path):
+        with system_errors(lambda reason: CheckpointError(f"{path}: cannot be read: {reason}")):
             return retried(f"{path}: cannot be read", lambda: _problem(path, mesh.rank, mesh.world_size))
 
-    own = agree(mesh, check)
-    everyone: list[str | None] = [None] * mesh.world_size
-    dist.all_gather_object(everyone, own)
-    return next((problem for problem in everyone if problem is not None), None)
+    return next((problem for problem in gather(agree(mesh, check), mesh.world_size) if problem is not None), None)
 
 
 def _problem(path: Path, rank: int, world_size: int) -> str | None:
@@ -110,10 +104,6 @@ def _problem(path: Path, rank: int, world_size: int) -> str | None:
             return problem
     others = [name for name in table if name not in small]
     return find_damage(path, {name: table[name] for name in others[rank::world_size]})
-
-
-def _storage_errors(path: Path) -> AbstractContextManager[None]:
-    return system_errors(lambda reason: CheckpointError(f"{path}: cannot be read: {reason}"))
 
 
 def cause_of(error: CheckpointException) -> str:

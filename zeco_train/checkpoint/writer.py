@@ -52,16 +52,10 @@ class _HashedWrite(WriteResult):
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes one checkpoint; the coordinator publishes it at the end.
+    """Writes a checkpoint with `progress`, the text of `run.json`; the coordinator publishes it as `final` at the end.
 
     Storage errors are retried locally for a bounded time. Errors that persist reach every rank as torch's
-    `CheckpointException`.
-
-    Args:
-        final: the folder of the complete checkpoint.
-        progress: the text of `run.json`.
-        keep: how many checkpoints to keep; 0: all.
-        is_staged: the state is in host memory already.
+    `CheckpointException`. `is_staged`: the state is in host memory already.
     """
 
     def __init__(self, final: Path, progress: str, keep: int, *, is_staged: bool) -> None:

@@ -132,10 +132,6 @@ def stored_class(plain: Mapping[str, Any]) -> type[LanguageModelConfig]:
 def choose_files(overrides: Sequence[str], groups: Mapping[str, Collection[str]]) -> list[str]:
     """The overrides that choose files, with that of `configs/model` replaced if it is of another mixer than asked for.
 
-    Args:
-        overrides: in Hydra's syntax, with valid choices of files.
-        groups: the options of each configuration group.
-
     Raises:
         ConfigError: an unknown mixer, a file that cannot be composed, or no file of the mixer with the size.
     """

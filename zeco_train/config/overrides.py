@@ -103,11 +103,7 @@ def check_groups(
 ) -> None:
     """Check the form of each override, and the files of `configs/` that some choose.
 
-    Args:
-        overrides: in Hydra's syntax, KEY=VALUE.
-        groups: the options of each configuration group.
-        sections: the groups with a file that is chosen by default.
-        example: an override, for messages.
+    `groups` has the options of each configuration group; `sections` are those with a file that is chosen by default.
 
     Raises:
         ConfigError: names the override and the allowed values.
@@ -164,16 +160,10 @@ def _values(
 def apply_overrides(
     overrides: Sequence[str], settings: Any, groups: Collection[str] = (), example: str = _EXAMPLE
 ) -> dict[str, Any]:
-    """Set the values of overrides, after checks of keys and types; each section's `validate` checks ranges.
+    """Set the values of overrides that `check_groups` accepts, after checks of keys and types, without ranges.
 
-    Args:
-        overrides: in Hydra's syntax, KEY=VALUE, and of a form that `check_groups` accepts.
-        settings: an OmegaConf instance of a dataclass; is changed.
-        groups: the configuration groups, whose choices are skipped.
-        example: an override, for messages.
-
-    Returns:
-        The new value of each key, as it was written.
+    `settings`, an OmegaConf instance of a dataclass, is changed. Choices of files of `groups` are skipped; `example` is
+    an override, for messages. Returns the new value of each key, as it was written.
 
     Raises:
         ConfigError: names the key, its value and what is allowed.

@@ -120,11 +120,7 @@ def to_plain(value: Any) -> Any:
 
 
 def load_config(overrides: list[str], base: Config | None = None) -> Config:
-    """Compose `configs/train.yaml` with command-line overrides in Hydra's syntax.
-
-    Args:
-        overrides: KEY=VALUE, or GROUP=OPTION for a file of `configs/`.
-        base: a whole configuration to override, instead of `configs/train.yaml`.
+    """Compose `configs/train.yaml`, or a whole configuration `base`, with overrides KEY=VALUE and GROUP=OPTION.
 
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type, one out of range, or one without effect.
@@ -182,6 +178,7 @@ def config_of(plain: Any) -> Config:
         raise ValueError(str(error)) from error
 
 
+# By the class of the model; made once, which takes longer than all checks.
 _DEFAULTS: dict[type, Any] = {}
 
 

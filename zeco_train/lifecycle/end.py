@@ -84,30 +84,24 @@ class Postmortem:
         if self._log is None or not self._done.acquire(blocking=False):
             return
         faulthandler.dump_traceback(self._log)
-        # Not every torch build has both recorders. The analyzer fails on records of gloo groups (torch 2.13).
-        recorders = {f"gloo_rank_{self._rank}.json": _gloo_record, f"nccl_rank_{self._rank}": _nccl_record}
-        for name, record in recorders.items():
-            background.start(self._save, name, record, name="flight recorder").join(DUMP_SECONDS)
+        for name, recorder in (
+            (f"gloo_rank_{self._rank}.json", "_dump_fr_trace"),
+            (f"nccl_rank_{self._rank}", "_dump_nccl_trace"),
+        ):
+            # Not every torch build has both.
+            if (dump := getattr(_distributed_c10d, recorder, None)) is not None:
+                background.start(self._save, name, dump, name="flight recorder").join(DUMP_SECONDS)
 
-    def _save(self, name: str, record: Callable[[], bytes | None]) -> None:
+    def _save(self, name: str, dump: Callable[[], bytes]) -> None:
         path = Path(f"{self._prefix}_{name}")
         try:
-            content = record()
-            if content is not None:
-                path.write_bytes(content)
+            content = dump()
+            if path.suffix == ".json":
+                # The analyzer fails on records of gloo groups (torch 2.13), of which only the pickle has the stacks.
+                content = json.dumps(pickle.loads(content), indent=1).encode()
+            path.write_bytes(content)
         except (OSError, RuntimeError) as error:
             logger.info("no flight record in %s: %s", path, error)
-
-
-def _gloo_record() -> bytes | None:
-    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace", None)
-    # Only the pickled form contains the stacks.
-    return json.dumps(pickle.loads(dump()), indent=1).encode() if dump is not None else None
-
-
-def _nccl_record() -> bytes | None:
-    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace", None)
-    return dump() if dump is not None else None
 
 
 class Job:
@@ -307,7 +301,15 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
         return error.exit_code
     code = 1  # Python's exit code after an uncaught exception
     try:
-        code = _run(command, job)
+        try:
+            done = command(job)
+            job.finish(done)
+            code = done
+        except Exception as error:
+            failure = job.leave(signal.SIGPIPE) if is_reader_gone(error) else job.fail(error)
+            if failure is None:
+                raise
+            code = failure
     except KeyboardInterrupt:
         code = job.leave(signal.SIGINT)
     except SystemExit as end:
@@ -315,20 +317,6 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
         raise
     finally:
         _end_threads(code)
-    return code
-
-
-def _run(command: Callable[[Job], int], job: Job) -> int:
-    try:
-        code = command(job)
-        job.finish(code)
-    except Exception as error:
-        if is_reader_gone(error):
-            return job.leave(signal.SIGPIPE)
-        failure = job.fail(error)
-        if failure is None:
-            raise
-        return failure
     return code
 
 

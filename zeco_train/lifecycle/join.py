@@ -229,6 +229,19 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
     raise _difference(differing, [_text(other, differing[0]) for other in everyone], remedy)
 
 
+def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> ConfigError:
+    # `by_rank` has the first key's value on each rank.
+    counts = Counter(by_rank)
+    # Ties: the lowest rank's value.
+    usual = max(counts, key=lambda value: (counts[value], -by_rank.index(value)))
+    ranks = [rank for rank, value in enumerate(by_rank) if value != usual]
+    others = "the others have" if counts[usual] > 1 else f"{name_ranks([by_rank.index(usual)])} has"
+    problem = f"{name_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'}, {others} {usual}"
+    if len(keys) > 1:
+        problem += f" (so do {', '.join(keys[1:5])}{', …' if len(keys) > 5 else ''})"
+    return ConfigError(keys[0], by_rank[ranks[0]], f"{problem}; {remedy}")
+
+
 def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A rank's configuration (plain values) and environment, for `check_same`."""
     values = {name: value for name, value in flatten(config) if name.rpartition(".")[2] not in _PATHS}
@@ -242,19 +255,6 @@ def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         values |= {"version of triton": version("triton"), "version of fla-core": version("fla-core")}
     return values
-
-
-def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> ConfigError:
-    # Of the values `keys`, which differ; `by_rank` has the first one's value on each rank.
-    counts = Counter(by_rank)
-    # Ties: the lowest rank's value.
-    usual = max(counts, key=lambda value: (counts[value], -by_rank.index(value)))
-    ranks = [rank for rank, value in enumerate(by_rank) if value != usual]
-    others = "the others have" if counts[usual] > 1 else f"{name_ranks([by_rank.index(usual)])} has"
-    problem = f"{name_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'}, {others} {usual}"
-    if len(keys) > 1:
-        problem += f" (so do {', '.join(keys[1:5])}{', …' if len(keys) > 5 else ''})"
-    return ConfigError(keys[0], by_rank[ranks[0]], f"{problem}; {remedy}")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -59,11 +60,10 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedStore:
-    """The requests that a watchdog makes, each of which ends within `seconds`.
+    """A store whose methods end within `seconds`, or raise `dist.DistNetworkError`.
 
-    A thread makes them one after another, as the store's own connection does. Once it does not answer, every further
-    request fails at once. Methods have the arguments of torch's, and raise `dist.DistNetworkError` then; the store's
-    own errors are passed on.
+    A thread makes the requests one after another, as the store's own connection does. Once it does not answer, every
+    further request fails at once.
     """
 
     def __init__(self, store: dist.Store, seconds: float) -> None:
@@ -74,57 +74,31 @@ class BoundedStore:
         # Of the last two, and of putting a request where a thread serves it.
         self._lock = threading.Lock()
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number; its new value."""
-        return self._ask(lambda: self._store.add(key, amount))
-
-    def append(self, key: str, text: str) -> None:
-        """Append to a text."""
-        self._ask(lambda: self._store.append(key, text))  # type: ignore[attr-defined]
-
-    def set(self, key: str, text: str) -> None:
-        """Store a text."""
-        self._ask(lambda: self._store.set(key, text))
-
-    def get(self, key: str) -> bytes:
-        """A text; the key must exist."""
-        return self._ask(lambda: self._store.get(key))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The texts of several keys, which must exist."""
-        return self._ask(lambda: self._store.multi_get(keys))
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
-        return self._ask(lambda: self._store.check(keys))
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *arguments: self._ask(lambda: getattr(self._store, method)(*arguments))
 
     def _ask(self, request: Callable[[], Any]) -> Any:
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        answer: Future[Any] = Future()
 
         def run() -> None:
             try:
-                answers.put((request(), None))
+                answer.set_result(request())
             except BaseException as error:
-                answers.put((None, error))
+                answer.set_exception(error)
 
+        silent = dist.DistNetworkError(f"no answer within {self._seconds:g} s")
         if self._is_silent:
-            raise dist.DistNetworkError(f"no answer within {self._seconds:g} s")
-        self._put(run)
-        try:
-            answer, error = answers.get(timeout=self._seconds)
-        except queue.Empty:
-            self._is_silent = True
-            raise dist.DistNetworkError(f"no answer within {self._seconds:g} s") from None
-        if error is not None:
-            raise error
-        return answer
-
-    def _put(self, request: Callable[[], None]) -> None:
+            raise silent
         with self._lock:
-            self._requests.put(request)
+            self._requests.put(run)
             if not self._is_serving:
                 self._is_serving, self._is_stopped = True, False
                 background.start(self._serve, name="store", stop=self._stop)
+        # Not `result(timeout)`, whose TimeoutError a store may raise, too.
+        if not wait([answer], self._seconds).done:
+            self._is_silent = True
+            raise silent
+        return answer.result()
 
     def _stop(self) -> None:
         """End the thread when it has made all requests; a later one starts another."""
@@ -154,11 +128,8 @@ class _Finding:
 class Watchdog:
     """Publishes this rank's heartbeat and reads those of the others.
 
-    Args:
-        launch: rank and world size.
-        store: holds the heartbeats, see `launcher_store`; without one there are none, and no rank can be blamed.
-        remedy: advice to the user about a lost rank.
-        timeout_key: the setting of the communication timeout.
+    Without a store there are no heartbeats, and no rank can be blamed. `remedy` is advice to the user about a lost
+    rank, `timeout_key` the setting of the communication timeout.
 
     Attributes:
         is_terminated: set once this rank has received SIGTERM, for `guard` to act on.
@@ -357,8 +328,8 @@ class Watchdog:
         # To a key that all ranks share, so that one request reads the entries of all.
         if self._store is None:
             return
+        line = json.dumps([self._launch.rank, entry]) + "\n"
         try:
-            line = json.dumps([self._launch.rank, entry]) + "\n"
             self._store.append(f"{_PREFIX}/{kind}", line)
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)

@@ -47,8 +47,17 @@ def join_ranks(config: Config, launch: Launch) -> ProcessMesh:
 
 def check_machine(config: Config, device: torch.device) -> None:
     """Check memory, compiler and matrix products of this rank's device."""
-    _check_memory(config, device)
-    _check_compiler(config.train.compile, device)
+    count = spec_of(config.model).num_parameters
+    available, owner = total_memory(device)
+    # Before the OOM killer ends this or another process.
+    if (needed := count * config.train.dtype.master.itemsize) > available:
+        sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
+        raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    # `torch.compile` itself would fail only in the first step.
+    if config.train.compile is Compile.always and device.type == "cpu" and shutil.which(compiler) is None:
+        allowed = f"needs a C++ compiler on CPUs, and {compiler} is not there; take never"
+        raise ConfigError("train.compile", "always", allowed)
     _check_matmul(config, device)
     slow_paths(config, Target.of(device))
 
@@ -70,24 +79,6 @@ def kernel_calls(config: Config) -> list[tuple[str, Call]]:
         calls.append(("train.matmul=fp8", Call("fp8 products", PRODUCTS, train.dtype.compute)))
     calls.append(("the optimizer", Call("adamw", adamw.KERNELS, train.dtype.master)))
     return [*calls, ("the gradients", Call("packing", gradient_packing.KERNELS, train.dtype.compute))]
-
-
-def _check_memory(config: Config, device: torch.device) -> None:
-    # Before the OOM killer ends this or another process.
-    count = spec_of(config.model).num_parameters
-    needed = count * config.train.dtype.master.itemsize
-    available, owner = total_memory(device)
-    if needed > available:
-        sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
-        raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")
-
-
-def _check_compiler(setting: Compile, device: torch.device) -> None:
-    # `torch.compile` itself would fail only in the first step.
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if setting is Compile.always and device.type == "cpu" and shutil.which(compiler) is None:
-        allowed = f"needs a C++ compiler on CPUs, and {compiler} is not there; take never"
-        raise ConfigError("train.compile", setting.value, allowed)
 
 
 def _check_matmul(config: Config, device: torch.device) -> None:

@@ -63,12 +63,8 @@ class StepLauncher:
     def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The results of `work`, which launches kernels on the current stream and waits for none.
 
-        Args:
-            key: parts with the same key launch the same kernels.
-            work: if it is replayed, all that it reads must stay at its address.
-
-        Returns:
-            Its results; read them before the next part with this key.
+        Parts with the same key launch the same kernels. All that a replayed `work` reads must stay at its address, and
+        its results must be read before the next part with this key.
 
         Raises:
             ConfigError: `work` cannot be captured.
@@ -80,11 +76,8 @@ class StepLauncher:
     ) -> tuple[Tensor, ...]:
         """`run` of `work(batch, *states)`, passes through the model; its results may be kept.
 
-        Args:
-            key: their kind; the first ones of a step, and the first of a kind, need no key of their own.
-            work: of the batch and the states.
-            batch: positions may change from batch to batch, and documents for layers that read `doc_ids` only.
-            states: at the borders of a segment.
+        The first passes of a step, and the first of a kind, need no key of their own. Positions may change from batch
+        to batch, and documents for layers that read `doc_ids` only. States are at the borders of a segment.
         """
         return work(batch, *states)
 

@@ -50,13 +50,6 @@ class Finding(NamedTuple):
     where: str
 
 
-class _Findings(NamedTuple):
-    # Of one rank: among the weights, in the repeated pass, and among the gradients that the step itself has left.
-    weight: Finding | None
-    repeated: Finding | None
-    left: Finding | None
-
-
 def explain(
     step: TrainingStep,
     symptom: str,
@@ -80,7 +73,7 @@ def explain(
         The symptom, the tensor with its layer, the rank, and the place in the tensor, as text; the same on every rank.
     """
     model, watch = step.model, _Watch(step.model)
-    # Sharded gradients, and weights, before a forward pass gathers the parameters.
+    # Sharded weights, and the gradients that the step has left, before a forward pass gathers the parameters.
     weight, left = _first_parameter(model, "weight", 0), _first_parameter(model, "gradient", 0)
     with step.launched(), _recomputed(model):
         loss = _run(step, watch, read, micro_steps, with_backward)
@@ -92,7 +85,7 @@ def explain(
             repeated = _first_parameter(model, "gradient", watch.checks)
     own = "every tensor is finite" if repeated is None else f"{repeated.what}{repeated.where}"
     logger.info("%s; first on this rank: %s", symptom, own)
-    by_rank = gather(_Findings(weight, repeated, left), step.mesh.world_size)
+    by_rank = gather((weight, repeated, left), step.mesh.world_size)
     firsts = [_earliest(of_kind) for of_kind in zip(*by_rank, strict=True)]
     return f"{symptom}{_describe(*firsts, is_finite=bool(value.isfinite()))}"
 

@@ -168,29 +168,23 @@ def start_recorder(run: OpenedRun, progress: Progress, mesh: ProcessMesh) -> Rec
     Raises:
         ZecoError: on every rank; a file of the run's folder, or the tracker.
     """
-    config = run.config
-    recorder = _build_recorder(config, run.path, mesh)
+    config, train = run.config, run.config.train
+    spec, seq_len = spec_of(config.model), config.data.seq_len
+    flops = spec.flops_per_token(seq_len)
+    recomputed = spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
+    recorder = Recorder(
+        run.path,
+        mesh,
+        build_logger(config.logger, run.path, mesh.rank),
+        total_steps=train.steps,
+        tokens_per_step=config.data.global_batch * seq_len,
+        flops_per_token=flops.total,
+        hardware_flops_per_token=(flops + recomputed).total,
+        dtype=train.dtype.compute,
+    )
     facts = environment(mesh.device) if mesh.is_main else {}
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
-    if run.folder is not None and progress.step < config.train.steps:
+    if run.folder is not None and progress.step < train.steps:
         for change in run.folder.changes:
             recorder.note(f"from step {progress.step + 1} on: {change}")
     return recorder
-
-
-def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
-    train = config.train
-    spec, seq_len = spec_of(config.model), config.data.seq_len
-    flops = spec.flops_per_token(seq_len)
-    return Recorder(
-        path,
-        mesh,
-        build_logger(config.logger, path, mesh.rank),
-        total_steps=train.steps,
-        tokens_per_step=config.data.global_batch * config.data.seq_len,
-        flops_per_token=flops.total,
-        hardware_flops_per_token=(
-            flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
-        ).total,
-        dtype=train.dtype.compute,
-    )

@@ -92,14 +92,20 @@ class StepProfiler:
     def end(self, step: int) -> None:
         """Call after a step; the last profiled one synchronises the device and writes the files."""
         self._label.close()
-        if self._profile is not None and step >= self._stop:
-            self._end_profile()
+        if step >= self._stop:
+            self.close()
 
     def close(self) -> None:
         """Write the profile of an unfinished range, if there is one. May be called again."""
         self._label.close()
-        if self._profile is not None:
-            self._end_profile()
+        ended, self._profile = self._profile, None
+        if ended is None:
+            return
+        try:
+            ended.stop()  # waits for the device
+            self._write(ended)
+        except (DataError, RuntimeError) as error:
+            logger.warning("the profile of steps %d to %d is lost: %s", self._first, self._last, error)
 
     def _begin_profile(self, step: int) -> None:
         self._first = step
@@ -116,15 +122,6 @@ class StepProfiler:
             logger.info("no memory snapshot: only the allocator of CUDA devices keeps a history")
         self._profile = profile(activities=activities, record_shapes=False, with_stack=False)
         self._profile.start()
-
-    def _end_profile(self) -> None:
-        assert self._profile is not None
-        ended, self._profile = self._profile, None
-        try:
-            ended.stop()  # waits for the device
-            self._write(ended)
-        except (DataError, RuntimeError) as error:
-            logger.warning("the profile of steps %d to %d is lost: %s", self._first, self._last, error)
 
     def _write(self, ended: profile) -> None:
         name = f"rank_{self._rank}_steps_{self._first}_{self._last}"

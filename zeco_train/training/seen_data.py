@@ -93,15 +93,8 @@ def check_alike(data: OpenedData, world_size: int) -> None:
 def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: bool, mesh: ProcessMesh) -> SeenData:
     """Compare the data with those of the run's last start, or read them whole. Collective.
 
-    Args:
-        data: of this start.
-        config: the data settings.
-        run_dir: the run's folder, locked by rank 0.
-        has_begun: on rank 0, whether the folder has a run from an earlier start.
-        mesh: the ranks.
-
-    Returns:
-        The record of this start, which rank 0 writes.
+    `run_dir` is locked by rank 0, where `has_begun` says whether the folder has a run from an earlier start. Returns
+    the record of this start, which rank 0 writes.
 
     Raises:
         DataError: on every rank; names a file that differs from the last start, or from its digest in meta.json.

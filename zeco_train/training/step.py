@@ -82,10 +82,8 @@ class TrainingStep:
         Args:
             segments: this rank's shards of the micro-batch's segments, in order; one if the sequence is not segmented.
             last: the optimizer step's last micro-batch.
-            proceed: called before each pass over a segment; must return the same on all ranks.
-
-        Returns:
-            False if `proceed` did, and then gradients and totals are incomplete.
+            proceed: called before each pass over a segment; must return the same on all ranks. Where it returns False,
+                so does this, and gradients and totals are incomplete.
         """
         self._num_labels.fill_(segments[0].step_labels or self._tokens_per_step)
         borders = self._first_pass(segments, proceed)

@@ -54,14 +54,10 @@ class Validation:
 
     @torch.no_grad()
     def loss(self, forward: SequenceForward, proceed: Callable[[], bool] = lambda: True) -> ValidationLoss | None:
-        """Compute the losses with the model's current weights. Collective.
+        """Compute the losses with the model's current weights; None if nothing is held out. Collective.
 
-        Args:
-            forward: of the model.
-            proceed: called before each micro-batch; must return the same on all ranks.
-
-        Returns:
-            The losses; None if nothing is held out, or if `proceed` returned False.
+        `proceed` is called before each micro-batch and must return the same on all ranks; where it returns False, the
+        result is None.
         """
         sums = []
         for reader in self._readers:
