@@ -186,29 +186,25 @@ def _verify(own: Sequence[TokenStore], config: DataConfig, seen: SeenData, mesh:
     total = sum(store.num_tokens * store.itemsize for store in own)
     reading, done = _read_whole(own, config), 0
     started = reported = time.monotonic()
-    while True:
-        error, has_more = None, False
-        round_ends = time.monotonic() + _ROUND_SECONDS
-        try:
-            for size in reading:
-                done += size
-                if has_more := time.monotonic() >= round_ends:
-                    break
-        except DataError as caught:
-            error = caught
-        everyone = gather((error, has_more), mesh.world_size)
-        if (first := next((error for error, _ in everyone if error is not None), None)) is not None:
-            raise first
+
+    def read_a_round() -> bool:
+        nonlocal done
+        end = time.monotonic() + _ROUND_SECONDS
+        for size in reading:
+            done += size
+            if time.monotonic() >= end:
+                return True
+        return False
+
+    while any(gather(agree(mesh, read_a_round), mesh.world_size)):
         now = time.monotonic()
-        if not any(more for _, more in everyone):
-            break
         if mesh.is_main and done and now - reported >= _REPORT_SECONDS:
             reported = now
             left = clock((total - done) / done * (now - started))
             print(f"data: {compact(done, 'B')} of {compact(total, 'B')} compared, {left} left", flush=True)
     if config.verify:
         count = sum(store.num_shards for store in own)
-        text = f"data: {count} token files ({compact(total, 'B')}) read in {clock(now - started)}"
+        text = f"data: {count} token files ({compact(total, 'B')}) read in {clock(time.monotonic() - started)}"
         seen.messages.append(f"{text}; they are as prepared")
 
 
