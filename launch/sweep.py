@@ -33,7 +33,7 @@ from zeco_train.system.command import docstring, errors_in_a_line
 from zeco_train.system.files import METRICS_FILE, write_durably
 from zeco_train.system.terminal import show_any_text
 from zeco_train.tracking.metrics import read_metrics
-from zeco_train.training.connect import check_softmax
+from zeco_train.training.forward import check_softmax
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"

@@ -40,11 +40,7 @@ def _train(arguments: list[str], job: Job) -> int:
 
 
 def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> int:
-    """Open, build and train.
-
-    Returns:
-        The exit code: 0, or `signals.exit_code` of the signal that stopped the run early.
-    """
+    # Returns 0, or `signals.exit_code` of the signal that stopped the run early.
     job.enter("opening data and the run's folder")
     run = open_run(config, arguments, mesh)
     # Closed in reverse order: the lock on the folder is released last, when nothing writes there any more.
@@ -76,7 +72,6 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
 
 
 def _banner(trainer: Trainer) -> str:
-    """One-line summary of the run."""
     config, mesh, step = trainer.config, trainer.step.mesh, trainer.progress.step
     model, parameters = config.model, spec_of(config.model).num_parameters
     start = f"from step {step}" if step else "from the start"

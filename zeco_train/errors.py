@@ -33,11 +33,7 @@ def _restore(kind: type[ZecoError], message: str, attributes: dict[str, object])
 
 @contextmanager
 def system_errors(explain: Callable[[str], ZecoError]) -> Iterator[None]:
-    """Convert an `OSError` in the block to a `ZecoError`.
-
-    Args:
-        explain: builds it from the system's reason.
-    """
+    """Convert an `OSError` in the block to the `ZecoError` that `explain` builds from the system's reason."""
     try:
         yield
     except OSError as error:
@@ -46,11 +42,7 @@ def system_errors(explain: Callable[[str], ZecoError]) -> Iterator[None]:
 
 
 def check_open_files(error: BaseException) -> None:
-    """Call before blaming a file for an error of opening it.
-
-    Raises:
-        OpenFilesError: see `open_files_error`.
-    """
+    """Raise `OpenFilesError` for an error that blames a limit of open files, not the file."""
     if (limit := open_files_error(error)) is not None:
         raise limit from error
 

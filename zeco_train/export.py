@@ -1,7 +1,4 @@
-"""`python -m zeco_train.export RUN OUT`: export a trained model as a folder for Hugging Face's libraries.
-
-Runs in one process on a CPU, whatever the model was trained on; see `zeco_train.hf.export`.
-"""
+"""`python -m zeco_train.export RUN OUT`: export a trained model as a folder for Hugging Face's libraries, on a CPU."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.training.connect import connect_model
-from zeco_train.training.forward import SequenceForward
+from zeco_train.training.forward import SequenceForward, connect_model
 
 # (tokens, first scored): one scored token, one token of context, longer than a rank's limit, and equal lengths.
 HYBRID = AttnConfig(every=2, num_kv_heads=1)

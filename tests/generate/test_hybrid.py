@@ -32,7 +32,7 @@ from zeco_train.ops.softmax.attention import extend
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.training.connect import connect_model
+from zeco_train.training.forward import connect_model
 
 pytestmark = pytest.mark.numeric
 

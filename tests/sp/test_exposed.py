@@ -27,7 +27,7 @@ from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter, active_meter
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.training.connect import connect_model
+from zeco_train.training.forward import connect_model
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")

@@ -83,8 +83,8 @@ class CheckpointConfig:
             and optimizer state. sync: training waits. The last checkpoint is always waited for.
         load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
             Hugging Face format, exported by this project or a model of flash-linear-attention.
-        missing: action if a run that had a checkpoint has none, as when a disk is not mounted. refuse: exit with an
-            error; start_anew: start at step 0.
+        missing: of a run that had a checkpoint and has none, as when a disk is not mounted. refuse: exit with an error;
+            start_anew: start at step 0.
     """
 
     every: int = 100
@@ -103,16 +103,8 @@ class CheckpointConfig:
 
 @dataclass
 class _Save:
-    """A save in progress.
-
-    Attributes:
-        step: the step that is saved.
-        partial: the folder that it writes into.
-        written: resolves when the checkpoint is complete, on all ranks, or has failed.
-        staged: resolves when weights and optimizer state may change again.
-        began: start time on the monotonic clock.
-    """
-
+    # A save in progress: `written` resolves when the checkpoint is complete, on all ranks, or has failed; `staged` when
+    # weights and optimizer state may change again.
     step: int
     partial: Path
     written: Future[Any]
@@ -122,11 +114,6 @@ class _Save:
 
 class Checkpointer:
     """Saves and loads a run's state; every method except `close` is collective.
-
-    Args:
-        run_dir: the run's folder.
-        config: when, how, and how many.
-        mesh: of all ranks.
 
     Attributes:
         folder: holds the checkpoints.
@@ -179,13 +166,10 @@ class Checkpointer:
             self._settle()
 
     def save_last(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Save this step, if it is not saved yet, and return when it is on disk.
+        """Save this step, if it is not saved yet, and return when it is on disk; raises `CheckpointError`.
 
         A save in progress is completed first: it is closest to a usable checkpoint, in case the launcher's grace period
         does not suffice for both.
-
-        Raises:
-            CheckpointError: the storage failed; earlier checkpoints stay intact.
         """
         self._settle()
         if self._saved_at == progress.step:
@@ -216,9 +200,7 @@ class Checkpointer:
             self._stager = None
 
     def latest_sound(self) -> Path | None:
-        """The newest intact checkpoint; None if there is no checkpoint at all.
-
-        Newer ones that are damaged are logged and renamed.
+        """The newest intact checkpoint, after newer ones are logged and renamed; None if there is no checkpoint at all.
 
         Raises:
             CheckpointError: all are damaged (none is renamed then); there is none, but the run had one (see
@@ -261,7 +243,7 @@ class Checkpointer:
         return progress
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, wait: bool) -> _Save:
-        """Start a save, or with `wait` do all of it; `written` holds the outcome."""
+        # With `wait`, does all of it; `written` holds the outcome.
         began = time.monotonic()
         final = self.folder / checkpoint_name(progress.step)
         text = json.dumps({"format": RUN_FORMAT, **asdict(progress)}, indent=2)
@@ -289,7 +271,7 @@ class Checkpointer:
         return _Save(progress.step, writer.partial, written, staged, began)
 
     def _get_stager(self) -> DefaultStager:
-        """The stager that copies to host memory; reused where torch can, as allocating and pinning memory is slow."""
+        # Reused where torch can, as allocating and pinning memory is slow.
         if self._stager is not None and not _STAGERS_LAST:
             self._stager.close()
             self._stager = None
@@ -304,20 +286,13 @@ class Checkpointer:
         return self._stager
 
     def _settle(self) -> None:
-        """Wait for the save in progress, if any; a storage failure is logged, and training may continue."""
+        # Waits for the save in progress, if any; a storage failure is logged, and training may continue.
         if self._save is not None and (error := self._end_save()) is not None:
             self._saved_at = None
             logger.warning("%s; the run goes on", error)
 
     def _end_save(self) -> CheckpointError | None:
-        """Wait for the save in progress.
-
-        Returns:
-            The storage failure, the same on all ranks; None after success.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        # Returns the storage failure, the same on all ranks. Other errors, as of a lost peer, propagate.
         save, self._save = self._save, None
         assert save is not None
         try:
@@ -333,7 +308,6 @@ class Checkpointer:
         return None
 
     def _left(self) -> str:
-        """The newest usable checkpoint as text, for the message of a failed save."""
         try:
             complete = complete_checkpoints(self._run_dir)
         except CheckpointError as error:
@@ -341,7 +315,7 @@ class Checkpointer:
         return f"the last complete checkpoint is {complete[-1].name}" if complete else "there is no checkpoint yet"
 
     def _go_on_from(self, sound: Path, damage: dict[Path, str]) -> None:
-        """Rename newer, damaged checkpoints, and warn if a newer one has been removed."""
+        # Renames newer, damaged checkpoints, and warns if a newer one has been removed.
         # A user may have removed a damaged record.
         with suppress(FileNotFoundError):
             last = recorded_checkpoint(self._run_dir) or 0

@@ -36,6 +36,7 @@ _LONGEST_PATH = 4096
 # Beside the folder of checkpoints, which may be on another disk: the step of the last complete one, and those that the
 # run has saved.
 RECORD_FILE = "last_checkpoint.json"
+_IF_DAMAGED = "; remove it if it is damaged"
 # Prefix to the path of a model in Hugging Face format, and a file that its folder has.
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
@@ -52,9 +53,7 @@ class Progress:
     """A run's progress; together with weights, optimizer state and RNG it is the run's whole state.
 
     Attributes:
-        step: optimizer steps done.
-        sequences: sequences consumed; the whole state of the data loader.
-        tokens: tokens consumed.
+        sequences: consumed; the whole state of the data loader.
         logger_run_id: the run's id in W&B.
         skipped: steps skipped for a non-finite loss or gradient, over the whole run; they count as done.
         skipped_in_row: consecutive skipped steps up to now.
@@ -116,16 +115,12 @@ def _unreachable(link: Path) -> CheckpointError:
 
 
 def take_checkpoints(run_dir: Path) -> tuple[int, str | None]:
-    """Create the folder of a run's checkpoints if it is missing, lock it, and mark it as this run's.
+    """Create the folder of a run's checkpoints if it is missing, lock it (see `take_lock`), and mark it as this run's.
 
     The folder may be a link. Two runs in one would load and remove each other's checkpoints.
 
-    Returns:
-        See `take_lock`.
-
     Raises:
         ConfigError: it is another run's, a link to a folder with other files, or another process saves there.
-        CheckpointError: see `complete_checkpoints`.
         OSError: the system refuses to write there.
     """
     complete_checkpoints(run_dir)
@@ -164,11 +159,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_progress(path: Path) -> Progress:
-    """The progress stored in a checkpoint.
-
-    Raises:
-        CheckpointError: `run.json` is missing or invalid, or another version wrote it.
-    """
+    """The progress stored in a checkpoint; `CheckpointError` if it cannot be read, or another version wrote it."""
     try:
         stored = read_json(path / PROGRESS_FILE)
         if isinstance(stored, dict):
@@ -180,11 +171,7 @@ def read_progress(path: Path) -> Progress:
 
 
 def check_format(stored: Mapping[str, Any], path: Path) -> None:
-    """Check the number of the format of a run or a checkpoint.
-
-    Args:
-        stored: the contents of identity.json or run.json.
-        path: of the run or the checkpoint, for the message.
+    """Check the number of the format in `stored`, the identity.json of a run or run.json of a checkpoint.
 
     Raises:
         CheckpointError: an earlier or a later version wrote it.
@@ -200,11 +187,7 @@ def check_format(stored: Mapping[str, Any], path: Path) -> None:
 
 
 def parse_progress(stored: Any) -> Progress:
-    """The progress in the parsed content of a `run.json`.
-
-    Raises:
-        ValueError: a field is missing or invalid.
-    """
+    """The progress in the parsed content of a `run.json`; `ValueError` if a field is missing or invalid."""
     if not isinstance(stored, dict):
         raise ValueError("not a JSON object")
     if missing := [f.name for f in fields(Progress) if f.name not in stored]:
@@ -234,7 +217,7 @@ def find_weights(load: str) -> Path:
 
     Raises:
         ConfigError: there is none.
-        CheckpointError: see `read_progress`.
+        CheckpointError: it cannot be read.
     """
     if load.startswith(HF_PREFIX):
         path = Path(load.removeprefix(HF_PREFIX))
@@ -257,7 +240,6 @@ def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
 
     Raises:
         ValueError: the table is missing or invalid.
-        OSError: a storage failure.
     """
     try:
         table = read_json(folder / CHECKSUMS_FILE)
@@ -285,11 +267,7 @@ def write_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 
 def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
-    """Describe the first damaged file among `files`; None if all are intact.
-
-    Raises:
-        OSError: a storage failure, which does not mean damage.
-    """
+    """Describe the first damaged file among `files`; None if all are intact. An `OSError` does not mean damage."""
     # Missing and truncated files first: hashing reads the whole checkpoint.
     for name, (size, _) in files.items():
         try:
@@ -307,20 +285,15 @@ def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | Non
     return None
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is not a JSON object.
-    """
+def read_record(path: Path, remedy: str = "") -> dict[str, Any]:
+    """The JSON object in a file; `CheckpointError` with the remedy if there is none."""
     try:
-        record = read_json(path)
+        if isinstance(record := read_json(path), dict):
+            return record
+        raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
-    return record
+        raise CheckpointError(f"{path}: cannot be read: {reason}{remedy}") from error
 
 
 def record_checkpoint(run_dir: Path, step: int | None) -> None:
@@ -331,16 +304,12 @@ def record_checkpoint(run_dir: Path, step: int | None) -> None:
 
 
 def saved_checkpoints(run_dir: Path) -> list[Path]:
-    """The complete checkpoints that this run itself has saved, oldest first; without a record, all.
-
-    Raises:
-        CheckpointError: the record cannot be read; or see `complete_checkpoints`.
-    """
+    """The complete checkpoints that this run itself has saved, oldest first; without a record, all."""
     complete, path = complete_checkpoints(run_dir), run_dir / RECORD_FILE
     if not path.exists():
         return complete
-    if not isinstance(saved := read_record(path).get("saved"), list):
-        raise CheckpointError(f"{path}: has no list of saved steps; remove it if it is damaged")
+    if not isinstance(saved := read_record(path, _IF_DAMAGED).get("saved"), list):
+        raise CheckpointError(f"{path}: has no list of saved steps{_IF_DAMAGED}")
     return [checkpoint for checkpoint in complete if step_of(checkpoint) in saved]
 
 
@@ -352,24 +321,16 @@ def recorded_checkpoint(run_dir: Path) -> int | None:
         CheckpointError: the record cannot be read.
     """
     path = run_dir / RECORD_FILE
-    try:
-        record = read_json(path)
-    except FileNotFoundError:
-        # An OSError as well, which the next clause would convert.
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}; remove it if it is damaged") from error
-    if not (isinstance(record, dict) and "step" in record and (record["step"] is None or is_count(record["step"]))):
-        raise CheckpointError(f"{path}: has no step; remove it if it is damaged")
-    return record["step"]
+    if not path.exists():
+        raise FileNotFoundError(path)
+    step = read_record(path, _IF_DAMAGED).get("step", "none")
+    if not (step is None or is_count(step)):
+        raise CheckpointError(f"{path}: has no step{_IF_DAMAGED}")
+    return step
 
 
 def check_nothing_is_missing(run_dir: Path) -> None:
-    """Check, if no checkpoint was found, that the run has never completed one.
-
-    Raises:
-        CheckpointError: it has, or there is no record and rows of metrics.jsonl suggest so.
-    """
+    """Raise `CheckpointError` if the run has completed a checkpoint, by its record or else by rows of metrics.jsonl."""
     try:
         if (step := recorded_checkpoint(run_dir)) is None:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,16 @@ from zeco_train.checkpoint.metadata import find_contradiction, read_metadata
 from zeco_train.checkpoint.writer import retried
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import CheckpointError, system_errors
+from zeco_train.lifecycle.join import gather
 
 
 def read_state(
     state: dict[str, Any], path: Path, group: dist.ProcessGroup | None, reader: StorageReader | None = None
 ) -> None:
-    """Load the tensors of `state` from a checkpoint by name, each rank its shards. Collective.
+    """Load the tensors of `state` from a checkpoint by name, each rank its shards. Collective over `group`, if given.
 
-    Args:
-        state: nested dictionaries. Non-tensor values must be in the checkpoint, too, and are left unchanged.
-        path: the checkpoint's folder; with a `reader`, only named in errors.
-        group: of the ranks that read; None: this process reads alone.
-        reader: for a checkpoint in another format than DCP.
+    Non-tensor values of `state` must be in the checkpoint, too, and are left unchanged. `reader`: for a checkpoint in
+    another format than DCP.
 
     Raises:
         CheckpointError: an entry is missing or has another shape, or the checkpoint cannot be read.
@@ -49,10 +46,8 @@ def read_state(
 
 
 class _Reader(FileSystemReader):
-    """Reads a DCP checkpoint without unpickling its metadata; tensors by torch's `weights_only` loader."""
-
+    # Reads a DCP checkpoint without unpickling its metadata; tensors by torch's `weights_only` loader.
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See `StorageReader.read_metadata`."""
         metadata = read_metadata(Path(self.path))
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
@@ -60,10 +55,9 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Loads tensors safely. Torch's own planner unpickles all other entries, and so executes code from them."""
-
+    # Torch's own planner unpickles entries that are no tensors, and so executes code from them.
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Check a non-tensor entry: it must be a plain value, and `state` must not expect a tensor."""
+        # A non-tensor entry must be a plain value, and `state` must not expect a tensor.
         name = read_item.dest_index.fqn
         if isinstance(self.state_dict[name], torch.Tensor):
             raise ValueError(f"{name} is not stored as a tensor; nothing of it was run")
@@ -80,29 +74,22 @@ def problem_of(path: Path) -> str | None:
     Raises:
         CheckpointError: a storage failure.
     """
-    with _storage_errors(path):
+    with system_errors(lambda reason: CheckpointError(f"{path}: cannot be read: {reason}")):
         return _problem(path, 0, 1)
 
 
 def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
-    """`problem_of` with the files divided among the ranks; the same result on all of them. Collective.
-
-    Raises:
-        CheckpointError: a storage failure.
-    """
+    """`problem_of` with the files divided among the ranks; the same result on all of them. Collective."""
 
     def check() -> str | None:
-        with _storage_errors(path):
+        with system_errors(lambda reason: CheckpointError(f"{path}: cannot be read: {reason}")):
             return retried(f"{path}: cannot be read", lambda: _problem(path, mesh.rank, mesh.world_size))
 
-    own = agree(mesh, check)
-    everyone: list[str | None] = [None] * mesh.world_size
-    dist.all_gather_object(everyone, own)
-    return next((problem for problem in everyone if problem is not None), None)
+    return next((problem for problem in gather(agree(mesh, check), mesh.world_size) if problem is not None), None)
 
 
 def _problem(path: Path, rank: int, world_size: int) -> str | None:
-    """The damage that this rank finds: rank 0 checks the small files, each rank its share of the others."""
+    # Rank 0 checks the small files, each rank its share of the others.
     try:
         table = read_checksums(path)
     except ValueError as error:
@@ -117,10 +104,6 @@ def _problem(path: Path, rank: int, world_size: int) -> str | None:
             return problem
     others = [name for name in table if name not in small]
     return find_damage(path, {name: table[name] for name in others[rank::world_size]})
-
-
-def _storage_errors(path: Path) -> AbstractContextManager[None]:
-    return system_errors(lambda reason: CheckpointError(f"{path}: cannot be read: {reason}"))
 
 
 def cause_of(error: CheckpointException) -> str:

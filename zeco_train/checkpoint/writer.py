@@ -47,22 +47,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _HashedWrite(WriteResult):
-    """A tensor's `WriteResult` with the SHA-256 of the whole file that contains it."""
-
+    # With the SHA-256 of the whole file that contains the tensor.
     sha256: str = ""
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes one checkpoint; the coordinator publishes it at the end.
+    """Writes a checkpoint with `progress`, the text of `run.json`; the coordinator publishes it as `final` at the end.
 
     Storage errors are retried locally for a bounded time. Errors that persist reach every rank as torch's
-    `CheckpointException`.
-
-    Args:
-        final: the folder of the complete checkpoint.
-        progress: the text of `run.json`.
-        keep: how many checkpoints to keep; 0: all.
-        is_staged: the state is in host memory already.
+    `CheckpointException`. `is_staged`: the state is in host memory already.
     """
 
     def __init__(self, final: Path, progress: str, keep: int, *, is_staged: bool) -> None:
@@ -81,7 +74,7 @@ class CheckpointWriter(FileSystemWriter):
         return Path(self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """See `StorageWriter.set_up_storage_writer`; remembers whether this rank is the coordinator."""
+        """Remember whether this rank is the coordinator."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
 
@@ -140,7 +133,7 @@ class CheckpointWriter(FileSystemWriter):
             raise self.fs.error from error
 
     def _seal(self, finish: Callable[[], None], results: list[list[WriteResult]]) -> None:
-        """Write the files beside the tensors: torch's metadata, the run's progress and the checksums of all files."""
+        # The files beside the tensors: torch's metadata, the run's progress and the checksums of all files.
         finish()
         written = (r for rank in results for r in rank if isinstance(r, _HashedWrite))
         sha256 = {r.storage_data.relative_path: r.sha256 for r in written}
@@ -158,11 +151,7 @@ class CheckpointWriter(FileSystemWriter):
         self.partial.rename(self._final)
 
     def _follow_up(self, act: Callable[[], None], problem: str) -> bool:
-        """Act on the published checkpoint, which is complete and will be found even if this fails.
-
-        Returns:
-            Whether it succeeded; if not, a warning names the problem.
-        """
+        # The published checkpoint is complete and will be found even if this fails. Returns whether it succeeded.
         try:
             act()
         except (OSError, CheckpointError) as error:
@@ -171,7 +160,7 @@ class CheckpointWriter(FileSystemWriter):
         return True
 
     def _drop_old(self) -> None:
-        """Remove older checkpoints of this run than `keep` ones; others in the folder are a user's."""
+        # Of this run only; other checkpoints in the folder are a user's.
         if self._keep:
             for old in saved_checkpoints(self._run_dir)[: -self._keep]:
                 # Renamed first, so that a kill during the removal leaves no partial one under a complete one's name.
@@ -179,13 +168,8 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class _HashingFileSystem(FileSystem):
-    """Syncs files, and computes checksums of the bytes as they are written, so that later corruption is detected.
-
-    Attributes:
-        sha256: by name, of the closed files.
-        error: the last `OSError`.
-    """
-
+    # Syncs files, and computes the checksums of closed files from the bytes as they are written, so that later
+    # corruption is detected. Keeps the last `OSError`.
     def __init__(self) -> None:
         self.sha256: dict[str, str] = {}
         self.error: OSError | None = None
@@ -222,7 +206,7 @@ class _HashingFile(io.BufferedWriter):
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint's folder; of a link, only the link: what it points to may be a user's."""
+    # Of a link, only the link: what it points to may be a user's.
     if checkpoint.is_symlink():
         checkpoint.unlink()
     else:

@@ -50,11 +50,7 @@ class Composed(NamedTuple):
 
 
 def compose_files(file: str, chosen: Sequence[str]) -> Composed:
-    """Merge a file of `configs/` with the files of groups.
-
-    Args:
-        file: its name without suffix, or `NOTHING`.
-        chosen: overrides that choose files.
+    """Merge a file of `configs/` (its name without suffix, or `NOTHING`) with the files of groups that `chosen` names.
 
     Raises:
         ConfigError: a file that is no YAML or names another that is not there, or an interpolation in `model.mixer`.
@@ -65,7 +61,7 @@ def compose_files(file: str, chosen: Sequence[str]) -> Composed:
 
 @lru_cache(maxsize=256)
 def _compose(files: tuple[tuple[Path, int], ...], file: str, chosen: tuple[str, ...]) -> Composed:
-    """`compose_files`, once for unchanged `files`: Hydra takes longer than all checks."""
+    # Once for unchanged `files`: Hydra takes longer than all checks.
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = compose(file, overrides=list(chosen), return_hydra_config=True)
@@ -83,11 +79,7 @@ def _compose(files: tuple[tuple[Path, int], ...], file: str, chosen: tuple[str, 
 def explain(error: OmegaConfBaseException, file: str, chosen: Sequence[str], given: Mapping[str, Any]) -> ConfigError:
     """A one-line error for merged values that do not fit the schema, or have an interpolation that cannot be resolved.
 
-    Args:
-        error: names the key.
-        file: as of `compose_files`.
-        chosen: likewise.
-        given: the values of single keys, which come before those of files.
+    `file` and `chosen` as of `compose_files`; `given`: the values of single keys, which come before those of files.
     """
     key, problem = error.full_key or "", (str(error).splitlines() or [type(error).__name__])[0]
     if key in given:
@@ -118,17 +110,13 @@ def _sets(values: Any, key: str) -> bool:
 
 
 def _last(chosen: Sequence[str]) -> tuple[str, str]:
-    """Field and value of the file that was chosen last, for errors that name none."""
+    # Field and value of the file that was chosen last, for errors that name none.
     group, _, option = (chosen[-1] if chosen else "configs=train").partition("=")
     return group.lstrip("+"), option
 
 
 def config_class(mixer: Any) -> type[LanguageModelConfig]:
-    """The configuration class of the models with a mixer.
-
-    Raises:
-        ConfigError: there is no such mixer.
-    """
+    """The configuration class of the models with a mixer; `ConfigError` if there is none."""
     # Not `in MIXERS`, which raises for lists and mappings.
     if mixer not in list(MIXERS):
         raise ConfigError(MIXER, mixer, f"must be one of {', '.join(MIXERS)}")
@@ -136,21 +124,13 @@ def config_class(mixer: Any) -> type[LanguageModelConfig]:
 
 
 def stored_class(plain: Mapping[str, Any]) -> type[LanguageModelConfig]:
-    """The class of section `model` of a stored configuration.
-
-    Raises:
-        ConfigError: there is no such mixer.
-    """
+    """The class of section `model` of a stored configuration; `ConfigError` for an unknown mixer."""
     section = plain.get(GROUP)
     return config_class(section.get("mixer") if isinstance(section, dict) else None)
 
 
 def choose_files(overrides: Sequence[str], groups: Mapping[str, Collection[str]]) -> list[str]:
     """The overrides that choose files, with that of `configs/model` replaced if it is of another mixer than asked for.
-
-    Args:
-        overrides: in Hydra's syntax, with valid choices of files.
-        groups: the options of each configuration group.
 
     Raises:
         ConfigError: an unknown mixer, a file that cannot be composed, or no file of the mixer with the size.

@@ -59,11 +59,7 @@ def load_settings(schema: type[C], arguments: Sequence[str]) -> C:
 
 
 def parse_settings(schema: type[C], arguments: Sequence[str]) -> C:
-    """`load_settings` without ranges, for a caller that adds values of its own before it validates them.
-
-    Raises:
-        ConfigError: an argument of another form, an unknown key, or a value of the wrong type.
-    """
+    """`load_settings` without ranges, for a caller that adds values of its own before it validates them."""
     settings = OmegaConf.structured(schema)
     # An example for error messages; a bool is no whole number.
     number = next(entry.name for entry in dataclasses.fields(schema) if type(settings[entry.name]) is int)
@@ -107,11 +103,7 @@ def check_groups(
 ) -> None:
     """Check the form of each override, and the files of `configs/` that some choose.
 
-    Args:
-        overrides: in Hydra's syntax, KEY=VALUE.
-        groups: the options of each configuration group.
-        sections: the groups with a file that is chosen by default.
-        example: an override, for messages.
+    `groups` has the options of each configuration group; `sections` are those with a file that is chosen by default.
 
     Raises:
         ConfigError: names the override and the allowed values.
@@ -130,21 +122,13 @@ def check_groups(
 
 
 def of_groups(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
-    """The overrides that choose a file of one of the groups.
-
-    Raises:
-        ConfigError: an override of another form.
-    """
+    """The overrides that choose a file of one of the groups."""
     parsed = [(text, _parse(text, _EXAMPLE)) for text in overrides]
     return [text for text, one in parsed if one.key_or_group in groups and not isinstance(one.value(), dict)]
 
 
 def find_value(overrides: Sequence[str], key: str) -> Any:
-    """The value that the last override of a key sets, of any type, null as text; None if there is none.
-
-    Raises:
-        ConfigError: an override of another form.
-    """
+    """The value that the last override of a key sets, of any type, null as text; None if there is none."""
     found = None
     for text in overrides:
         override = _parse(text, _EXAMPLE)
@@ -163,7 +147,7 @@ def set_keys(overrides: Sequence[str], groups: Collection[str]) -> set[str]:
 def _values(
     overrides: Sequence[str], groups: Collection[str], example: str
 ) -> Iterator[tuple[str, Any, Any, Override]]:
-    """Of each key that overrides set: its name, the value, the value as it was written, and the override."""
+    # Of each key that overrides set: its name, the value, the value as it was written, and the override.
     for text in overrides:
         override = _parse(text, example)
         key, value = override.key_or_group, override.value()
@@ -176,16 +160,10 @@ def _values(
 def apply_overrides(
     overrides: Sequence[str], settings: Any, groups: Collection[str] = (), example: str = _EXAMPLE
 ) -> dict[str, Any]:
-    """Set the values of overrides, after checks of keys and types; each section's `validate` checks ranges.
+    """Set the values of overrides that `check_groups` accepts, after checks of keys and types, without ranges.
 
-    Args:
-        overrides: in Hydra's syntax, KEY=VALUE, and of a form that `check_groups` accepts.
-        settings: an OmegaConf instance of a dataclass; is changed.
-        groups: the configuration groups, whose choices are skipped.
-        example: an override, for messages.
-
-    Returns:
-        The new value of each key, as it was written.
+    `settings`, an OmegaConf instance of a dataclass, is changed. Choices of files of `groups` are skipped; `example` is
+    an override, for messages. Returns the new value of each key, as it was written.
 
     Raises:
         ConfigError: names the key, its value and what is allowed.
@@ -201,7 +179,7 @@ def apply_overrides(
 
 @lru_cache(maxsize=1024)
 def _parse(text: str, example: str) -> Override:
-    """Parse once what several checks read: the parser takes a millisecond."""
+    # Once what several checks read: the parser takes a millisecond.
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -212,7 +190,7 @@ def _parse(text: str, example: str) -> Override:
 
 
 def _check_group(override: Override, shown: str, options: Collection[str], has_default: bool) -> None:
-    """Check an override that selects a group's file; a group without a default, such as `experiment`, needs a `+`."""
+    # A group without a default, such as `experiment`, needs a `+`.
     group, value = override.key_or_group, override.value()
     # A list of files may be added if there is no default to replace.
     chosen = value if isinstance(value, list) and not has_default else [value]
@@ -232,7 +210,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Collection[str]) -> None:
-    """Check a value by setting it in `settings`, an instance of the schema."""
+    # By setting it in `settings`, an instance of the schema.
     schema = OmegaConf.get_type(settings)
     kind = _type_of(key, schema)
     if kind is None:
@@ -296,7 +274,7 @@ def _type_of(key: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields; for a section its default's, which may be narrower than the annotation."""
+    # For a section its default's type, which may be narrower than the annotation.
     hints, kinds = typing.get_type_hints(schema), {}
     for entry in dataclasses.fields(schema):
         default: Any = entry.default_factory

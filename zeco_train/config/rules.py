@@ -1,7 +1,4 @@
-"""Rules between the sections of a run: of softmax layers, of documents' lengths, and of the task.
-
-They are here, and not beside a section's owner, since no owner sees another's section.
-"""
+"""Rules between the sections of a run: softmax layers, documents' lengths, and the task."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from models.config import LanguageModelConfig
 from models.registry import check_document, longest_document, unmasked_mixers
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import SPConfig
-from zeco_train.training.connect import check_softmax
+from zeco_train.training.forward import check_softmax
 
 # Of section `model.attn`: they choose the layers; the others shape them.
 _CHOOSING = ("every", "offset", "layers")
@@ -26,16 +23,7 @@ _NAMED = 4
 
 
 def check_attention(model: LanguageModelConfig, sp: SPConfig, segments: int) -> None:
-    """Check that nothing cuts what softmax layers read, and that their heads can be spread over `sp.size` ranks.
-
-    Args:
-        model: its shape.
-        sp: settings of sequence parallelism.
-        segments: `train.segments`.
-
-    Raises:
-        ConfigError: names the first setting that does not fit.
-    """
+    """Check that nothing cuts what softmax layers read, and that their heads can be spread over `sp.size` ranks."""
     if not model.attn.chosen(model.num_layers):
         return
     where = f"the model has softmax attention at {_layers(model)}"
@@ -73,17 +61,10 @@ def check_documents(
     """Check that the model is defined for all documents of sequences of this length.
 
     All documents of the stores count, so all ranks find the same: in a batch only the rank with a document's end knows
-    its length, and the others would wait for it in a scan.
-
-    Args:
-        model: its shape.
-        data: whether documents are separate.
-        seq_len: tokens of a sequence; no document continues from one sequence to the next.
-        stores: that the sequences are of.
-        field: the setting that holds the length, for messages.
+    its length, and the others would wait for it in a scan. No document continues from one sequence to the next.
 
     Raises:
-        ConfigError: names the sequence length, or the store with a document that is too long.
+        ConfigError: names `field`, the setting that holds the length, or the store with a document that is too long.
     """
     limit = longest_document(model)
     if limit is None or seq_len <= limit:
@@ -96,17 +77,7 @@ def check_documents(
 
 
 def check_task(task: TaskConfig, model: LanguageModelConfig, data: DataConfig, segments: int) -> None:
-    """Check that the model reads exactly what its task lets it read, and that nothing cuts an unmasked sequence.
-
-    Args:
-        task: what the model learns.
-        model: its shape.
-        data: the sequences.
-        segments: `train.segments`.
-
-    Raises:
-        ConfigError: names the first setting that does not fit.
-    """
+    """Check that the model reads exactly what its task lets it read, and that nothing cuts an unmasked sequence."""
     if task.is_masked:
         if model.causal:
             problem = "a causal model would not read the tokens after a mask; set model.causal=false"

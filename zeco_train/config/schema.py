@@ -1,7 +1,6 @@
 """The run's configuration: schema, composition from `configs/` with Hydra's compose API, and validation.
 
-Each section's dataclass is defined in the module that it configures. `load_config` converts overrides to plain
-dataclasses once; no other module sees a `DictConfig`.
+Each section's dataclass is defined in the module that it configures. No other module sees a `DictConfig`.
 """
 
 from __future__ import annotations
@@ -121,11 +120,7 @@ def to_plain(value: Any) -> Any:
 
 
 def load_config(overrides: list[str], base: Config | None = None) -> Config:
-    """Compose `configs/train.yaml` with command-line overrides in Hydra's syntax.
-
-    Args:
-        overrides: KEY=VALUE, or GROUP=OPTION for a file of `configs/`.
-        base: a whole configuration to override, instead of `configs/train.yaml`.
+    """Compose `configs/train.yaml`, or a whole configuration `base`, with overrides KEY=VALUE and GROUP=OPTION.
 
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type, one out of range, or one without effect.
@@ -148,10 +143,7 @@ def load_given(overrides: list[str], base: Config | None = None) -> tuple[Config
 
 
 def unmet_need(key: str, config: Config) -> str | None:
-    """The missing setting without which a key has no effect; None if none is missing.
-
-    From the `needs` of its section, and those of softmax layers.
-    """
+    """The missing setting without which a key has no effect, by the `needs` of its section; None if none is missing."""
     section = key.partition(".")[0]
     needs = getattr(getattr(config, section, None), "needs", tuple)
     of_section = ((f"{section}.{name}", needed, is_met) for name, needed, is_met in needs())
@@ -162,11 +154,7 @@ def unmet_need(key: str, config: Config) -> str | None:
 
 
 def read_config(path: Path) -> Config:
-    """Read a run's stored configuration.
-
-    Raises:
-        ConfigError: it cannot be read, or is not a run's configuration.
-    """
+    """Read a run's stored configuration; `ConfigError` if it cannot be read, or is none."""
     try:
         return config_of(read_values(path))
     except (OSError, OmegaConfBaseException, ValueError) as error:
@@ -190,13 +178,14 @@ def config_of(plain: Any) -> Config:
         raise ValueError(str(error)) from error
 
 
+# By the class of the model; made once, which takes longer than all checks.
 _DEFAULTS: dict[type, Any] = {}
 
 
 def defaults_of(model: type[LanguageModelConfig]) -> Any:
     """`Config` with a section `model` of this class, as OmegaConf checks and fills it; not to be changed.
 
-    Made once a class, which takes longer than all checks. Values are of class `Config` itself.
+    Values are of class `Config` itself.
     """
     if model not in _DEFAULTS:
         section = ("model", model, field(default_factory=model))
@@ -227,7 +216,7 @@ def _compose(overrides: list[str], base: Config | None = None) -> tuple[Config, 
 
 
 def _to_config(composed: Any) -> Config:
-    """A composed configuration as `Config` itself rather than the class of `defaults_of`."""
+    # As `Config` itself rather than the class of `defaults_of`.
     values = OmegaConf.to_object(composed)
     assert isinstance(values, Config)
     return Config(**{section.name: getattr(values, section.name) for section in dataclasses.fields(Config)})

@@ -47,13 +47,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Advice:
-    """Remedies that a command's error messages give.
-
-    Attributes:
-        lost_peer: after a rank is lost.
-        memory: after running out of memory: how to use less.
-        timeout_key: the setting of the communication timeout.
-    """
+    """Remedies that messages give: after a lost rank, after running out of memory; the key of the timeout."""
 
     lost_peer: str
     memory: str
@@ -61,11 +55,7 @@ class Advice:
 
 
 class Postmortem:
-    """Writes the files of one rank, once.
-
-    Args:
-        rank: this rank.
-    """
+    """Writes the stacks and flight records of one rank, once."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -74,12 +64,7 @@ class Postmortem:
         self._done = threading.Lock()
 
     def open(self, log: Path, start: str) -> None:
-        """Prepare to write beside `log`, this rank's log file.
-
-        Args:
-            log: appended to; the flight records go to its folder.
-            start: part of the file names, the same on every rank.
-        """
+        """Prepare to write beside `log`, this rank's log file; names begin with `start`, the same on every rank."""
         self._log, self._prefix = log.open("ab", buffering=0), log.parent / start
         faulthandler.enable(self._log)
         # Read by NCCL's watchdog on a timeout; the new and the old name of the variable.
@@ -99,38 +84,30 @@ class Postmortem:
         if self._log is None or not self._done.acquire(blocking=False):
             return
         faulthandler.dump_traceback(self._log)
-        # Not every torch build has both recorders. The analyzer fails on records of gloo groups (torch 2.13).
-        recorders = {f"gloo_rank_{self._rank}.json": _gloo_record, f"nccl_rank_{self._rank}": _nccl_record}
-        for name, record in recorders.items():
-            background.start(self._save, name, record, name="flight recorder").join(DUMP_SECONDS)
+        for name, recorder in (
+            (f"gloo_rank_{self._rank}.json", "_dump_fr_trace"),
+            (f"nccl_rank_{self._rank}", "_dump_nccl_trace"),
+        ):
+            # Not every torch build has both.
+            if (dump := getattr(_distributed_c10d, recorder, None)) is not None:
+                background.start(self._save, name, dump, name="flight recorder").join(DUMP_SECONDS)
 
-    def _save(self, name: str, record: Callable[[], bytes | None]) -> None:
+    def _save(self, name: str, dump: Callable[[], bytes]) -> None:
         path = Path(f"{self._prefix}_{name}")
         try:
-            content = record()
-            if content is not None:
-                path.write_bytes(content)
+            content = dump()
+            if path.suffix == ".json":
+                # The analyzer fails on records of gloo groups (torch 2.13), of which only the pickle has the stacks.
+                content = json.dumps(pickle.loads(content), indent=1).encode()
+            path.write_bytes(content)
         except (OSError, RuntimeError) as error:
             logger.info("no flight record in %s: %s", path, error)
-
-
-def _gloo_record() -> bytes | None:
-    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace", None)
-    # Only the pickled form contains the stacks.
-    return json.dumps(pickle.loads(dump()), indent=1).encode() if dump is not None else None
-
-
-def _nccl_record() -> bytes | None:
-    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace", None)
-    return dump() if dump is not None else None
 
 
 class Job:
     """A command's handle on its rank while it runs.
 
     Attributes:
-        launch: rank and world size.
-        watchdog: this rank's heartbeat.
         closing: resources to close at exit, after the message is printed, since a tracker may be slow to finish. Not
             closed after a lost peer, for which they might wait, nor after a bug.
     """
@@ -150,7 +127,7 @@ class Job:
 
     @contextmanager
     def joining(self, timeout: timedelta) -> Iterator[None]:
-        """Context manager for the creation of the process groups; afterwards `guard` is in force.
+        """For the creation of the process groups; afterwards `guard` is in force.
 
         This rank ends if it takes much longer than `timeout`, which gloo applies to each of its tries to connect.
         """
@@ -167,7 +144,7 @@ class Job:
         self.guard(timeout)
 
     def guard(self, timeout: timedelta) -> None:
-        """From now on, end this rank if the next one's heartbeat stops for longer than `timeout`; see `Watchdog.guard`.
+        """From now on, end this rank if the next one's heartbeat stops for longer than `timeout`.
 
         SIGTERM no longer ends it at once: a launcher sends it to the survivors within 0.1 s of a rank's death, often
         before they have noticed the loss, and an immediate exit could not name the lost rank.
@@ -222,10 +199,9 @@ class Job:
         return expected.exit_code
 
     def leave(self, number: signal.Signals) -> int:
-        """Exit without a message after Ctrl-C or a closed stdout.
+        """Exit without a message after Ctrl-C or a closed stdout, with code 128 + signal as in a shell.
 
-        Returns:
-            The exit code, 128 + signal as in a shell; after the rendezvous the process exits here.
+        After the rendezvous the process exits here.
         """
         # A launcher forwards the SIGINT that the terminal has already sent.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -241,13 +217,13 @@ class Job:
         self.watchdog.is_terminated = True
 
     def _on_loss(self) -> None:
-        """Write the postmortem because another rank has given up, unless this one is already shutting down."""
+        # Another rank has given up; this one may already be shutting down.
         if self._ending.acquire(blocking=False):
             self._ending.release()
             self._postmortem.write()
 
     def _claim_end(self) -> None:
-        """Claim the shutdown for this thread; any other thread that tries stops here."""
+        # Only one thread shuts down; any other that tries stops here.
         if not self._ending.acquire(blocking=False):
             if threading.current_thread() is not threading.main_thread():
                 raise SystemExit  # ends this thread only, and without a message
@@ -255,7 +231,7 @@ class Job:
             threading.Event().wait()
 
     def _as_expected(self, error: Exception) -> ZecoError | None:
-        """The error as a `ZecoError`; None for a bug."""
+        # None for a bug.
         if isinstance(error, ZecoError):
             return error
         if (limit := open_files_error(error)) is not None:
@@ -269,10 +245,8 @@ class Job:
         return None
 
     def _print_once(self, error: ZecoError) -> None:
-        """Print an error once: rank 0 prints one that all ranks have, while the others wait.
-
-        A rank that is still alive after the wait is the only one with this error and prints it itself.
-        """
+        # Rank 0 prints an error that all ranks have, while the others wait. A rank that is still alive after the wait
+        # is the only one with this error and prints it itself.
         joined = dist.is_initialized()
         if self.launch.rank != 0:
             waited = 0.0
@@ -289,7 +263,7 @@ class Job:
             _print(error)
 
     def _abandon(self, error: Exception) -> NoReturn:
-        """Exit after a peer is lost: name it, save nothing, wait for no rank."""
+        # Exits after a peer is lost: names it, saves nothing, waits for no rank.
         self._claim_end()
         if threading.current_thread() is threading.main_thread():
             # A launcher that has seen the peer die sends SIGTERM to this process at once.
@@ -327,7 +301,15 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
         return error.exit_code
     code = 1  # Python's exit code after an uncaught exception
     try:
-        code = _run(command, job)
+        try:
+            done = command(job)
+            job.finish(done)
+            code = done
+        except Exception as error:
+            failure = job.leave(signal.SIGPIPE) if is_reader_gone(error) else job.fail(error)
+            if failure is None:
+                raise
+            code = failure
     except KeyboardInterrupt:
         code = job.leave(signal.SIGINT)
     except SystemExit as end:
@@ -335,20 +317,6 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
         raise
     finally:
         _end_threads(code)
-    return code
-
-
-def _run(command: Callable[[Job], int], job: Job) -> int:
-    try:
-        code = command(job)
-        job.finish(code)
-    except Exception as error:
-        if is_reader_gone(error):
-            return job.leave(signal.SIGPIPE)
-        failure = job.fail(error)
-        if failure is None:
-            raise
-        return failure
     return code
 
 
@@ -361,14 +329,14 @@ def _print(error: ZecoError) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit at once. Not sys.exit: destroying the process groups would wait for the lost rank."""
+    # Not sys.exit: destroying the process groups would wait for the lost rank.
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
 
 
 def _end_threads(code: int) -> None:
-    """Join background threads (see `background`); if one keeps running, exit without finalising the interpreter."""
+    # If a background thread keeps running, the interpreter cannot be finalised.
     if running := background.stop_all():
         logger.info("still running: %s", ", ".join(running))
         if isinstance(error := sys.exception(), Exception):

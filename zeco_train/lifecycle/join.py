@@ -1,7 +1,7 @@
 """How a rank joins the others: its launcher's variables, the launcher's store, the rendezvous, and equal setups.
 
 Ranks that differ in configuration, code, versions, environment variables or data would train different models without
-notice, or deadlock. Only this module reads the launcher's environment.
+notice, or deadlock.
 """
 
 from __future__ import annotations
@@ -110,11 +110,7 @@ class Launch:
 
 
 def check_address(host: str, port: str) -> None:
-    """Check the rendezvous address; torch itself would retry for minutes, and end in a traceback.
-
-    Raises:
-        ConfigError: the port is invalid, or the host cannot be resolved.
-    """
+    """Raise `ConfigError` for a bad rendezvous address; torch would retry for minutes, and end in a traceback."""
     if not _DIGITS.fullmatch(port) or not 1 <= int(port) <= _LARGEST_PORT:
         raise ConfigError("variable MASTER_PORT", port, f"must be a whole number from 1 to {_LARGEST_PORT}")
     try:
@@ -126,11 +122,7 @@ def check_address(host: str, port: str) -> None:
 
 
 def await_listener(host: str, port: int, timeout: timedelta) -> str | None:
-    """Wait until a connection to the address succeeds.
-
-    Returns:
-        None on success; the problem after `timeout`.
-    """
+    """Wait until a connection to the address succeeds: None, or after `timeout` the problem."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         # Never 0, which would make the socket non-blocking.
@@ -168,9 +160,9 @@ def join(device: torch.device, timeout: timedelta) -> None:
 def prepare_for_peers(world_size: int) -> None:
     """Allow and ease the connections of many ranks; call before the first process group.
 
-    gloo keeps a socket for each peer in each group. With 256 ranks these exceed the default limit of 1,024 open files
-    per process, and gloo aborts. By default it also reads the addresses of a group's peers from the store one at a
-    time, about 800,000 requests for 256 ranks; with `GLOO_ENABLE_STORE_V2_API` it reads them together.
+    gloo keeps a socket for each peer in each group: with 256 ranks more than the default limit of 1,024 open files, and
+    gloo aborts. It also reads the addresses of a group's peers from the store one at a time, about 800,000 requests for
+    256 ranks; with `GLOO_ENABLE_STORE_V2_API` together.
     """
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     needed = FILES_OF_A_PROCESS + _GROUPS * world_size
@@ -179,11 +171,7 @@ def prepare_for_peers(world_size: int) -> None:
 
 
 def _await_rank_0(launch: Launch, timeout: timedelta) -> None:
-    """Wait for rank 0's store; on a timeout, torch would print a page of C++ frames.
-
-    Raises:
-        CommunicationError: rank 0's store is not reachable within `timeout`.
-    """
+    # On a timeout, torch would print a page of C++ frames.
     if launch.rank == 0:
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -197,9 +185,6 @@ def launcher_store(launch: Launch) -> dist.Store | None:
 
     torchrun keeps one store for all attempts (`--max-restarts`), which after a restart still has the keys of the one
     before, such as addresses of dead ranks. So the keys of each attempt have a prefix.
-
-    Raises:
-        CommunicationError: it cannot be reached.
     """
     if launch.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -231,12 +216,7 @@ def gather(value: T, world_size: int) -> list[T]:
 
 
 def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
-    """Check that all ranks have the same values; only a digest is gathered, unless they differ. Collective.
-
-    Args:
-        values: JSON values, by the name shown to the user.
-        world_size: number of ranks.
-        remedy: advice to the user if they differ.
+    """Check that all ranks have the same JSON values, by names for the user. Collective.
 
     Raises:
         ConfigError: on every rank; names the first value that differs, and the ranks that differ from the majority.
@@ -247,6 +227,19 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
     everyone = gather(dict(values), world_size)
     differing = [key for key in sorted(set().union(*everyone)) if len({_text(other, key) for other in everyone}) > 1]
     raise _difference(differing, [_text(other, differing[0]) for other in everyone], remedy)
+
+
+def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> ConfigError:
+    # `by_rank` has the first key's value on each rank.
+    counts = Counter(by_rank)
+    # Ties: the lowest rank's value.
+    usual = max(counts, key=lambda value: (counts[value], -by_rank.index(value)))
+    ranks = [rank for rank, value in enumerate(by_rank) if value != usual]
+    others = "the others have" if counts[usual] > 1 else f"{name_ranks([by_rank.index(usual)])} has"
+    problem = f"{name_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'}, {others} {usual}"
+    if len(keys) > 1:
+        problem += f" (so do {', '.join(keys[1:5])}{', …' if len(keys) > 5 else ''})"
+    return ConfigError(keys[0], by_rank[ranks[0]], f"{problem}; {remedy}")
 
 
 def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -262,19 +255,6 @@ def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         values |= {"version of triton": version("triton"), "version of fla-core": version("fla-core")}
     return values
-
-
-def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> ConfigError:
-    """The error for the values `keys`, which differ; `by_rank` has the first one's value on each rank."""
-    counts = Counter(by_rank)
-    # Ties: the lowest rank's value.
-    usual = max(counts, key=lambda value: (counts[value], -by_rank.index(value)))
-    ranks = [rank for rank, value in enumerate(by_rank) if value != usual]
-    others = "the others have" if counts[usual] > 1 else f"{name_ranks([by_rank.index(usual)])} has"
-    problem = f"{name_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'}, {others} {usual}"
-    if len(keys) > 1:
-        problem += f" (so do {', '.join(keys[1:5])}{', …' if len(keys) > 5 else ''})"
-    return ConfigError(keys[0], by_rank[ranks[0]], f"{problem}; {remedy}")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

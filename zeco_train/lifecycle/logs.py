@@ -21,14 +21,10 @@ _installed: list[tuple[logging.Logger, logging.Handler]] = []
 
 
 def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> Path:
-    """Send logging and Python's warnings to `run_dir/logs/rank_{rank}.log`, appending.
+    """Send logging and Python's warnings to `run_dir/logs/rank_{rank}.log`, appending; returns the file.
 
-    Rank 0 also shows this project's warnings and errors on stderr, one line each; other packages' go to the file only.
-    Torch's loggers have stderr handlers and are redirected unless the user has set `TORCH_LOGS`. The stderr output of
-    C++ code is not captured. May be called again: the newest call counts.
-
-    Returns:
-        The log file.
+    Rank 0 also shows this project's warnings and errors on stderr, one line each. Torch's loggers have stderr handlers
+    and are redirected unless the user has set `TORCH_LOGS`; stderr of C++ code is not captured. The newest call counts.
 
     Raises:
         ConfigError: it cannot be written.
@@ -69,7 +65,6 @@ def _install(logger: logging.Logger, handler: logging.Handler) -> None:
 
 
 def _redirect_torch() -> None:
-    """Remove the stderr handlers of torch's loggers and let their records propagate to the root logger's file."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] != "torch" or not isinstance(logger, logging.Logger):
             continue
@@ -81,15 +76,13 @@ def _redirect_torch() -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Escapes control characters, since log files are read in terminals."""
-
+    # Escapes control characters, since log files are read in terminals.
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that ignores I/O errors: a full disk truncates the log, but does not end the run."""
-
+    # Ignores I/O errors: a full disk truncates the log, but does not end the run.
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
@@ -100,8 +93,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _TerminalHandler(logging.Handler):
-    """Writes `warning: message` to stderr as one line, without a traceback (the file has it), above a progress bar."""
-
+    # Writes `warning: message` to stderr as one line, without a traceback (the file has it), above a progress bar.
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = visible(" ".join(record.getMessage().split()))

@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -59,11 +60,10 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedStore:
-    """The requests that a watchdog makes, each of which ends within `seconds`.
+    """A store whose methods end within `seconds`, or raise `dist.DistNetworkError`.
 
-    A thread makes them one after another, as the store's own connection does. Once it does not answer, every further
-    request fails at once. Methods have the arguments of torch's, and raise `dist.DistNetworkError` then; the store's
-    own errors are passed on.
+    A thread makes the requests one after another, as the store's own connection does. Once it does not answer, every
+    further request fails at once.
     """
 
     def __init__(self, store: dist.Store, seconds: float) -> None:
@@ -74,57 +74,31 @@ class BoundedStore:
         # Of the last two, and of putting a request where a thread serves it.
         self._lock = threading.Lock()
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number; its new value."""
-        return self._ask(lambda: self._store.add(key, amount))
-
-    def append(self, key: str, text: str) -> None:
-        """Append to a text."""
-        self._ask(lambda: self._store.append(key, text))  # type: ignore[attr-defined]
-
-    def set(self, key: str, text: str) -> None:
-        """Store a text."""
-        self._ask(lambda: self._store.set(key, text))
-
-    def get(self, key: str) -> bytes:
-        """A text; the key must exist."""
-        return self._ask(lambda: self._store.get(key))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The texts of several keys, which must exist."""
-        return self._ask(lambda: self._store.multi_get(keys))
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
-        return self._ask(lambda: self._store.check(keys))
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *arguments: self._ask(lambda: getattr(self._store, method)(*arguments))
 
     def _ask(self, request: Callable[[], Any]) -> Any:
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        answer: Future[Any] = Future()
 
         def run() -> None:
             try:
-                answers.put((request(), None))
+                answer.set_result(request())
             except BaseException as error:
-                answers.put((None, error))
+                answer.set_exception(error)
 
+        silent = dist.DistNetworkError(f"no answer within {self._seconds:g} s")
         if self._is_silent:
-            raise dist.DistNetworkError(f"no answer within {self._seconds:g} s")
-        self._put(run)
-        try:
-            answer, error = answers.get(timeout=self._seconds)
-        except queue.Empty:
-            self._is_silent = True
-            raise dist.DistNetworkError(f"no answer within {self._seconds:g} s") from None
-        if error is not None:
-            raise error
-        return answer
-
-    def _put(self, request: Callable[[], None]) -> None:
+            raise silent
         with self._lock:
-            self._requests.put(request)
+            self._requests.put(run)
             if not self._is_serving:
                 self._is_serving, self._is_stopped = True, False
                 background.start(self._serve, name="store", stop=self._stop)
+        # Not `result(timeout)`, whose TimeoutError a store may raise, too.
+        if not wait([answer], self._seconds).done:
+            self._is_silent = True
+            raise silent
+        return answer.result()
 
     def _stop(self) -> None:
         """End the thread when it has made all requests; a later one starts another."""
@@ -144,15 +118,8 @@ class BoundedStore:
 
 @dataclass(frozen=True)
 class _Finding:
-    """Result of a check of all heartbeats, shared through the store.
-
-    Attributes:
-        culprits: the ranks at fault, and why; empty if all are alive.
-        places: the ranks' activities.
-        exit_code: of all ranks that exit for this; `TERMINATED` if the launcher has terminated them and none is at
-            fault.
-    """
-
+    # Result of a check of all heartbeats: the ranks at fault, and why ("": all are alive); the ranks' activities; the
+    # exit code of all ranks, `TERMINATED` if the launcher has terminated them and none is at fault.
     culprits: str
     places: str
     exit_code: int
@@ -161,14 +128,10 @@ class _Finding:
 class Watchdog:
     """Publishes this rank's heartbeat and reads those of the others.
 
-    Args:
-        launch: rank and world size.
-        store: holds the heartbeats, see `launcher_store`; without one there are none, and no rank can be blamed.
-        remedy: advice to the user about a lost rank.
-        timeout_key: the setting of the communication timeout.
+    Without a store there are no heartbeats, and no rank can be blamed. `remedy` is advice to the user about a lost
+    rank, `timeout_key` the setting of the communication timeout.
 
     Attributes:
-        activity: this rank's current activity, see `enter`.
         is_terminated: set once this rank has received SIGTERM, for `guard` to act on.
     """
 
@@ -208,11 +171,9 @@ class Watchdog:
         self._stop.set()
 
     def report_failure(self, message: str, exit_code: int = CommunicationError.exit_code) -> None:
-        """Store the error with which this rank exits.
+        """Store the error with which this rank exits, for the others to report.
 
-        Args:
-            message: the error's text, which the other ranks report with this rank's number.
-            exit_code: the other ranks exit with it, too: a launcher decides on a restart by the first exit code.
+        They exit with its code, too: a launcher decides on a restart by the first exit code.
         """
         # In this order: ranks that learn of the loss look for its reason.
         self._append("failed", message, exit_code)
@@ -227,10 +188,7 @@ class Watchdog:
         self._append("lost")
 
     def claim_reporting(self) -> bool:
-        """True for the first caller among all ranks, so that a failure common to all is reported once.
-
-        Without the launcher's store, once a node.
-        """
+        """True for the first caller among all ranks, without the launcher's store on this node."""
         if self._store is None:
             # Before the rendezvous, no other rank is known to have the same error.
             return self._launch.rank == 0 or not dist.is_initialized()
@@ -241,7 +199,7 @@ class Watchdog:
             return self._launch.local_rank == 0
 
     def is_reported(self) -> bool:
-        """True once a rank has succeeded in `claim_reporting`, or if the store is gone and that cannot be known."""
+        """Whether a rank has succeeded in `claim_reporting`; True if the store is gone and that cannot be known."""
         if self._store is None:
             return False
         try:
@@ -272,7 +230,7 @@ class Watchdog:
         return explained
 
     def _find(self, store: BoundedStore) -> _Finding:
-        """Elect one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks."""
+        # Elects one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks.
         turn = 0
         while store.add(f"{_PREFIX}/checking/{turn}", 1) > 1:
             deadline = time.monotonic() + 2 * LISTEN_SECONDS
@@ -350,7 +308,7 @@ class Watchdog:
                 return
 
     def _heartbeats(self, store: BoundedStore, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """The last heartbeat of each rank with its activity, in one request if all of them have started."""
+        # The last heartbeat of each rank with its activity, in one request if all of them have started.
         keys = {rank: f"{_PREFIX}/heartbeat/{rank}" for rank in ranks}
         if not store.check([*keys.values()]):
             # multi_get blocks on missing keys.
@@ -363,15 +321,15 @@ class Watchdog:
         return heartbeats
 
     def _entries(self, kind: str) -> dict[int, list[Any]]:
-        """The ranks' entries by `_append`, in order of time."""
+        # In order of time.
         return dict(json.loads(line) for line in (self._get(kind) or "").splitlines())
 
     def _append(self, kind: str, *entry: str | int) -> None:
-        """Append an entry to a key that all ranks share, so that one request reads the entries of all."""
+        # To a key that all ranks share, so that one request reads the entries of all.
         if self._store is None:
             return
+        line = json.dumps([self._launch.rank, entry]) + "\n"
         try:
-            line = json.dumps([self._launch.rank, entry]) + "\n"
             self._store.append(f"{_PREFIX}/{kind}", line)
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
@@ -387,7 +345,7 @@ class Watchdog:
 
 
 def _name_places(activities: Mapping[int, str]) -> str:
-    """Group ranks by activity: `ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data`."""
+    # Groups ranks by activity: `ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data`.
     by_activity: dict[str, list[int]] = {}
     for rank in sorted(activities):
         by_activity.setdefault(activities[rank], []).append(rank)

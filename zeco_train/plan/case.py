@@ -24,7 +24,7 @@ from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
 from zeco_train.training.checks import kernel_calls
 from zeco_train.training.config import Compile, CudaGraphs
-from zeco_train.training.connect import check_softmax
+from zeco_train.training.forward import check_softmax
 from zeco_train.training.graphs import capture_problem
 
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunData(NamedTuple):
-    """What the trainer reads: batches of any step, and the held-out sequences."""
+    """Batches of any step, and the held-out sequences."""
 
     loader: SequenceLoader
     validation: Validation
@@ -39,10 +39,10 @@ def split_of(config: Config, mesh: ProcessMesh) -> DataSplit:
 
 
 def read_batches(config: Config, data: OpenedData, split: DataSplit, consumed: int, mesh: ProcessMesh) -> RunData:
-    """What to read of the opened data for a run that has consumed so many sequences. Collective.
+    """The batches and the held-out sequences of a run that has consumed so many sequences. Collective.
 
     Raises:
-        DataError: see `check_shards_fit`.
+        DataError: `check_shards_fit`.
     """
     sources, held_out = (for_task(some, config.task, config.model.vocab_size) for some in (data.train, data.validation))
     loader = _build_loader(config, sources, split)
@@ -73,7 +73,7 @@ def _log_data(loader: SequenceLoader, sources: Sequence[SequenceSource], config:
 
 
 def check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) -> None:
-    """Check on the first batch that the ranks of an SP group have the same sequences, and that their shards fit.
+    """Check the first batch: the ranks of an SP group have the same sequences, and their shards fit. Collective.
 
     A shard's last label must equal the first token of the next shard, which another node may read from its own copy.
 

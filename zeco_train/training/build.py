@@ -39,7 +39,7 @@ def build_step(
 
 
 def build_graphs(config: Config, model: LanguageModel, device: torch.device) -> StepGraphs | None:
-    """What replays the steps of a configuration; None, with the reason in the log, where they cannot be captured."""
+    """The graphs that replay a configuration's steps; None, and the reason logged, where they cannot be captured."""
     if config.train.cuda_graphs is CudaGraphs.off or device.type != "cuda":
         return None
     if (problem := capture_problem(config)) is not None:
@@ -56,11 +56,7 @@ def build_model(
     seed: int,
     shard_size: int = -1,
 ) -> LanguageModel:
-    """Build the model, initialise it from its seed and shard it, with recomputation and compilation as configured.
-
-    Raises:
-        ConfigError: no private folder for compiled code.
-    """
+    """Build the model, initialise it from its seed and shard it, with recomputation and compilation as configured."""
     compiled = config.compile is Compile.always or (config.compile is Compile.auto and mesh.device.type == "cuda")
     if compiled:
         use_private_caches()  # before parts of torch read its default at import

@@ -22,17 +22,16 @@ from zeco_train.ops.linear import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE, Ma
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import Call, SlowPath, check_kernels
 from zeco_train.training.config import Compile
-from zeco_train.training.connect import check_softmax
+from zeco_train.training.forward import check_softmax
 from zeco_train.training.optim import adamw
 from zeco_train.training.profiler import check_profile_ranks
 
 
 def join_ranks(config: Config, launch: Launch) -> ProcessMesh:
-    """Check the settings against world size and machine, then join the ranks, see `join_alike`.
+    """Check the settings against world size and machine, then join the ranks.
 
     Raises:
-        ConfigError: a split that the world size, or a setting that the machine, does not allow; ranks that differ; a
-            schedule whose warm-up and decay overlap.
+        ConfigError: a setting that the world size, the machine or the schedule does not allow; ranks that differ.
     """
     # Not a check of each stored configuration: runs that trained with an overlap are still evaluated and exported.
     config.sched.check_steps(config.train.steps)
@@ -47,28 +46,33 @@ def join_ranks(config: Config, launch: Launch) -> ProcessMesh:
 
 
 def check_machine(config: Config, device: torch.device) -> None:
-    """Check what this rank's device, and the compiler beside it, cannot do.
-
-    Raises:
-        ConfigError: a model larger than the memory, a compiler that is not there, or products that the GPU lacks.
-    """
-    _check_memory(config, device)
-    _check_compiler(config.train.compile, device)
+    """Check memory, compiler and matrix products of this rank's device."""
+    count = spec_of(config.model).num_parameters
+    available, owner = total_memory(device)
+    # Before the OOM killer ends this or another process.
+    if (needed := count * config.train.dtype.master.itemsize) > available:
+        sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
+        raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    # `torch.compile` itself would fail only in the first step.
+    if config.train.compile is Compile.always and device.type == "cpu" and shutil.which(compiler) is None:
+        allowed = f"needs a C++ compiler on CPUs, and {compiler} is not there; take never"
+        raise ConfigError("train.compile", "always", allowed)
     _check_matmul(config, device)
     slow_paths(config, Target.of(device))
 
 
 def slow_paths(config: Config, target: Target) -> list[SlowPath]:
-    """What a run calls that kernels do not serve on a target, which need not be there.
+    """Calls of a run that kernels do not serve on a target, which need not be present.
 
     Raises:
-        ConfigError: `train.kernels=require` refuses it.
+        ConfigError: `train.kernels=require` refuses them.
     """
     return check_kernels("train.kernels", config.train.kernels, kernel_calls(config), target)
 
 
 def kernel_calls(config: Config) -> list[tuple[str, Call]]:
-    """What a run calls that has kernels on GPUs, with the layers or the part of the run."""
+    """The calls of a run that have kernels on GPUs, with the layers or the part of the run."""
     train = config.train
     calls = spec_of(config.model).calls(train.dtype.compute)
     if train.matmul is Matmul.fp8:
@@ -77,26 +81,7 @@ def kernel_calls(config: Config) -> list[tuple[str, Call]]:
     return [*calls, ("the gradients", Call("packing", gradient_packing.KERNELS, train.dtype.compute))]
 
 
-def _check_memory(config: Config, device: torch.device) -> None:
-    """Refuse a model too large to initialise on a rank, before the OOM killer ends this or another process."""
-    count = spec_of(config.model).num_parameters
-    needed = count * config.train.dtype.master.itemsize
-    available, owner = total_memory(device)
-    if needed > available:
-        sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
-        raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")
-
-
-def _check_compiler(setting: Compile, device: torch.device) -> None:
-    """Check that `torch.compile` has a C++ compiler for CPUs; it would fail only in the first step."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if setting is Compile.always and device.type == "cpu" and shutil.which(compiler) is None:
-        allowed = f"needs a C++ compiler on CPUs, and {compiler} is not there; take never"
-        raise ConfigError("train.compile", setting.value, allowed)
-
-
 def _check_matmul(config: Config, device: torch.device) -> None:
-    """Check that the device has fp8 products, and the model widths that they can have, also where they are emulated."""
     if config.train.matmul is not Matmul.fp8:
         return
     target = Target.of(device)

@@ -20,7 +20,7 @@ from zeco_train.training.profiler import check_profile
 
 
 class Dtype(Enum):
-    """Compute dtype. Master weights and optimizer state are fp32 for bf16 and fp32, fp64 for fp64."""
+    """Compute dtype. Master weights and optimizer state are fp64 for fp64, else fp32."""
 
     bf16 = "bf16"
     fp32 = "fp32"
@@ -28,12 +28,12 @@ class Dtype(Enum):
 
     @property
     def compute(self) -> torch.dtype:
-        """The dtype of activations and matrix products."""
+        """Of activations and matrix products."""
         return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.value]
 
     @property
     def master(self) -> torch.dtype:
-        """The dtype of master weights and optimizer state."""
+        """Of master weights and optimizer state."""
         return torch.float64 if self is Dtype.fp64 else torch.float32
 
 
@@ -53,11 +53,7 @@ class CudaGraphs(Enum):
 
 
 def skip_limit(policy: str) -> int:
-    """How many steps in a row `train.nonfinite` allows to skip: 0 for `stop`, n for `skip:n`.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Steps in a row that `train.nonfinite` allows to skip: 0 for `stop`, n for `skip:n`; else `ConfigError`."""
     if policy == "stop":
         return 0
     match = re.fullmatch(r"skip:([1-9]\d{0,8})", policy)
@@ -72,26 +68,21 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps of the whole run.
-        dtype: compute dtype; see `Dtype`.
         matmul: of the blocks' linear layers: `bf16` is the compute dtype, for `fp8` see `zeco_train.ops.linear`.
-        device: type of the device.
         log_every: steps between two rows of metrics.jsonl.
         eval_every: steps between two validation losses (0: only at the end).
         eval_sequences: largest number of held-out sequences for a validation loss (0: no validation).
-        segments: parts of a sequence, run through the model one after another; the last state of each is the initial
-            state of the next. Memory is that of one part; the gradient is that of the whole sequence.
+        segments: parts of a sequence, run one after another, each from the last state of the one before. Memory is that
+            of one part; the gradient is that of the whole sequence.
         recompute: activations that the backward pass recomputes.
-        compile: whether to compile the blocks.
-        cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where possible; `off` never. The same bits.
         kernels: of calls that kernels on GPUs do not serve; see `Kernels`.
-        deterministic: runs repeat their bits on GPUs. The compiler of the blocks does not choose between kernels that
-            round differently by measuring them, and FlashAttention adds up the gradients of queries in one order. Its
+        deterministic: runs repeat their bits on GPUs. The compiler of the blocks does not choose by measurement between
+            kernels that round differently, and FlashAttention adds up the gradients of queries in one order. Its
             backward pass takes more time, and memory: in fp32 the gradients of a layer's queries several times (132
             over the rank's heads on an H100 or H200).
-        nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips
-            up to N such steps in a row; data, step and learning rate advance, weights do not change.
+        nonfinite: for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips up to N
+            such steps in a row; data, step and learning rate advance, weights do not change.
         profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
-        profile_ranks: the ranks to profile.
     """
 
     steps: int = 1000
@@ -120,5 +111,5 @@ class TrainConfig:
         check_profile(self.profile, self.profile_ranks, self.steps)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that have an effect only with another setting: (key or section, that setting, whether it is set)."""
+        """Keys that have an effect only with another setting: (key, that setting, whether it is set)."""
         yield "profile_ranks", "train.profile", self.profile is not None

@@ -1,4 +1,4 @@
-"""The model's forward pass over this rank's shards of sequences, whole or segment by segment."""
+"""A model's forward pass over this rank's shards of sequences, whole or in segments, and what connects its layers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,71 @@ import torch
 from torch import Tensor
 
 from data.loader.batches import Batch
+from models.attn import AttnShape
+from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
+from models.spec import spec_of
 from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenScores
 from zeco_train.ops.seam import Exchange, LayerStates
+from zeco_train.sp.attention.method import AttentionLoad
+from zeco_train.sp.attention.registry import check_heads
+from zeco_train.sp.exchange import build_exchange
+from zeco_train.sp.registry import SPConfig
+
+# Length for `sp.attention=auto` where lengths vary, as in generation: with a window, the choice depends on it.
+LONG = 1 << 20
+
+
+def connect_model(
+    config: SPConfig,
+    model: LanguageModelConfig,
+    mesh: ProcessMesh,
+    seq_len: int = LONG,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    deterministic: bool = False,
+) -> Exchange:
+    """`build_exchange` for a model. Collective."""
+    softmax = softmax_load(model, mesh.sp_size, seq_len, dtype)
+    needs_halo = spec_of(model).needs_halo
+    return build_exchange(config, mesh, needs_halo=needs_halo, softmax=softmax, deterministic=deterministic)
+
+
+def softmax_load(
+    model: LanguageModelConfig, ranks: int, seq_len: int = LONG, dtype: torch.dtype = torch.bfloat16
+) -> AttentionLoad | None:
+    """The size of the model's softmax layers on `ranks` that share a sequence of `seq_len`; None if it has none."""
+    if not model.attn.chosen(model.num_layers):
+        return None
+    shape = AttnShape.of(model.attn, model.num_heads, model.hidden_size)
+    return AttentionLoad(
+        heads=shape.heads,
+        key_heads=shape.key_heads,
+        head_dim=shape.head_dim,
+        tokens=seq_len // ranks,
+        ranks=ranks,
+        window=model.attn.window,
+        itemsize=dtype.itemsize,
+        wide=accumulation_dtype(dtype).itemsize,
+    )
+
+
+def check_softmax(config: SPConfig, model: LanguageModelConfig, ranks: int) -> None:
+    """Raise `ConfigError` if the method of the model's softmax layers cannot spread their heads over the ranks."""
+    if (load := softmax_load(model, ranks)) is not None:
+        check_heads(config.attention, load.heads, load.key_heads, ranks)
 
 
 class SequenceForward:
-    """Forward passes for training and evaluation. All methods are collective.
-
-    Args:
-        model: parallelised (`zeco_train.distributed.parallelize`).
-        exchange: connects the shards of a sequence.
-        mesh: the ranks.
-    """
+    """Forward passes for training and evaluation. All methods are collective."""
 
     def __init__(self, model: LanguageModel, exchange: Exchange, mesh: ProcessMesh) -> None:
         self.model, self.exchange, self.mesh = model, exchange, mesh
 
     def loss(self, batch: Batch, states: LayerStates) -> Tensor:
-        """The sum of the token losses of a segment; see `LanguageModel.forward`."""
+        """The sum of the token losses of a segment."""
         input_ids, labels = self._tokens(batch)
         return self.model(input_ids, batch.position.over(self.exchange), labels, states)
 
@@ -46,14 +91,9 @@ class SequenceForward:
 
     @torch.no_grad()
     def scores(self, segments: Sequence[Batch]) -> Iterator[TokenScores]:
-        """Loss and prediction of each token of a micro-batch; memory is that of one segment.
+        """Loss and prediction of this rank's tokens, segment by segment, on the device; every rank must consume all.
 
-        Args:
-            segments: this rank's shards of the micro-batch's segments, in order; one if the sequence is not segmented.
-                The head is applied only to tokens whose label is not −100.
-
-        Yields:
-            The scores of this rank's tokens of each segment, on the device. Every rank must consume all of them.
+        The head is applied only to tokens whose label is not −100.
         """
         for batch, states in self._in_order(segments):
             input_ids, labels = self._tokens(batch)
@@ -67,7 +107,7 @@ class SequenceForward:
         return self.model.zero_states(batch, self.mesh.device, capacity)
 
     def _in_order(self, segments: Sequence[Batch]) -> Iterator[tuple[Batch, LayerStates]]:
-        """Yield each segment with the states of the previous one; the caller runs it before taking the next."""
+        # Yields each segment with the states of the previous one; the caller runs it before taking the next.
         carries = self.zero_carries(segments)
         for batch in segments:
             states = LayerStates(carry_in=carries, want_carry=len(segments) > 1)

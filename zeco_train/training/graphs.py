@@ -1,15 +1,13 @@
 """The passes of a training step as CUDA graphs: captured once, then replayed, so that the host launches no kernels.
 
-A step of few tokens is otherwise bound by the host: at 2k tokens a GPU launching a 1B model's kernels takes several
-times as long as running them. Captured are forward and backward of a micro-batch with FSDP's gathers and reductions and
-the scans over ranks, the gradient norm, and the optimizer. Of a sequence in segments, each segment's passes are a part:
-those of one form are one graph, replayed for each of them. What changes from replay to replay is in device tensors at
-fixed addresses: tokens, labels and positions, states at the borders of segments and their gradients, the number of
-labels, the learning rate. The same kernels run in the same order, so the bits are those of the step without graphs.
+At 2k tokens a GPU launching a 1B model's kernels takes several times as long as running them. Captured are forward
+and backward of a micro-batch with FSDP's communication and the scans over ranks, the gradient norm, and the
+optimizer; each segment's passes are a part, and those of one form share a graph. What changes between replays is in
+device tensors at fixed addresses. The same kernels run in the same order, so the bits are those of launched steps.
 
 All graphs share one memory pool, and a later one uses memory that an earlier one has freed. So a graph must not be
-replayed after a part whose results outlive it, such as the first gradients, unless it was captured after that part: a
-graph belongs to its place in a step, which is the kinds of parts that have run before it.
+replayed after a part whose results outlive it, such as the first gradients, unless it was captured after that part:
+its key includes the kinds of parts that ran before it in the step.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class _Captured(NamedTuple):
 
 
 class StepLauncher:
-    """Runs the parts of a step: launches their kernels one by one."""
+    """Launches the kernels of a step's parts one by one."""
 
     # Whether this step is replayed, not launched.
     are_replays = False
@@ -65,12 +63,8 @@ class StepLauncher:
     def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The results of `work`, which launches kernels on the current stream and waits for none.
 
-        Args:
-            key: parts with the same key launch the same kernels.
-            work: if it is replayed, all that it reads must stay at its address.
-
-        Returns:
-            Its results; read them before the next part with this key.
+        Parts with the same key launch the same kernels. All that a replayed `work` reads must stay at its address, and
+        its results must be read before the next part with this key.
 
         Raises:
             ConfigError: `work` cannot be captured.
@@ -82,11 +76,8 @@ class StepLauncher:
     ) -> tuple[Tensor, ...]:
         """`run` of `work(batch, *states)`, passes through the model; its results may be kept.
 
-        Args:
-            key: their kind, see `run`; the first ones of a step, and the first of a kind, need no key of their own.
-            work: of the batch and the states.
-            batch: positions may change from batch to batch, and documents for layers that read `doc_ids` only.
-            states: at the borders of a segment.
+        The first passes of a step, and the first of a kind, need no key of their own. Positions may change from batch
+        to batch, and documents for layers that read `doc_ids` only. States are at the borders of a segment.
         """
         return work(batch, *states)
 
@@ -95,16 +86,14 @@ class StepLauncher:
 
     @contextmanager
     def aside(self) -> Iterator[StepLauncher]:
-        """Between two steps: what launches the kernels of further passes one by one; their gradients may be lost."""
+        """Between two steps: a launcher for further passes, whose gradients may be lost."""
         yield self
 
 
 class StepGraphs(StepLauncher):
     """Captures the parts of a step, and replays them from the first step after the warm-up on.
 
-    Args:
-        model: parallelised; its gradients stay at their addresses from the capture on.
-        device: a CUDA device.
+    The gradients of the model, which is parallelised, stay at their addresses from the capture on.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -124,7 +113,7 @@ class StepGraphs(StepLauncher):
         return self._step > WARM_UP
 
     def begin_step(self) -> bool:
-        """See `StepLauncher`: the first passes do, once they are captured."""
+        """The first passes write the gradients, once they are captured."""
         self._step += 1
         self._passes.clear()
         if self._step == WARM_UP + 2:
@@ -135,7 +124,7 @@ class StepGraphs(StepLauncher):
         return bool(self._gradients)
 
     def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """See `StepLauncher`; a replay writes its results into the same tensors as the one before."""
+        """A replay writes its results into the same tensors as the one before."""
         with self._on_stream():
             if not self.are_replays:
                 return work()
@@ -150,7 +139,7 @@ class StepGraphs(StepLauncher):
     def passes(
         self, key: Hashable, work: Callable[..., tuple[Tensor, ...]], batch: Batch, *states: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See `StepLauncher`; the results are copies."""
+        """The results are copies."""
         with self._on_stream():
             given = self._at_fixed_address(batch)
             fixed = [[self._fixed(f"{i}.{j}", x) for j, x in enumerate(of)] for i, of in enumerate(states)]
@@ -169,13 +158,13 @@ class StepGraphs(StepLauncher):
             return tuple(result.clone() for result in results)
 
     def keep_gradients(self) -> None:
-        """See `StepLauncher`: graphs write and read gradients where they were at the capture."""
+        """Graphs write and read gradients where they were at the capture."""
         if self.are_replays and not self._gradients:
             self._gradients = [parameter.grad for parameter in self._model.parameters()]
 
     @contextmanager
     def aside(self) -> Iterator[StepLauncher]:
-        """See `StepLauncher`: the gradients are those of the graphs again afterwards."""
+        """The gradients are those of the graphs again afterwards."""
         with self._on_stream():
             yield StepLauncher()
         for parameter, grad in zip(self._model.parameters(), self._gradients, strict=bool(self._gradients)):
@@ -222,13 +211,13 @@ class StepGraphs(StepLauncher):
         return held, sum(part["total_size"] for part in pool) - held
 
     def _forget_events(self) -> None:
-        """FSDP2 keeps the event of its last gather for the next one: none may be between a capture and other work."""
+        # FSDP2 keeps the event of its last gather for the next one: none may be between a capture and other work.
         torch.cuda.synchronize(self._device)
         forget_gathers(self._model)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """The stream of all captures, also before them: what is cached by stream is then found in the capture."""
+        # The stream of all captures, also before them: what is cached by stream is then found in the capture.
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):

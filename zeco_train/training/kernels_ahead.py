@@ -38,12 +38,7 @@ def kernels_ahead(
 ) -> Iterator[None]:
     """Compile meanwhile; nothing to do on CPUs.
 
-    Args:
-        model: its configuration.
-        config: dtype and recipe of matrix products.
-        shape: sequences and tokens of a micro-batch on this rank.
-        documents: whether states restart at borders of documents.
-        device: of this rank.
+    `shape`: sequences and tokens of a micro-batch on this rank; `documents`: states restart at borders of documents.
     """
     if device.type != "cuda":
         yield

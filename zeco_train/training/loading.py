@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from models.language_model import LanguageModel
 from models.parameters import parameter_rules
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, find_weights
@@ -13,7 +12,7 @@ from zeco_train.hf.weights import load_weights
 from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.training.batches import read_batches, split_of
 from zeco_train.training.build import build_model, build_step
-from zeco_train.training.connect import connect_model
+from zeco_train.training.forward import connect_model
 from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.opening import OpenedRun, start_recorder
 from zeco_train.training.optim.registry import build_optimizer
@@ -24,7 +23,7 @@ def load_trainer(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Train
     """Build the trainer, and restore the newest checkpoint of the run, if there is one. Collective.
 
     Raises:
-        ZecoError: on every rank; see `Checkpointer`, `start_recorder`, `check_shards_fit` and `StepProfiler`.
+        ZecoError: on every rank.
     """
     config, train = run.config, run.config.train
     torch.manual_seed(config.seed)
@@ -33,16 +32,17 @@ def load_trainer(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Train
 
     split, documents = split_of(config, mesh), config.data.reset_state_at_document
     shape = config.data.micro_batch, split.position(0).num_tokens
+    parallel = config.parallel
     with kernels_ahead(config.model, train, shape, documents, mesh.device):
-        parallel = config.parallel
         model = build_model(config.model, train, parallel.strategy, mesh, config.seed, parallel.shard_size)
     optimizer = build_optimizer(parameter_rules(model), config.optim, train.dtype.compute)
 
     progress = Progress()
     if latest is not None:
         progress = checkpointer.load(latest, model, optimizer)
-    elif config.checkpoint.load is not None:
-        _load_weights(config.checkpoint.load, model, checkpointer, mesh)
+    elif (load := config.checkpoint.load) is not None:
+        weights = agree(mesh, lambda: find_weights(load))
+        load_weights(weights, model, mesh, checkpointer.group)
 
     recorder = start_recorder(run, progress, mesh)
     data = read_batches(config, run.data, split, progress.sequences, mesh)
@@ -51,7 +51,3 @@ def load_trainer(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Train
     )
     step = build_step(config, model, optimizer, exchange, mesh)
     return Trainer(config, step, data, checkpointer, recorder, progress, watchdog)
-
-
-def _load_weights(load: str, model: LanguageModel, checkpointer: Checkpointer, mesh: ProcessMesh) -> None:
-    load_weights(agree(mesh, lambda: find_weights(load)), model, mesh, checkpointer.group)

@@ -1,15 +1,12 @@
 """Where a loss or gradient norm that is NaN or infinite began: layer, tensor, rank and token.
 
-Such a step never changes weights or optimizer state (`zeco_train.training.step`), so its passes can be run again on the
-same weights and batches, with checks in between: after each module, and around each operator and its scan, forward and
-backward. A loss that is not finite needs the forward passes only. Nothing of this is registered before.
-
-Ranks run the same code, so a check has the same number on all of them. The lowest number with a finding is where it
-began, also if other ranks have got it since, by a state that they received.
+Such a step never changes weights or optimizer state, so its passes can be run again on the same weights and batches,
+with checks after each module, and around each operator and its scan. A loss that is not finite needs the forward
+passes only. Ranks run the same code, so a check has the same number on all of them: the lowest number with a finding
+is where it began, also if other ranks have since received it in a state.
 
 The pass is launched kernel by kernel: compiled code and CUDA graphs hide what is inside of them. Blocks are recomputed
-(`Recompute.full`), whatever the setting: the pass must fit beside the pool of the graphs, and eager code keeps more
-than compiled code.
+whatever the setting: the pass must fit beside the pool of the graphs, and eager code keeps more than compiled code.
 """
 
 from __future__ import annotations
@@ -44,25 +41,13 @@ logger = logging.getLogger(__name__)
 class Finding(NamedTuple):
     """A rank's first tensor that is not finite.
 
-    Attributes:
-        order: number of the check that found it.
-        is_gradient: whether it is a gradient, which goes from later ranks to earlier ones.
-        what: the tensor, with its layer.
-        where: in it.
+    `order` is the number of the check. Gradients go from later ranks to earlier ones. `where`: the place in the tensor.
     """
 
     order: int
     is_gradient: bool
     what: str
     where: str
-
-
-class _Findings(NamedTuple):
-    """Of one rank: among the weights, in the repeated pass, and among the gradients that the step itself has left."""
-
-    weight: Finding | None
-    repeated: Finding | None
-    left: Finding | None
 
 
 def explain(
@@ -73,9 +58,9 @@ def explain(
     *,
     with_backward: bool,
 ) -> str:
-    """Run a step's passes once more, and find the first tensor that is not finite.
+    """Run a step's passes once more, and find the first tensor that is not finite. Collective.
 
-    Collective. Each rank logs its own finding. The gradients are undefined afterwards, as before a step.
+    Each rank logs its own finding. The gradients are undefined afterwards, as before a step.
 
     Args:
         step: after the passes of the step in question, with its gradients; weights are as they were in it.
@@ -88,7 +73,7 @@ def explain(
         The symptom, the tensor with its layer, the rank, and the place in the tensor, as text; the same on every rank.
     """
     model, watch = step.model, _Watch(step.model)
-    # Sharded gradients, and weights, before a forward pass gathers the parameters.
+    # Sharded weights, and the gradients that the step has left, before a forward pass gathers the parameters.
     weight, left = _first_parameter(model, "weight", 0), _first_parameter(model, "gradient", 0)
     with step.launched(), _recomputed(model):
         loss = _run(step, watch, read, micro_steps, with_backward)
@@ -100,7 +85,7 @@ def explain(
             repeated = _first_parameter(model, "gradient", watch.checks)
     own = "every tensor is finite" if repeated is None else f"{repeated.what}{repeated.where}"
     logger.info("%s; first on this rank: %s", symptom, own)
-    by_rank = gather(_Findings(weight, repeated, left), step.mesh.world_size)
+    by_rank = gather((weight, repeated, left), step.mesh.world_size)
     firsts = [_earliest(of_kind) for of_kind in zip(*by_rank, strict=True)]
     return f"{symptom}{_describe(*firsts, is_finite=bool(value.isfinite()))}"
 
@@ -123,7 +108,7 @@ def _run(
 
 
 def _earliest(by_rank: Sequence[Finding | None]) -> str | None:
-    """The first of all ranks' findings; of equal ones, that of the rank from which the others got it."""
+    # Of equal findings, that of the rank from which the others got it.
     found = [(f.order, -rank if f.is_gradient else rank, rank, f) for rank, f in enumerate(by_rank) if f is not None]
     if not found:
         return None
@@ -145,10 +130,8 @@ def _describe(weight: str | None, repeated: str | None, left: str | None, *, is_
 
 
 def _first_parameter(model: nn.Module, kind: str, checks: int) -> Finding | None:
-    """The first parameter whose weight, or gradient, is not finite, in order of use, or of computation.
-
-    It says nothing of ranks but this one, without communication: they stop their searches at different tensors.
-    """
+    # In order of use, of gradients in order of computation. Without communication: ranks stop their searches at
+    # different tensors.
     parameters, is_gradient = list(model.named_parameters()), kind == "gradient"
     for position, (name, parameter) in enumerate(reversed(parameters) if is_gradient else parameters):
         tensor = parameter.grad if is_gradient else parameter
@@ -170,13 +153,7 @@ def _recomputed(model: LanguageModel) -> Iterator[None]:
 
 
 class _Watch:
-    """Checks the tensors of passes through a model, in order of execution.
-
-    Attributes:
-        first: the first finding.
-        checks: number of checks so far.
-    """
-
+    # Checks the tensors of passes through a model, in order of execution.
     def __init__(self, model: LanguageModel) -> None:
         self.first: Finding | None = None
         self.checks = 0
@@ -197,12 +174,10 @@ class _Watch:
         self._offset = 0
 
     def begin(self, micro_step: int, batch: Batch) -> None:
-        """Begin a micro-batch, given one of its segments."""
         self._micro_step, self._batch = micro_step, batch
 
     @contextmanager
     def watching(self, step: TrainingStep) -> Iterator[None]:
-        """Check what the step's passes compute."""
         exchange = step.forward.exchange
         with self._hooks, _Operators(self), torch.compiler.set_stance("force_eager"):
             # Compiled code runs no hooks of inner modules.
@@ -219,14 +194,8 @@ class _Watch:
                 step.forward.exchange = exchange
 
     def check(self, what: str, place: str | None, tensor: Tensor, *, terms: Callable[[], Tensor] | None = None) -> None:
-        """Look at a tensor, unless one has been found.
-
-        Args:
-            what: the tensor, before the name of `place`.
-            place: the module, or parameter, that it belongs to; None: the running module.
-            tensor: of any shape; [B, T, ...] has tokens.
-            terms: what it is the sum of, [B, T].
-        """
+        # Args: the tensor's name, before that of `place`, the module or parameter that it belongs to (None: the running
+        # module); the tensor, of which [B, T, ...] has tokens; the terms [B, T] that it is the sum of.
         self.checks += 1
         if self.first is None and not _is_finite(tensor):
             place, tensor = self._place() if place is None else place, tensor if terms is None else terms()
@@ -234,7 +203,6 @@ class _Watch:
             self.first = Finding(self.checks, self._in_backward, f"{what} {self._described(place)}", where)
 
     def check_forward(self, operator: str, operands: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        """Run the forward pass of an operator of the running module, with checks of its operands and its output."""
         if self._in_backward:
             return run()
         for name, tensor in operands.items():
@@ -244,7 +212,6 @@ class _Watch:
         return results
 
     def check_backward(self, operator: str, names: Sequence[str], do: Tensor, run: Callable[[], Any]) -> Any:
-        """Run the backward pass of an operator, with checks of its output's gradient and its operands' gradients."""
         self.check(f"gradient of the output of {operator} in", None, do)
         results = run()
         grads = results[0] if isinstance(results[0], list) else results
@@ -283,7 +250,7 @@ class _Watch:
         self.check("gradient of the output of", name, grad)
 
     def _place(self) -> str:
-        """The module that runs; in a backward pass the mixer, if it is in one, since operators do not name theirs."""
+        # In a backward pass the mixer, if it is in one, since operators do not name theirs.
         if self._running:
             return self._running[-1]
         return self._mixer(self._last) or self._last
@@ -359,7 +326,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _entry(tensor: Tensor) -> str:
-    """The index of the first value that is not finite; of a sharded parameter, in the whole of it."""
+    # The index of the first value that is not finite; of a sharded parameter, in the whole of it.
     index = (~local(tensor).isfinite()).nonzero()[0].tolist()
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):

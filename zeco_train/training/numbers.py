@@ -36,7 +36,7 @@ def named(kind: type[N], values: Iterable[Any]) -> N:
 
 
 def taken_from(results: Sequence[Tensor]) -> tuple[PassNumbers[Tensor], Sequence[Tensor]]:
-    """The numbers with which the results of a pass begin, and the rest of these."""
+    """Split the results of a pass into the numbers with which they begin, and the rest."""
     count = len(fields(PassNumbers))
     return named(PassNumbers, results[:count]), results[count:]
 
@@ -49,7 +49,7 @@ def new_totals(kind: type[N], device: torch.device) -> N:
 
 
 def clear(totals: PassNumbers[Tensor]) -> None:
-    """Make them the totals of no passes again."""
+    """Reset to the totals of no passes."""
     for total, across in _declared(totals):
         total.fill_(_START[across])
 
@@ -93,11 +93,7 @@ class PendingNumbers:
             self._ready.record()
 
     def read(self) -> StepNumbers[float]:
-        """Wait for the copy.
-
-        Raises:
-            CommunicationError: they were not ready within the timeout.
-        """
+        """Wait for the copy; raises `CommunicationError` after the timeout."""
         if self._ready is not None:
             self._wait(self._ready)
         return named(StepNumbers, self._values.tolist())

@@ -34,14 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """The data and the folder of a run.
-
-    Attributes:
-        config: with the rule of labels that the run has begun with.
-        data: the stores.
-        path: the folder; `folder` holds it on rank 0.
-        log: this rank's log file in it.
-    """
+    """The data and the folder of a run; `folder` holds the lock on `path`, on rank 0; `log` is this rank's log file."""
 
     config: Config
     data: OpenedData
@@ -59,8 +52,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     """Open the data, then the run's folder, and direct logging to it.
 
     Raises:
-        ZecoError: on every rank, the first rank's error: data, folder, or a run that cannot be resumed with these
-            settings.
+        ZecoError: on every rank: data, folder, or a run that cannot be resumed with these settings.
     """
     config = _with_rule_of_labels(config, mesh)
     data = main_first(mesh, lambda: _open_data(config, mesh))
@@ -91,7 +83,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
 
 
 def _with_rule_of_labels(config: Config, mesh: ProcessMesh) -> Config:
-    """With `data.labels_across_documents` for null: a run goes on with the rule that it began with."""
+    # `data.labels_across_documents=null` of a run that goes on is the rule that it began with.
     path, key = Path(config.run_dir), "data.labels_across_documents"
     begun = [agree(mesh, lambda: begun_with(path, key) if mesh.is_main else None)]
     dist.broadcast_object_list(begun, src=0)
@@ -125,7 +117,7 @@ def _begin(
 
 
 def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh) -> None:
-    """Check that all ranks see the same run folder, since each writes its part of a checkpoint into it."""
+    # Each rank writes its part of a checkpoint into the folder.
     mark = [folder.mark if folder is not None else ""]
     dist.broadcast_object_list(mark, src=0)
     agree(mesh, lambda: check_shared(path, mark[0], mesh.rank))
@@ -176,29 +168,23 @@ def start_recorder(run: OpenedRun, progress: Progress, mesh: ProcessMesh) -> Rec
     Raises:
         ZecoError: on every rank; a file of the run's folder, or the tracker.
     """
-    config = run.config
-    recorder = _build_recorder(config, run.path, mesh)
+    config, train = run.config, run.config.train
+    spec, seq_len = spec_of(config.model), config.data.seq_len
+    flops = spec.flops_per_token(seq_len)
+    recomputed = spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
+    recorder = Recorder(
+        run.path,
+        mesh,
+        build_logger(config.logger, run.path, mesh.rank),
+        total_steps=train.steps,
+        tokens_per_step=config.data.global_batch * seq_len,
+        flops_per_token=flops.total,
+        hardware_flops_per_token=(flops + recomputed).total,
+        dtype=train.dtype.compute,
+    )
     facts = environment(mesh.device) if mesh.is_main else {}
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
-    if run.folder is not None and progress.step < config.train.steps:
+    if run.folder is not None and progress.step < train.steps:
         for change in run.folder.changes:
             recorder.note(f"from step {progress.step + 1} on: {change}")
     return recorder
-
-
-def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
-    train = config.train
-    spec, seq_len = spec_of(config.model), config.data.seq_len
-    flops = spec.flops_per_token(seq_len)
-    return Recorder(
-        path,
-        mesh,
-        build_logger(config.logger, path, mesh.rank),
-        total_steps=train.steps,
-        tokens_per_step=config.data.global_batch * config.data.seq_len,
-        flops_per_token=flops.total,
-        hardware_flops_per_token=(
-            flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
-        ).total,
-        dtype=train.dtype.compute,
-    )

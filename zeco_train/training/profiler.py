@@ -5,8 +5,8 @@
     profile/rank_R_steps_A_B_memory.pickle   CUDA only: the allocator's history and state for pytorch.org/memory_viz;
                                              allocations from before step A have no stack
 
-A and B are the first and last profiled step: START and STOP, unless the run resumed from a checkpoint or ended in
-between, perhaps within step B. Files of an earlier start that ran the same steps are kept; the new ones get a number.
+A and B are the first and last profiled step, also of a run that resumed or ended in between. Files of an earlier start
+are kept; the new ones get a number.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ _MEMORY_EVENTS = 200_000
 
 
 def parse_profile(text: str) -> tuple[int, int]:
-    """START and STOP of `train.profile`, steps counted from 1, both included.
-
-    Raises:
-        ConfigError: not START:STOP with 1 ≤ START ≤ STOP.
-    """
+    """START and STOP of `train.profile`, counted from 1, both included."""
     parts = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     start, stop = (int(parts[1]), int(parts[2])) if parts else (0, 0)
     if not 1 <= start <= stop:
@@ -50,11 +46,7 @@ def parse_profile(text: str) -> tuple[int, int]:
 
 
 def check_profile(text: str | None, ranks: Sequence[int], total_steps: int) -> None:
-    """Check `train.profile` and `train.profile_ranks`, except against the world size.
-
-    Raises:
-        ConfigError: not a range of steps, STOP after the run's last step, or invalid ranks.
-    """
+    """Check `train.profile` and `train.profile_ranks`, except against the world size."""
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
         raise ConfigError("train.profile_ranks", list(ranks), "must be a list of different ranks ≥ 0, one at least")
     if text is not None and parse_profile(text)[1] > total_steps:
@@ -73,13 +65,6 @@ class StepProfiler:
 
     Use: `begin(step)` before a step, `end(step)` after it, `close` after the last step.
 
-    Args:
-        steps: `train.profile`, checked; None: no profile.
-        ranks: the profiled ranks.
-        run_dir: the run's folder.
-        rank: this rank.
-        device: of this rank.
-
     Raises:
         DataError: the run's folder cannot be written. Later write errors are logged and the run continues.
     """
@@ -96,10 +81,7 @@ class StepProfiler:
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, step: int) -> None:
-        """Call before a step.
-
-        The first profiled step synchronises the device, so that the trace excludes earlier work.
-        """
+        """Call before a step; the first profiled one synchronises the device, so that the trace has no earlier work."""
         if not self._start <= step <= self._stop:
             return
         if self._profile is None:
@@ -108,16 +90,22 @@ class StepProfiler:
         self._label.enter_context(record_function(f"step {step}"))
 
     def end(self, step: int) -> None:
-        """Call after a step. The last profiled step synchronises the device and writes the files."""
+        """Call after a step; the last profiled one synchronises the device and writes the files."""
         self._label.close()
-        if self._profile is not None and step >= self._stop:
-            self._end_profile()
+        if step >= self._stop:
+            self.close()
 
     def close(self) -> None:
         """Write the profile of an unfinished range, if there is one. May be called again."""
         self._label.close()
-        if self._profile is not None:
-            self._end_profile()
+        ended, self._profile = self._profile, None
+        if ended is None:
+            return
+        try:
+            ended.stop()  # waits for the device
+            self._write(ended)
+        except (DataError, RuntimeError) as error:
+            logger.warning("the profile of steps %d to %d is lost: %s", self._first, self._last, error)
 
     def _begin_profile(self, step: int) -> None:
         self._first = step
@@ -134,15 +122,6 @@ class StepProfiler:
             logger.info("no memory snapshot: only the allocator of CUDA devices keeps a history")
         self._profile = profile(activities=activities, record_shapes=False, with_stack=False)
         self._profile.start()
-
-    def _end_profile(self) -> None:
-        assert self._profile is not None
-        ended, self._profile = self._profile, None
-        try:
-            ended.stop()  # waits for the device
-            self._write(ended)
-        except (DataError, RuntimeError) as error:
-            logger.warning("the profile of steps %d to %d is lost: %s", self._first, self._last, error)
 
     def _write(self, ended: profile) -> None:
         name = f"rank_{self._rank}_steps_{self._first}_{self._last}"
@@ -167,11 +146,7 @@ class StepProfiler:
 
 @contextmanager
 def _new_file(folder: Path, name: str, suffix: str) -> Iterator[Path]:
-    """A temporary path to write to; renamed afterwards to `folder/name` plus suffix, with a number if that exists.
-
-    Raises:
-        DataError: it could not be written.
-    """
+    # A temporary path to write to; renamed afterwards to `folder/name` plus suffix, with a number if that exists.
     partial = folder / f".{name}.{os.getpid()}"
     path, number = folder / f"{name}{suffix}", 1
     with write_errors(path, _REMEDY):

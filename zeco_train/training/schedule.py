@@ -26,7 +26,6 @@ class ScheduleConfig:
     """Shape of the learning rate over a run.
 
     Attributes:
-        kind: the schedule's shape.
         warmup_steps: steps of linear growth from 0 to the peak; a shorter run warms up to its end.
         decay_fraction: `wsd` only, the last fraction of the run, in which the rate decays linearly.
         min_ratio: the last step's learning rate, relative to the peak; `wsd` and `cosine` only, and in a run longer
@@ -67,7 +66,7 @@ class ScheduleConfig:
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Learning rate of optimizer step `step` (the first is 1) in a run of `steps`; depends on nothing else."""
+    """Learning rate of optimizer step `step` (the first is 1) in a run of `steps`."""
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     match schedule.kind:
@@ -100,12 +99,7 @@ def reads_device_rates(optimizer: torch.optim.Optimizer, device: torch.device) -
 
 
 class DeviceRates:
-    """The learning rates of an optimizer's groups as tensors on the device, which a captured step reads anew.
-
-    Args:
-        optimizer: fused.
-        device: of its parameters.
-    """
+    """The learning rates of a fused optimizer's groups as tensors on the device, which a captured step reads anew."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer

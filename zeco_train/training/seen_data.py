@@ -1,15 +1,13 @@
 """Detects changes of a run's data since its last start, by size and time of each token file.
 
 A run's identity has the digests in meta.json, which do not reveal a token file that changes later, and reading a
-terabyte at each start would take long. So `data_seen.json` in the run's folder records size and modification time of
-each token file, and a later start is refused if one differs, until `data.verify=true` has once read all files,
-compared them with their digests in meta.json, and recorded them anew. A change that keeps size and time (`touch -r`,
-disk corruption) is found by `data.verify=true` only. The digests in meta.json are compared at every start, and
-doc_offsets.npy is read whole whenever a store is opened.
+terabyte at each start would take long. So `data_seen.json` records size and modification time of each token file, and a
+later start is refused if one differs, until `data.verify=true` has once read all files and recorded them anew. It alone
+finds a change that keeps size and time (`touch -r`, disk corruption).
 
-The record has the files of rank 0. Nodes may have copies of their own, with other times: of those it has a digest of
-all sizes and times. Inode and device numbers are not recorded, since they change with each mount of a network file
-system. The embedded corpus is small, may be made anew in any cache, and is read whole at every start.
+The record has the files of rank 0; of nodes' own copies, with other times, it has a digest of all sizes and times. Not
+inode and device numbers, which change with each mount of a network file system. The embedded corpus is small, may be
+made anew in any cache, and is read whole at every start.
 """
 
 from __future__ import annotations
@@ -68,11 +66,7 @@ class SeenStore:
 
 @dataclass
 class SeenData:
-    """The record of a start: its stores by their names in `OpenedData.stores`, and those that earlier starts left.
-
-    Attributes:
-        messages: for the log.
-    """
+    """The record of a start: stores by names as in `OpenedData.stores`, with those of earlier starts; and log lines."""
 
     stores: dict[str, SeenStore] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
@@ -88,14 +82,7 @@ class SeenData:
 
 
 def check_alike(data: OpenedData, world_size: int) -> None:
-    """Check by meta.json that all ranks have the same stores. Collective.
-
-    Nodes may have different ones under the same path. That the files have the sizes that meta.json gives is checked
-    where a store is opened.
-
-    Raises:
-        ConfigError: see `check_same`.
-    """
+    """Check by meta.json that all ranks have the same stores, since nodes may have different ones. Collective."""
     values = data.identity()
     for name, store in data.stores().items():
         values |= {f"tokens of {name}": store.meta.tokens_sha256[:12]}
@@ -106,15 +93,8 @@ def check_alike(data: OpenedData, world_size: int) -> None:
 def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: bool, mesh: ProcessMesh) -> SeenData:
     """Compare the data with those of the run's last start, or read them whole. Collective.
 
-    Args:
-        data: of this start.
-        config: the data settings.
-        run_dir: the run's folder, locked by rank 0.
-        has_begun: on rank 0, whether the folder has a run from an earlier start.
-        mesh: the ranks.
-
-    Returns:
-        The record of this start, which rank 0 writes.
+    `run_dir` is locked by rank 0, where `has_begun` says whether the folder has a run from an earlier start. Returns
+    the record of this start, which rank 0 writes.
 
     Raises:
         DataError: on every rank; names a file that differs from the last start, or from its digest in meta.json.
@@ -152,7 +132,7 @@ def _digest(files: Mapping[str, list[int]]) -> str:
 
 
 def _read(run_dir: Path, verifies: bool, messages: list[str]) -> dict[str, SeenStore]:
-    """The stores in the record of the last start. Raises DataError if it cannot be read, unless all is verified."""
+    # The stores in the record of the last start. It must be readable unless all is verified.
     path = run_dir / RECORD_FILE
     try:
         match read_json(path):
@@ -180,7 +160,7 @@ def _store_of(values: Any) -> SeenStore:
 
 
 def _compare(name: str, now: SeenStore, before: SeenStore, views: Sequence[str] | None) -> None:
-    """Compare a store with the last start; the files only with `views`, the digests of each rank's."""
+    # Files are compared only with `views`, the digests of each rank's.
     is_moved = before.path != now.path
     # A restart may name another validation store; another training store is another run.
     if is_moved and not name.startswith(TRAINING):
@@ -202,38 +182,34 @@ def _compare(name: str, now: SeenStore, before: SeenStore, views: Sequence[str] 
 
 
 def _verify(own: Sequence[TokenStore], config: DataConfig, seen: SeenData, mesh: ProcessMesh) -> None:
-    """Read all files of `own` and compare them with their digests in meta.json. Collective, in short rounds."""
+    # Reads all files of `own` and compares them with their digests in meta.json. Collective, in short rounds.
     total = sum(store.num_tokens * store.itemsize for store in own)
     reading, done = _read_whole(own, config), 0
     started = reported = time.monotonic()
-    while True:
-        error, has_more = None, False
-        round_ends = time.monotonic() + _ROUND_SECONDS
-        try:
-            for size in reading:
-                done += size
-                if has_more := time.monotonic() >= round_ends:
-                    break
-        except DataError as caught:
-            error = caught
-        everyone = gather((error, has_more), mesh.world_size)
-        if (first := next((error for error, _ in everyone if error is not None), None)) is not None:
-            raise first
+
+    def read_a_round() -> bool:
+        nonlocal done
+        end = time.monotonic() + _ROUND_SECONDS
+        for size in reading:
+            done += size
+            if time.monotonic() >= end:
+                return True
+        return False
+
+    while any(gather(agree(mesh, read_a_round), mesh.world_size)):
         now = time.monotonic()
-        if not any(more for _, more in everyone):
-            break
         if mesh.is_main and done and now - reported >= _REPORT_SECONDS:
             reported = now
             left = clock((total - done) / done * (now - started))
             print(f"data: {compact(done, 'B')} of {compact(total, 'B')} compared, {left} left", flush=True)
     if config.verify:
         count = sum(store.num_shards for store in own)
-        text = f"data: {count} token files ({compact(total, 'B')}) read in {clock(now - started)}"
+        text = f"data: {count} token files ({compact(total, 'B')}) read in {clock(time.monotonic() - started)}"
         seen.messages.append(f"{text}; they are as prepared")
 
 
 def _read_whole(stores: Sequence[TokenStore], config: DataConfig) -> Iterator[int]:
-    """Yield the bytes of each part read. Raises DataError for the first file that differs."""
+    # Yields the bytes of each part read. Raises DataError for the first file that differs.
     for store in stores:
         for index, shard in enumerate(store.meta.shards):
             digest = yield from hash_in_parts(store.shard_path(index), store.versions[index])

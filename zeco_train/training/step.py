@@ -28,8 +28,7 @@ from zeco_train.training.schedule import DeviceRates, reads_device_rates
 
 
 class _Borders(NamedTuple):
-    """Of a segment: what a rank received from the one before it in a first pass, and the states before the segment."""
-
+    # Of a segment: what a rank received from the one before it in a first pass, and the states before the segment.
     received: Sequence[Tensor]
     carries: Sequence[Tensor]
 
@@ -48,7 +47,6 @@ class TrainingStep:
         graphs: replay the step; None: launch its kernels one by one.
 
     Attributes:
-        forward: the forward passes.
         totals: this rank's part of the step's numbers, from all its passes so far.
     """
 
@@ -84,10 +82,8 @@ class TrainingStep:
         Args:
             segments: this rank's shards of the micro-batch's segments, in order; one if the sequence is not segmented.
             last: the optimizer step's last micro-batch.
-            proceed: called before each pass over a segment; must return the same on all ranks.
-
-        Returns:
-            False if `proceed` did, and then gradients and totals are incomplete.
+            proceed: called before each pass over a segment; must return the same on all ranks. Where it returns False,
+                so does this, and gradients and totals are incomplete.
         """
         self._num_labels.fill_(segments[0].step_labels or self._tokens_per_step)
         borders = self._first_pass(segments, proceed)
@@ -116,8 +112,7 @@ class TrainingStep:
     def update(self) -> PendingNumbers:
         """Clip the gradient by its global norm and run the optimizer step, if loss and norm are finite.
 
-        Returns:
-            The step's numbers, the same on every rank.
+        Returns the step's numbers, the same on every rank.
         """
         if self._rates is not None:
             self._rates.update()
@@ -189,7 +184,7 @@ class TrainingStep:
         return *vars(numbers).values(), *(_grad(leaf) for leaf in leaves)
 
     def _first_pass(self, segments: Sequence[Batch], proceed: Callable[[], bool]) -> list[_Borders] | None:
-        """The incoming states of each segment, for its second pass; None if `proceed` returned False."""
+        # The incoming states of each segment, for its second pass; None if `proceed` returned False.
         carries: Sequence[Tensor] = self.forward.zero_carries(segments) or ()
         borders = []
         for batch in segments[:-1]:

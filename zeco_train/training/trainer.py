@@ -37,18 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains from its progress to `train.steps`, or until a stop signal.
+    """Trains from its progress, which it advances, to `train.steps`, or until a stop signal.
 
     All methods are collective.
-
-    Args:
-        config: of the run.
-        step: the optimizer step, with its model, optimizer and exchange.
-        data: batches and held-out sequences.
-        checkpointer: saves the run.
-        recorder: writes what the steps give.
-        progress: where the run goes on; is advanced.
-        watchdog: gets the name of the current phase.
 
     Raises:
         DataError: on every rank; the folder of profiles cannot be written.
@@ -79,7 +70,7 @@ class Trainer:
 
     @cached_property
     def _validation_pending(self) -> bool:
-        """Whether the run was stopped between its last step and a validation that is due after it."""
+        # The run was stopped between its last step and a validation that is due after it.
         is_due = not self.validation.is_empty and self._validation_due()
         return is_due and self.recorder.lacks_validation(self.progress.step)
 
@@ -89,11 +80,7 @@ class Trainer:
         return self.progress.step >= self.config.train.steps and not self._validation_pending
 
     def train(self) -> Signals | None:
-        """Run the remaining steps.
-
-        Returns:
-            The signal that stopped the run early, or None.
-        """
+        """Run the remaining steps; returns the signal that stopped the run early, or None."""
         config, progress, recorder = self.config.train, self.progress, self.recorder
         with StopRequest() as stop:
             if self._validation_pending and (val_loss := self.evaluate(stop)) is not None:
@@ -162,23 +149,16 @@ class Trainer:
         return StepResult(numbers, lr, seconds, data_seconds, sequence_ids, self._meter.take(), nonfinite)
 
     def _agreed_signal(self, stop: StopRequest) -> Signals | None:
-        """The stop signal that any rank has received; checked before each segment, as launchers wait only briefly.
-
-        The all-reduce is on CPU (gloo), so that it does not wait for work queued on the GPU.
-        """
+        # The stop signal that any rank has received; checked before each segment, as launchers wait only briefly. The
+        # all-reduce is on CPU (gloo), so that it does not wait for work queued on the GPU.
         number = torch.tensor(stop.signal or 0)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         self._stop_signal = Signals(int(number.item())) if number.item() else None
         return self._stop_signal
 
     def _judge(self, step: int, numbers: StepNumbers[float]) -> str | None:
-        """Describe a non-finite loss or norm of a step that is to be skipped; None for a finite step.
-
-        All ranks have the same values and the same count of skipped steps, so they reach the same decision.
-
-        Raises:
-            NonFiniteError: the step may not be skipped; names the first non-finite tensor.
-        """
+        # Describes a non-finite loss or norm of a step that is to be skipped; None for a finite step. All ranks have
+        # the same values and the same count of skipped steps, so they reach the same decision.
         values = {"loss": numbers.loss, "gradient norm": numbers.grad_norm}
         symptom = next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), None)
         if symptom is None:

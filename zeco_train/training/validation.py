@@ -14,15 +14,10 @@ from zeco_train.training.forward import SequenceForward
 
 
 class Validation:
-    """Evaluates the loss on held-out sequences, in stored order. Stores without a label in them have none.
-
-    Args:
-        sources: their stores; may be empty.
-        split: this rank's part of them.
-        max_sequences: use at most the first so many of each store.
+    """Evaluates the loss on held-out sequences, in stored order: of each store at most the first `max_sequences`.
 
     Attributes:
-        unlabelled: descriptions of the stores without a label.
+        unlabelled: descriptions of the stores without a label, which are left out.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], split: DataSplit, max_sequences: int) -> None:
@@ -59,14 +54,10 @@ class Validation:
 
     @torch.no_grad()
     def loss(self, forward: SequenceForward, proceed: Callable[[], bool] = lambda: True) -> ValidationLoss | None:
-        """Compute the losses with the model's current weights. Collective.
+        """Compute the losses with the model's current weights; None if nothing is held out. Collective.
 
-        Args:
-            forward: of the model.
-            proceed: called before each micro-batch; must return the same on all ranks.
-
-        Returns:
-            The losses; None if nothing is held out, or if `proceed` returned False.
+        `proceed` is called before each micro-batch and must return the same on all ranks; where it returns False, the
+        result is None.
         """
         sums = []
         for reader in self._readers:
@@ -91,7 +82,7 @@ class Validation:
         return min(reader.num_sequences, self._max_sequences)
 
     def _sums(self, reader: Reader, forward: SequenceForward, proceed: Callable[[], bool]) -> PositionSums | None:
-        """The summed losses of a store's sequences over all ranks; None if `proceed` returned False."""
+        # Over all ranks; None if `proceed` returned False.
         sums = PositionSums(self._taken(reader), self._split.seq_len, forward.mesh.device)
         batches = validation_batches(reader, max_sequences=self._max_sequences)
         while segments := list(islice(batches, self._split.segments)):

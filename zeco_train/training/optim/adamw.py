@@ -42,17 +42,10 @@ class FusedUpdate:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """One step, in place.
+        """One step, in place; parameters, with gradients, are whole or this rank's shards.
 
-        Args:
-            parameters: with gradients; whole, or this rank's shards.
-            states: `step`, a scalar, `exp_avg` and `exp_avg_sq` of each, on its device.
-            lr: as in `torch.optim.AdamW`.
-            betas: likewise.
-            eps: likewise.
-            weight_decay: likewise.
-            grad_scale: gradients are divided by this scalar, unless it is None.
-            found_inf: a scalar; 1: nothing is changed.
+        States have `step`, a scalar, `exp_avg` and `exp_avg_sq`. Gradients are divided by the scalar `grad_scale`; with
+        `found_inf` 1 nothing is changed.
         """
         if not parameters:
             return
@@ -81,8 +74,7 @@ class FusedUpdate:
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(…, fused=True)`, with its state and settings, updated by `FusedUpdate`.
 
-    Attributes:
-        found_inf, grad_scale: scalars on the device, as for torch's fused optimizers; None: 0 and 1.
+    `found_inf` and `grad_scale` are scalars on the device, as for torch's fused optimizers; None: 0 and 1.
     """
 
     found_inf: Tensor | None = None

@@ -34,13 +34,9 @@ _EPS = 1e-7
 
 
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
-    """Newton–Schulz steps towards the nearest semi-orthogonal matrix, in the matrix's own dtype.
+    """Newton–Schulz steps towards the nearest semi-orthogonal matrix of [N, K], in its own dtype.
 
     The coefficients maximise the growth of small singular values, which end near 1, between 0.7 and 1.2.
-
-    Args:
-        matrix: [N, K].
-        steps: number of applications of the polynomial.
     """
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=_EPS)
@@ -55,7 +51,7 @@ def _heights(shape: Sequence[int], rule: ParameterRule) -> list[int]:
 
 
 def _products(shape: Sequence[int], rule: ParameterRule, steps: int) -> float:
-    """FLOPs of orthogonalising a parameter; a step has two products over the long side and one of square matrices."""
+    # FLOPs: a step has two products over the long side and one of square matrices.
     sides = [(min(height, shape[1]), max(height, shape[1])) for height in _heights(shape, rule)]
     return float(sum(steps * (4 * short * short * long + 2 * short**3) for short, long in sides))
 
@@ -70,12 +66,7 @@ def _ratio(shape: Sequence[int], adjust: AdjustLR) -> float:
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for projections, AdamW for the other parameters, in one optimizer with one state.
 
-    Args:
-        parameters: with their rules.
-        settings: see `OptimizerSettings`.
-
-    Attributes:
-        found_inf, grad_scale: scalars on the device, as for torch's fused optimizers; None: 0 and 1.
+    `found_inf` and `grad_scale` are scalars on the device, as for torch's fused optimizers; None: 0 and 1.
     """
 
     found_inf: Tensor | None = None
@@ -138,7 +129,7 @@ class Muon(torch.optim.Optimizer):
                 self._apply(parameters[index], update, group)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """Update the momentum, unless the step is skipped; returns this rank's rows of the matrix to orthogonalise."""
+        # Updates the momentum, unless the step is skipped; returns this rank's rows of the matrix to orthogonalise.
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -171,10 +162,7 @@ def _most_products(parameters: Sequence[ParameterSpec], ranks: int, settings: Op
 
 
 def _working(parameters: Sequence[ParameterSpec]) -> int:
-    """Elements of temporary memory: six times the largest matrix.
-
-    They are the shards of a round with its send and receive buffers, the whole matrix, two iterates and two squares.
-    """
+    # The largest matrix six times: shards of a round with send and receive buffers, whole, two iterates, two squares.
     return 6 * max((math.prod(shape) for shape, rule in parameters if rule.is_projection), default=0)
 
 

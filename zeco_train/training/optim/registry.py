@@ -54,12 +54,6 @@ class OptimConfig(OptimizerSettings):
 def build_optimizer(
     rules: Iterable[tuple[str, Parameter, ParameterRule]], config: OptimConfig, compute: torch.dtype
 ) -> torch.optim.Optimizer:
-    """The optimizer over a model's trainable parameters.
-
-    Args:
-        rules: as `models.parameters.parameter_rules` lists them.
-        config: settings.
-        compute: dtype that the model computes in.
-    """
+    """The optimizer over the trainable parameters of `parameter_rules`, for a model that computes in `compute`."""
     trainable = [(parameter, rule) for _, parameter, rule in rules if parameter.requires_grad]
     return config.spec.build(trainable, config.resolved(compute))
