@@ -77,8 +77,14 @@ class DataSplit:
 
     def position(self, segment: int, documents: Sequence[Tensor] | None = None) -> SequencePosition:
         """The position of this rank's tokens of a segment."""
-        bounds, parts = self._bounds(segment, 0, self.sp_size), {"segment": segment, "num_segments": self.segments}
-        return SequencePosition(bounds, self.sp_rank, seq_len=self.seq_len, documents=documents, **parts)
+        return SequencePosition(
+            self._bounds(segment, 0, self.sp_size),
+            self.sp_rank,
+            seq_len=self.seq_len,
+            documents=documents,
+            segment=segment,
+            num_segments=self.segments,
+        )
 
     def _bounds(self, segment: int, rank: int, stop: int) -> list[int]:
         assert 0 <= segment < self.segments, (segment, self.segments)
