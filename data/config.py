@@ -145,9 +145,19 @@ def check_config(config: DataConfig) -> None:
     if config.kind is DataKind.mixture:
         _check_stores(config.stores)
     elif config.stores:
-        paths = ", ".join(store.path for store in config.stores)
-        raise ConfigError("data.stores", paths, f"data={config.kind.value} takes none; use data=mixture")
-    _check_paths(config)
+        given = ", ".join(store.path for store in config.stores)
+        raise ConfigError("data.stores", given, f"data={config.kind.value} takes none; use data=mixture")
+    paths: list[tuple[str, str | None]] = [
+        ("path", config.path),
+        ("validation_path", config.validation_path),
+        ("cache_dir", config.cache_dir),
+        ("synthetic.tokenizer", config.synthetic.tokenizer),
+    ]
+    for number, store in enumerate(config.stores):
+        paths += [(f"stores.{number}.path", store.path), (f"stores.{number}.validation_path", store.validation_path)]
+    for name, path in paths:
+        if path:
+            check_path(f"data.{name}", path)
     check_least(config, "data", min_document_tokens=0)
     if not 0 <= config.validation_fraction <= 0.5:
         raise ConfigError("data.validation_fraction", config.validation_fraction, "allowed: 0 (none) to 0.5")
@@ -155,26 +165,10 @@ def check_config(config: DataConfig) -> None:
     check_split(config)
 
 
-def _check_paths(config: DataConfig) -> None:
-    paths = {
-        "data.path": config.path,
-        "data.validation_path": config.validation_path,
-        "data.cache_dir": config.cache_dir,
-        "data.synthetic.tokenizer": config.synthetic.tokenizer,
-    }
-    for number, store in enumerate(config.stores):
-        paths[f"data.stores.{number}.path"] = store.path
-        paths[f"data.stores.{number}.validation_path"] = store.validation_path
-    for name, path in paths.items():
-        if path:
-            check_path(name, path)
-
-
 def check_split(config: DataConfig, sp_size: int = 1, dp_size: int = 1, segments: int = 1) -> None:
     """Check that there is a token for each rank and segment, and whole micro-batches for each data-parallel rank.
 
-    Raises:
-        ConfigError: see `check_seq_len` and `check_batch`.
+    Raises ConfigError.
     """
     check_seq_len(config.seq_len, sp_size, segments=segments)
     check_batch(config.global_batch, config.micro_batch, dp_size)
@@ -192,11 +186,11 @@ def check_seq_len(
 
     Args:
         seq_len: tokens of the whole sequence.
-        sp_size: ranks that share the sequence.
+        sp_size: ranks that share each of its `segments`.
         num_tokens: tokens of the corpus; a sequence needs one more than its length, the label of its last token.
-        segments: parts of the sequence in time, each shared by all those ranks.
-        corpus: name of the corpus in messages.
-        field: the setting that holds the length, for messages.
+        segments: parts of the sequence in time.
+        corpus: its name in messages.
+        field: the setting's name in messages.
 
     Raises:
         ConfigError: names the nearest legal value.
@@ -226,7 +220,8 @@ def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:
     if global_batch > LARGEST_COUNT:
         raise ConfigError("data.global_batch", global_batch, f"must be ≤ {LARGEST_COUNT}")
     if global_batch % unit != 0:
-        nearest = _nearest_multiples(global_batch, unit)
+        below = global_batch // unit * unit
+        nearest = ", ".join(str(number) for number in (below, below + unit) if number > 0)
         allowed = f"must be a multiple of dp × data.micro_batch = {dp_size} × {micro_batch} = {unit}"
         raise ConfigError("data.global_batch", global_batch, f"{allowed}; nearest legal values: {nearest}")
 
@@ -257,9 +252,3 @@ def required_path(config: DataConfig) -> str:
     if not config.path:
         raise ConfigError("data.path", config.path, f"data=tokens needs the folder of a token store; {PREPARE_HINT}")
     return config.path
-
-
-def _nearest_multiples(value: int, multiple: int) -> str:
-    below = value // multiple * multiple
-    legal = [number for number in (below, below + multiple) if number > 0]
-    return ", ".join(str(number) for number in legal)

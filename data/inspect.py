@@ -6,7 +6,6 @@ Prints counts, document lengths and a decoded sample, verifies the digest of eve
 
 from __future__ import annotations
 
-from zeco_train.system.figures import ORANGE
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
@@ -27,7 +26,7 @@ from data.store import COPY_AGAIN, VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.command import Parser, errors_in_a_line, user_path
-from zeco_train.system.figures import BLUE, finish_axes, new_figure, render
+from zeco_train.system.figures import BLUE, ORANGE, finish_axes, new_figure, render
 from zeco_train.system.files import read_errors
 from zeco_train.system.numbers import clock, compact, length_name
 from zeco_train.system.paths import check_output_file, warn_of_replacing
@@ -58,10 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_shard(store: TokenStore, index: int, control_ids: Sequence[int]) -> tuple[int, Counter[int]]:
     """Read a whole shard and check its digest, its id range, and the end-of-sequence id of each document.
 
-    Returns the number of bytes read, and how often each of `control_ids` occurs, the ends of documents included.
-
-    Raises:
-        DataError: names the shard and the problem.
+    Returns the number of bytes read, and how often each of `control_ids` occurs, the ends of documents included. Raises
+    DataError.
     """
     shard = store.meta.shards[index]
     path = store.path / shard.name
@@ -88,7 +85,7 @@ def check_shard(store: TokenStore, index: int, control_ids: Sequence[int]) -> tu
 
 
 def _mistakes(store: TokenStore, tokens: NDArray[np.unsignedinteger], position: int) -> list[str]:
-    """Find ids beyond the vocabulary and documents without an end-of-sequence id in tokens at stream `position`."""
+    # Ids beyond the vocabulary, and documents without an end-of-sequence id, in tokens at stream `position`.
     found = []
     if tokens.max(initial=0) >= store.vocab_size:
         wrong = int(np.argmax(tokens >= store.vocab_size))
@@ -152,8 +149,7 @@ def _tokenizer_of(store: TokenStore) -> Tokenizer | DataError:
 
 
 def _show(text: str) -> None:
-    """Print text that may include untrusted text of a store."""
-    print(visible(text))
+    print(visible(text))  # it may include a stranger's text
 
 
 def _print_counts(store: TokenStore, lengths: NDArray[np.int64]) -> None:
@@ -195,7 +191,7 @@ def _print_sample(store: TokenStore, options: argparse.Namespace, tokenizer: Tok
 
 
 def _print_reads(store: TokenStore, seed: int) -> None:
-    """Time random reads, as in training."""
+    # Random reads, as in training.
     size = min(_READ_TOKENS, store.num_tokens)
     generator = np.random.default_rng(seed)
     start, count = time.monotonic(), 0
@@ -209,10 +205,7 @@ def _print_reads(store: TokenStore, seed: int) -> None:
 def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
     """Draw histograms of document lengths [documents] int64: number of documents, and share of all tokens.
 
-    A long title is cut at the front.
-
-    Raises:
-        DataError: the picture cannot be written.
+    Raises DataError if the picture cannot be written.
     """
     low, high = np.floor(np.log2(lengths.min())), np.floor(np.log2(lengths.max())) + 1
     width = 0.5 if high - low > 4 else 0.25

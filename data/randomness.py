@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_SHIFTS = 30, 27
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # Elements that `map` computes at a time: the temporaries fit in a core's cache.
 _BLOCK = 1 << 14
@@ -23,19 +22,13 @@ class Permutation:
 
     A balanced Feistel network is a bijection of the pairs of `half`-bit numbers whatever its round function is: each
     round maps (left, right) to (right, left XOR f(right)), which can be undone. Its domain is the smallest even power
-    of two that is >= n. A result >= n is fed in again ("cycle walking"): the cycle through a value < n returns to a
-    value < n at its start at the latest, so the restriction to 0 … n−1 is still a bijection. The domain is less than 4n
-    (at least 4), so fewer than 4 turns are expected.
+    of two that is >= n, at least 4. A result >= n is fed in again ("cycle walking"): the cycle through a value < n
+    returns to a value < n at its start at the latest, so the restriction to 0 … n−1 is still a bijection. The domain is
+    less than 4n, so fewer than 4 turns are expected.
 
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), sections 4 (cycle walking) and 5 (Feistel).
 
-    Args:
-        n: number of items.
-        seed, epoch: select the order.
-        of: kind of the items; different kinds have unrelated orders.
-
-    Attributes:
-        name: of the order; with n it determines the permutation.
+    `seed`, `epoch` and the kind of items `of` select the order; `name` is the order's.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, of: str = "sequences") -> None:
@@ -75,48 +68,35 @@ class Permutation:
         return left << self._half | right
 
     def _encrypt_all(self, values: NDArray[np.uint64]) -> None:
-        """`_encrypt` of each, in place."""
+        # `_encrypt` of each, in place.
         half, low = np.uint64(self._half), np.uint64((1 << self._half) - 1)
         left, right = values >> half, values & low
-        mixed, shifted = np.empty_like(values), np.empty_like(values)
         for key in self._keys:
-            np.bitwise_xor(right, np.uint64(key), out=mixed)
-            for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
-                np.right_shift(mixed, np.uint64(shift), out=shifted)
-                np.bitwise_xor(mixed, shifted, out=mixed)
-                np.multiply(mixed, np.uint64(multiplier), out=mixed)
-            np.right_shift(mixed, np.uint64(31), out=shifted)
-            np.bitwise_xor(mixed, shifted, out=mixed)
-            np.bitwise_and(mixed, low, out=mixed)
-            np.bitwise_xor(left, mixed, out=left)
-            left, right = right, left
-        np.left_shift(left, half, out=left)
-        np.bitwise_or(left, right, out=values)
+            left, right = right, left ^ (_mix_words(right ^ np.uint64(key)) & low)
+        values[:] = left << half | right
 
 
+# The finalizer of splitmix64, of one number and of many: every input bit affects every output bit.
 def _mix(x: int) -> int:
-    """A 64-bit mixer in which every input bit affects every output bit (the finalizer of splitmix64)."""
     x &= _MASK
     x = (x ^ x >> 30) * _MULTIPLIERS[0] & _MASK
     x = (x ^ x >> 27) * _MULTIPLIERS[1] & _MASK
     return x ^ x >> 31
 
 
-def splitmix_words(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 random bits for each counter: splitmix64 (Steele et al. 2014) as a counter-based generator, modulo 2^64."""
-    x = np.uint64(key) + counters * np.uint64(_GAMMA)
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=True):
+def _mix_words(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         x = (x ^ x >> np.uint64(shift)) * np.uint64(multiplier)
     return x ^ x >> np.uint64(31)
 
 
-class Draws:
-    """Draws for one example; each has a name (`of`) and is independent of all others.
+def splitmix_words(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 random bits for each counter: splitmix64 (Steele et al. 2014) as a counter-based generator, modulo 2^64."""
+    return _mix_words(np.uint64(key) + counters * np.uint64(_GAMMA))
 
-    Args:
-        name: kind of example.
-        seed, index: select the example.
-    """
+
+class Draws:
+    """Draws for the example `index` of the kind `name`; each has a name (`of`) and is independent of all others."""
 
     def __init__(self, name: str, seed: int, index: int) -> None:
         self._name, self._seed, self._index = name, seed, index

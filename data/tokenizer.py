@@ -65,21 +65,13 @@ _FILE_REMEDY = "put the file itself there"
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids.
+    """Converts text to ids."""
 
-    Attributes:
-        vocab_size: every id is below it.
-        eos_id: ends every document.
-        open_ids: ids whose text may change with the ids after them, incomplete UTF-8 apart.
-        control_ids: the ids that texts can be given and that do not stand for text, and their strings.
-        info: its entry in meta.json.
-    """
-
-    vocab_size: int
-    eos_id: int
-    open_ids: Container[int]
-    control_ids: Mapping[int, str]
-    info: dict[str, str]
+    vocab_size: int  # every id is below it
+    eos_id: int  # ends every document
+    open_ids: Container[int]  # those whose text may change with the ids after them, incomplete UTF-8 apart
+    control_ids: Mapping[int, str]  # those that texts can be given and that do not stand for text, and their strings
+    info: dict[str, str]  # in meta.json: `kind` ("bytes" or "huggingface"), of the latter `path` and `sha256`
 
     def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens], without an end-of-sequence id.
@@ -118,11 +110,11 @@ class ByteTokenizer:
         return values.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        """See Tokenizer."""
+        """Bytes need no files."""
 
 
 def announce_hub(name: str) -> None:
-    """Say so if a name will be looked up on the Hugging Face hub, whose library prints nothing for up to a minute."""
+    """Print that a name will be looked up on the hub, whose library prints nothing for up to a minute."""
     from huggingface_hub import constants  # with `datasets` or `transformers`, which the caller has imported
 
     if not (constants.HF_HUB_OFFLINE or Path(name).exists()):
@@ -138,7 +130,7 @@ class HuggingFaceTokenizer:
 
     Args:
         name: the path or the hub name.
-        local: do not access the hub: `name` is a path, or a name in the hub's local cache.
+        local: do not access the hub: `name` is a path, or in the hub's local cache.
         remedy: advice in the message if it cannot be loaded.
 
     Raises:
@@ -187,7 +179,7 @@ class HuggingFaceTokenizer:
         self.info = {"kind": "huggingface", "path": place, "sha256": digest}
 
     def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens] int64; see Tokenizer."""
+        """The ids of each text, [tokens] int64."""
         with _failures(self.info["path"], "this tokenizer cannot encode a text"):
             if self._backend is not None:
                 self._backend.encode_special_tokens = not control
@@ -233,8 +225,7 @@ class HuggingFaceTokenizer:
     def is_built_from(self, folder: Path) -> bool:
         """Whether transformers builds this tokenizer from the files in a folder, and encodes alike by default.
 
-        Raises:
-            DataError: transformers cannot load a tokenizer from it.
+        Raises DataError if it cannot load one.
         """
         from transformers import AutoTokenizer
 
@@ -252,7 +243,7 @@ class HuggingFaceTokenizer:
 
 
 def _backend(loaded: Any, name: str) -> tokenizers.Tokenizer | None:
-    """The `tokenizers` library's tokenizer, which adds, cuts and pads nothing; None for one written in Python."""
+    # Of the `tokenizers` library, which adds, cuts and pads nothing; None for one written in Python.
     import tokenizers
     from transformers.utils import cached_file
 
@@ -312,9 +303,7 @@ def _failures(name: str, problem: str, remedy: str = "") -> Iterator[None]:
 def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
     """The byte tokenizer for "bytes", else the Hugging Face tokenizer at a local path or with that hub name.
 
-    Args:
-        name: "bytes", a local path, or a hub name.
-        download: allow downloads; otherwise a hub name must be in the local cache.
+    Without `download`, a hub name must be in the local cache.
 
     Raises:
         DataError: no such path, not loadable by transformers, or a tokenizer without an end-of-sequence token.
@@ -340,48 +329,42 @@ def info_problem(info: object) -> str | None:
 
 
 def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
-    """The argument of `load_tokenizer` for the tokenizer described by `info` (see `StoreMeta`).
-
-    That is the tokenizer's folder in the first of `folders` that has one, else its original path.
-    """
+    """The argument of `load_tokenizer`: the tokenizer's folder in the first of `folders`, else its original path."""
     if info.get("kind") == BYTES:
         return BYTES
     own = tokenizer_files(*folders)
     return str(own) if own else info.get("path", "")
 
 
-def same_tokenizer(*described: tuple[Mapping[str, str], Sequence[Path]]) -> bool:
-    """Whether tokenizers have equal digests.
+def same_tokenizer(
+    one: tuple[Mapping[str, str], Sequence[Path]], other: tuple[Mapping[str, str], Sequence[Path]]
+) -> bool:
+    """Whether tokenizers have equal digests, given `info` of each and the stores or runs that may hold its files.
 
     Where the recorded ones differ, digests of their files are compared: version 0.2 computed them in another way.
-
-    Args:
-        described: `info` of each, and the stores or runs that may hold its files.
 
     Raises:
         DataError: the files of one cannot be loaded.
     """
-    recorded = [comparable(info) for info, _ in described]
-    if all(one == recorded[0] for one in recorded) or {"kind": BYTES} in recorded:
-        return all(one == recorded[0] for one in recorded)
-    files = [tokenizer_files(*folders) for _, folders in described]
-    found = [
-        info if folder is None else comparable(load_tokenizer(str(folder)).info)
-        for info, folder in zip(recorded, files, strict=True)
-    ]
-    return all(one == found[0] for one in found)
+    infos = [comparable(info) for info, _ in (one, other)]
+    if infos[0] == infos[1] or {"kind": BYTES} in infos:
+        return infos[0] == infos[1]
+    files = [tokenizer_files(*folders) for _, folders in (one, other)]
+    for place, folder in enumerate(files):
+        if folder is not None:
+            infos[place] = comparable(load_tokenizer(str(folder)).info)
+    return infos[0] == infos[1]
 
 
 def comparable(value: Any) -> Any:
-    """A tokenizer's `info` without its path, since its digest identifies it. Other values are returned unchanged."""
+    """A tokenizer's `info` without its path, since its digest identifies it; other values as they are."""
     return {key: part for key, part in value.items() if key != "path"} if isinstance(value, dict) else value
 
 
 def tokenizer_files(*folders: Path) -> Path | None:
     """The tokenizer's files in the first of `folders`, stores or runs, that has them.
 
-    Raises:
-        DataError: the subfolder is a link out of its folder.
+    Raises DataError for a subfolder that is a link out of its folder.
     """
     for folder in folders:
         path = folder / TOKENIZER_FOLDER
@@ -395,10 +378,8 @@ def tokenizer_files(*folders: Path) -> Path | None:
 def check_tokenizer(path: Path) -> None:
     """Check every file that transformers may open in a folder, so that loading reads nothing outside of it.
 
-    Links into the hub's cache are allowed if `path` is a snapshot of that cache, where all files are such links.
-
-    Args:
-        path: the folder; or a single file, of which only type and size are checked.
+    Links into the hub's cache are allowed if `path` is a snapshot of that cache, where all files are such links. Of a
+    single file only type and size are checked.
 
     Raises:
         DataError: names a file that is not a regular file of this folder, is too large, or refers to other files.
@@ -413,16 +394,10 @@ def check_tokenizer(path: Path) -> None:
 
 
 def copy_tokenizer(folder: Path, to: Path, model_config: bool = False) -> None:
-    """Copy only a tokenizer's files; links become files.
+    """Copy only a tokenizer's files, checked first, to an existing folder; links become files.
 
-    Args:
-        folder: of the tokenizer; checked first.
-        to: an existing folder.
-        model_config: also copy config.json; see `_MODEL_CONFIG`.
-
-    Raises:
-        DataError: see `check_tokenizer`; or a file cannot be read.
-        OSError: one cannot be written.
+    With `model_config` also config.json. Raises DataError as `check_tokenizer`, OSError for a file that cannot be
+    written.
     """
     check_tokenizer(folder)
     for name in _entries(folder):
@@ -447,7 +422,7 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 def _check_file(path: Path, root: Path) -> None:
-    """Check that a file is a regular file in `root` (a resolved path), or in the hub cache of `root`."""
+    # A regular file in `root` (a resolved path), or in the hub cache of `root`.
     real = _real(path)
     if not is_within(real, root):
         raise DataError(path, "is a link out of its folder; it is not followed", _FILE_REMEDY)
@@ -463,7 +438,7 @@ def _check_file(path: Path, root: Path) -> None:
 
 
 def _check_settings(path: Path) -> None:
-    """Reject settings that make transformers open files by other names, inside or outside the folder."""
+    # No settings that make transformers open files by other names, inside or outside the folder.
     try:
         with read_errors(path):
             if not path.exists():

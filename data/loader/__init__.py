@@ -5,11 +5,10 @@ of an epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labe
 of one sequence is the first token of the next. Tokens after the last whole sequence and its label are dropped from that
 epoch: sequences never continue into the next epoch, which may have the same documents.
 
-The sequences of an epoch are shuffled, several stores are mixed in proportion to their weights (`Mixture`), and the
-result is one endless stream. Each step takes the next `global_batch` sequences, across epoch borders if need be. A
-sequence may be cut in time into segments (docs/mathematics.md); each segment is sharded over the ranks that share the
-sequence, and is a batch of its own. The only state to checkpoint is `consumed`, the number of sequences taken so far,
-which does not depend on the number of ranks or segments.
+The sequences of an epoch are shuffled, several stores are mixed (`Mixture`), and the result is one endless stream. Each
+step takes the next `global_batch` sequences, across epoch borders if need be. A sequence may be cut in time into
+segments (docs/mathematics.md); each is sharded over the ranks that share the sequence, and is a batch of its own. The
+only state to checkpoint is `consumed`, the number of sequences taken so far, whatever the ranks and segments.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import math
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -29,34 +28,52 @@ import numpy as np
 
 from data.config import Shuffle, check_batch, check_seq_len
 from data.loader.batches import Batch, DataSplit, Reader, SequenceSource, Shard
+from data.loader.masking import MaskedReader, MaskIds, TaskConfig, find_mask_ids
 from data.randomness import Permutation
 from data.store.documents import Documents, DocumentStream, sequence_borders
 from zeco_train.system import background
 
 
 @dataclass(frozen=True)
-class Source:
-    """The documents of one store of a run, see `data.loader.batches.SequenceSource`."""
+class Source(SequenceSource):
+    """The documents of one store of a run; `masks`: the fraction of tokens to predict, and the ids that hide them."""
 
     documents: Documents
-    weight: int = 1
-    name: str = ""
+    masks: tuple[float, MaskIds] | None = field(default=None, kw_only=True)
 
-    def reader(
-        self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
-    ) -> SequenceReader:
-        """See `data.loader.batches.SequenceSource`."""
-        return SequenceReader(self.documents, split, shuffle=shuffle, seed=seed, number=number)
+    def reader(self, split: DataSplit, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0) -> Reader:
+        """A reader of the documents' sequences. Validation takes seed 0: its masks are alike in runs of any seed."""
+        reader = SequenceReader(self.documents, split, shuffle, seed, number)
+        return reader if self.masks is None else MaskedReader(reader, *self.masks, f"store {number}, seed {seed}")
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """See `data.loader.batches.SequenceSource`."""
+        """Numbers of documents, tokens, sequences and epochs."""
         documents, store = self.documents, self.documents.store
         epoch = (documents.num_tokens - 1) // seq_len
-        tokens = f"{documents.num_tokens:,} tokens"
-        found = f"{documents.num_documents:,} of {store.meta.num_documents:,} documents, {tokens}"
-        left = f"{epoch:,} sequences, {documents.num_tokens - epoch * seq_len:,} tokens behind the last one left out"
-        epochs = num_sequences / epoch
-        return f"{store.path}: {found}; epoch (shuffle={shuffle.value}): {left}; epochs in this run: {epochs:.4g}"
+        text = (
+            f"{store.path}: {documents.num_documents:,} of {store.meta.num_documents:,} documents, "
+            f"{documents.num_tokens:,} tokens; epoch (shuffle={shuffle.value}): {epoch:,} sequences, "
+            f"{documents.num_tokens - epoch * seq_len:,} tokens behind the last one left out; "
+            f"epochs in this run: {num_sequences / epoch:.4g}"
+        )
+        if self.masks is not None:
+            text += f"; {self.masks[0]:.4g} of the tokens predicted, mask token {self.masks[1].mask}"
+        return text
+
+
+def for_task(sources: Sequence[SequenceSource], task: TaskConfig, vocab_size: int) -> list[SequenceSource]:
+    """The sources as a task reads them. With a task that masks tokens they are token stores.
+
+    Raises ConfigError as `find_mask_ids`.
+    """
+    if not task.is_masked:
+        return list(sources)
+    masked: list[SequenceSource] = []
+    for source in sources:
+        assert isinstance(source, Source), source  # a synthetic task is refused by the configuration
+        ids = find_mask_ids(task.mask_token, source.documents.store.meta, vocab_size)
+        masked.append(replace(source, masks=(task.mask_fraction, ids)))
+    return masked
 
 
 class SequenceReader(Reader):
@@ -76,7 +93,6 @@ class SequenceReader(Reader):
         self,
         documents: Documents,
         split: DataSplit,
-        *,
         shuffle: Shuffle = Shuffle.none,
         seed: int = 0,
         number: int = 0,
@@ -92,18 +108,14 @@ class SequenceReader(Reader):
         self._streams: dict[int, DocumentStream] = {}
 
     def find(self, index: int) -> tuple[int, int]:
-        """See `Reader`."""
+        """Epoch and number of a sequence; those of an epoch are shuffled."""
         epoch, place = super().find(index)
         if self._shuffle is Shuffle.none:
             return epoch, place
         return epoch, Permutation(self.num_sequences, self._seed, epoch, f"sequences{self._suffix}")(place)
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """Read this rank's shard of a segment of a sequence, plus one token: the label of the last.
-
-        Raises:
-            DataError: the store has changed or cannot be read.
-        """
+        """This rank's shard of a segment of a sequence."""
         split, stream = self.split, self._stream(epoch)
         first, (start, stop) = sequence * split.seq_len, split.range(segment)
         start, stop = first + start, first + stop + 1
@@ -119,7 +131,7 @@ class SequenceReader(Reader):
         return Shard(tokens, counts, documents=sequence_borders(whole.offsets, first, split.seq_len))
 
     def num_labels(self, epoch: int, sequence: int) -> int:
-        """See `Reader`."""
+        """Number of counted labels: all but those of documents' last tokens."""
         seq_len = self.split.seq_len
         if not self.has_labels:
             return seq_len
@@ -154,13 +166,8 @@ class Mixture:
     Positions are grouped into blocks of b = ⌈1 / the smallest share⌉. Store j gets ⌊t·b·W_j⌋ − ⌊t·b·W_{j−1}⌋ of the
     first t·b positions, W being the running sum of the shares: after every block it is within one of its exact share,
     without drift, in integer arithmetic. (b is large enough that no store's count ever decreases.) Positions are
-    shuffled within a block, so that no period of the training loop, such as the logging interval, always hits the same
-    store. Constant time and memory per position. Each store's indices 0, 1, 2, … occur exactly once, in order except
-    for the shuffle within blocks.
-
-    Args:
-        weights: positive integers, one per store.
-        seed: of the order within blocks.
+    shuffled within a block, by `seed`, so that no period of the training loop, such as the logging interval, always
+    hits the same store. Each store's indices 0, 1, 2, … occur exactly once, in order except for that shuffle.
     """
 
     def __init__(self, weights: Sequence[int], seed: int) -> None:
@@ -203,13 +210,7 @@ class SequenceLoader:
     stream. Data-parallel rank d takes the d-th contiguous part, and each micro-step the next `micro_batch` of it. The
     segments of a micro-batch are consecutive parts of the same sequences.
 
-    Attributes:
-        readers: one per store.
-        mixture: assigns stream positions to stores.
-        num_sequences: sequences per epoch, summed over the stores.
-
-    Raises:
-        ConfigError: as `check_seq_len` and `check_batch` of data.config.
+    Raises ConfigError as `check_seq_len` and `check_batch` of data.config.
     """
 
     def __init__(
@@ -222,9 +223,8 @@ class SequenceLoader:
         shuffle: Shuffle = Shuffle.sequences,
     ) -> None:
         check_batch(global_batch, split.micro_batch, split.dp_size)
-        self.readers = [
-            source.reader(split, shuffle=shuffle, seed=seed, number=number) for number, source in enumerate(sources)
-        ]
+        # One per store.
+        self.readers = [source.reader(split, shuffle, seed, number) for number, source in enumerate(sources)]
         self.mixture = Mixture([source.weight for source in sources], seed)
         counts = [reader.num_sequences for reader in self.readers]
         self._first_ids = [0, *itertools.accumulate(counts)]
@@ -247,8 +247,7 @@ class SequenceLoader:
     def batch(self, consumed: int, micro_step: int, segment: int = 0) -> Batch:
         """Segment `segment` of this rank's micro-batch `micro_step`, in the step after `consumed` sequences.
 
-        Raises:
-            DataError: a store has changed or cannot be read.
+        Raises DataError if a store has changed or cannot be read.
         """
         assert consumed >= 0, consumed
         assert 0 <= micro_step < self.micro_steps, (micro_step, self.micro_steps)
@@ -273,10 +272,8 @@ class SequenceLoader:
 class PrefetchingLoader:
     """Yields a run's micro-batches in order, segment by segment, prefetched by a background thread.
 
-    Args:
-        loader: source of the batches.
-        consumed: sequences consumed before the first step.
-        ahead: segments to prefetch; use all segments of a micro-batch if the caller takes a whole one at once.
+    `consumed` sequences were taken before the first step. `ahead` segments are read ahead: all of a micro-batch's, if
+    the caller takes it whole.
     """
 
     def __init__(self, loader: SequenceLoader, consumed: int, ahead: int = 1) -> None:
@@ -287,10 +284,7 @@ class PrefetchingLoader:
         self._thread = background.start(self._run, consumed, name="prefetch", stop=self._stop.set)
 
     def next(self) -> Batch:
-        """The next segment of the micro-batch, or the first of the next micro-batch.
-
-        Re-raises an error of the background thread, on this and every later call.
-        """
+        """The next segment; re-raises an error of the background thread, on this and every later call."""
         if self._stop.is_set():
             raise RuntimeError("the loader is closed")
         if self._error is None:
@@ -302,7 +296,7 @@ class PrefetchingLoader:
         raise self._error
 
     def again(self, consumed: int, micro_step: int, segment: int = 0) -> Batch:
-        """Read a segment of a micro-batch out of order, see `SequenceLoader.batch`."""
+        """`SequenceLoader.batch`, out of order."""
         return self._loader.batch(consumed, micro_step, segment)
 
     def close(self) -> None:
@@ -337,10 +331,6 @@ def validation_batches(reader: Reader, *, max_sequences: int | None = None) -> I
 
     All ranks yield the same number of batches, as collectives require; surplus ones are padding (`Batch.is_padding`).
     All segments of one group of sequences come before the next group.
-
-    Args:
-        reader: reads the held-out store.
-        max_sequences: limit on the number of sequences.
     """
     split = reader.split
     count = reader.num_sequences if max_sequences is None else min(reader.num_sequences, max_sequences)

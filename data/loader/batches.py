@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ class Batch:
     Attributes:
         input_ids: [B, T] int64.
         labels: [B, T] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences,
-            and documents (see `DataSplit`); of a masked-token task (data.loader.masking) the original token at t. −100
-            for labels excluded from the loss.
+            and documents; of a masked-token task (data.loader.masking) the original token at t. −100 for labels
+            excluded from the loss.
         position: of the tokens in their sequences, with documents for `reset_state_at_document`.
         sequence_ids: numbers of the sequences within their epochs; those of a second store continue after those of the
             first. Empty for padding.
@@ -50,21 +50,11 @@ class Batch:
 class DataSplit:
     """This rank's part of each step's sequences.
 
-    Attributes:
-        seq_len: tokens of a whole sequence, over the ranks that share it and over its segments.
-        micro_batch: sequences per data-parallel rank in one forward and backward.
-        dp_rank, dp_size: this rank's index among the parts of a step's sequences, and their number.
-        sp_rank, sp_size: this rank's index among the shards of a segment, and their number.
-        reset_state_at_document: find the documents of the sequences.
-        segments: number of parts in time of a sequence; 1 for none. All shards of all segments of a sequence are
-            equally long, or differ by one token.
-        labels_across_documents: whether the last tokens of documents have labels, see `DataConfig`.
-
-    Raises:
-        ConfigError: fewer tokens than shards.
+    All shards of all segments of a sequence are equally long, or differ by one token. Raises ConfigError for fewer
+    tokens than shards.
     """
 
-    seq_len: int
+    seq_len: int  # over all ranks and segments
     micro_batch: int = 1
     dp_rank: int = 0
     dp_size: int = 1
@@ -72,7 +62,7 @@ class DataSplit:
     sp_size: int = 1
     reset_state_at_document: bool = False
     segments: int = 1
-    labels_across_documents: bool = True
+    labels_across_documents: bool = True  # whether the last tokens of documents have labels
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
@@ -86,7 +76,7 @@ class DataSplit:
         return start, stop
 
     def position(self, segment: int, documents: Sequence[Tensor] | None = None) -> SequencePosition:
-        """The position of this rank's tokens of a segment; arguments as of `SequencePosition`."""
+        """The position of this rank's tokens of a segment."""
         return SequencePosition(
             self._bounds(segment, 0, self.sp_size),
             self.sp_rank,
@@ -103,37 +93,23 @@ class DataSplit:
 
 
 class Shard(NamedTuple):
-    """One rank's part of a segment of a sequence, see `Batch`.
+    """One rank's part of a segment of a sequence."""
 
-    `tokens` is [T + 1], including the label of the last; `counts` is [T] bool, a mask of the counted labels, None for
-    all; `labels` is [T], labels other than the next tokens, None for those; `documents` are the borders of the whole
-    sequence's, [documents + 1] int64, None without resets.
-    """
-
-    tokens: NDArray[np.int64]
-    counts: NDArray[np.bool_] | None = None
-    labels: NDArray[np.int64] | None = None
-    documents: Tensor | None = None
+    tokens: NDArray[np.int64]  # [T + 1], including the label of the last
+    counts: NDArray[np.bool_] | None = None  # [T], which labels count; None: all
+    labels: NDArray[np.int64] | None = None  # [T]; None: the next tokens
+    documents: Tensor | None = None  # [documents + 1] borders of the whole sequence's; None: states are not reset
 
 
 class Reader(ABC):
-    """Reads one sequence-parallel rank's shards of a source's sequences.
-
-    Attributes:
-        split: this rank's part of the sequences.
-        num_sequences: sequences per epoch.
-        description: name of the source in messages.
-        has_labels: some labels are masked.
-        is_endless: sequences never repeat; `num_sequences` is only a large number.
-        tokens_behind: unused tokens of an epoch, after the last whole sequence and its label.
-    """
+    """Reads one sequence-parallel rank's shards of a source's sequences."""
 
     split: DataSplit
-    num_sequences: int
-    description: str
-    has_labels = False
-    is_endless = False
-    tokens_behind = 0
+    num_sequences: int  # of an epoch
+    description: str  # the source in messages
+    has_labels = False  # some labels are masked
+    is_endless = False  # sequences never repeat; `num_sequences` is only a large number
+    tokens_behind = 0  # unused tokens of an epoch, after the last whole sequence and its label
 
     def find(self, index: int) -> tuple[int, int]:
         """Epoch and number of the `index`-th sequence in this source's endless stream."""
@@ -141,11 +117,7 @@ class Reader(ABC):
 
     @abstractmethod
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """This rank's shard of a segment of a sequence, plus one token: the label of the last.
-
-        Raises:
-            DataError: a store has changed or cannot be read.
-        """
+        """This rank's shard of a segment of a sequence. Raises DataError if a store has changed or cannot be read."""
 
     def num_labels(self, epoch: int, sequence: int) -> int:
         """Number of counted labels in a whole sequence."""
@@ -156,11 +128,7 @@ class Reader(ABC):
         return self.batch([self.shard(0, i, segment) for i in sequence_ids], sequence_ids, segment)
 
     def batch(
-        self,
-        shards: Sequence[Shard],
-        sequence_ids: list[int],
-        segment: int,
-        step_labels: int | None = None,
+        self, shards: Sequence[Shard], sequence_ids: list[int], segment: int, step_labels: int | None = None
     ) -> Batch:
         """Stack shards, possibly of several sources, into a batch."""
         tokens = torch.from_numpy(np.stack([shard.tokens for shard in shards]))
@@ -181,39 +149,33 @@ class Reader(ABC):
         )
 
 
-class SequenceSource(Protocol):
+@dataclass(frozen=True)
+class SequenceSource(ABC):
     """Source of sequences."""
 
-    @property
-    def weight(self) -> int:
-        """Sampling weight relative to the run's other sources."""
-        ...
+    weight: int = field(default=1, kw_only=True)  # of its sequences, relative to the run's other sources
+    name: str = field(default="", kw_only=True)  # label of its metrics; empty for a single source
 
-    @property
-    def name(self) -> str:
-        """Label of its metrics; empty for a single source."""
-        ...
+    @abstractmethod
+    def reader(self, split: DataSplit, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0) -> Reader:
+        """A reader of this rank's part.
 
-    def reader(self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0) -> Reader:
-        """Create a reader, see `data.loader.SequenceReader`."""
+        `seed` and `number`, the source's in a mixture, determine the order of the sequences and whatever is random in
+        them.
+        """
 
+    @abstractmethod
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
         """One-line summary of the data read by a run of `num_sequences` sequences."""
 
 
 @dataclass(frozen=True)
 class OpenedData(ABC):
-    """Training and validation sources of a run.
-
-    Attributes:
-        train: every source of the run.
-        validation: the held-out sources that have at least one sequence.
-        unvalidated: names of the training sources without one.
-    """
+    """Training and validation sources of a run."""
 
     train: Sequence[SequenceSource]
-    validation: Sequence[SequenceSource]
-    unvalidated: list[str]
+    validation: Sequence[SequenceSource]  # those that have at least one sequence
+    unvalidated: list[str]  # names of the training sources without one
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -224,8 +186,5 @@ class OpenedData(ABC):
         """The folder of the tokenizer's files, if it has any and they exist."""
 
     def stores(self) -> dict[str, TokenStore]:
-        """The token stores in use, keyed by TRAINING or VALIDATION and number: "training store 0".
-
-        Empty for a synthetic task.
-        """
+        """The token stores in use, keyed by TRAINING or VALIDATION and number: "training store 0"."""
         return {}

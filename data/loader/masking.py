@@ -5,15 +5,14 @@ Each token is chosen independently with probability `mask_fraction`. Of the chos
 labels are −100.
 
 Masks are a pure function of the seed, the store, the epoch, the sequence's number and the position in the whole
-sequence. So they do not depend on ranks, segments, micro-batches or restarts, and every rank knows the number of
-masked tokens of the global batch without communication. They are new in every epoch. Any token can be chosen, ends of
-documents included: otherwise that number would depend on tokens that only other ranks read.
+sequence, so every rank knows the number of masked tokens of the global batch without communication. Any token can be
+chosen, ends of documents included: otherwise that number would depend on tokens that only other ranks read.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -21,9 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.config import Shuffle
-from data.loader import Source
-from data.loader.batches import DataSplit, Reader, SequenceSource, Shard
+from data.loader.batches import Reader, Shard
 from data.randomness import splitmix_words
 from data.store import StoreMeta
 from data.tokenizer import BYTES, ByteTokenizer
@@ -78,12 +75,7 @@ class TaskConfig:
 
 
 class MaskIds(NamedTuple):
-    """The ids that replace tokens.
-
-    Attributes:
-        mask: the mask token.
-        first, stop: random tokens are drawn uniformly from these ids, `stop` excluded.
-    """
+    """The ids that replace tokens: the mask token, or a random one of first … stop − 1."""
 
     mask: int
     first: int
@@ -160,11 +152,11 @@ class MaskedReader(Reader):
         self.is_endless, self.tokens_behind = reader.is_endless, reader.tokens_behind
 
     def find(self, index: int) -> tuple[int, int]:
-        """See `Reader`."""
+        """As the other reader."""
         return self._reader.find(index)
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """See `Reader`."""
+        """The other reader's shard, masked."""
         shard, (start, stop) = self._reader.shard(epoch, sequence, segment), self.split.range(segment)
         assert shard.counts is None, self.description
         masks = self._masks(epoch, sequence)
@@ -175,58 +167,8 @@ class MaskedReader(Reader):
         return shard._replace(tokens=tokens, labels=labels)
 
     def num_labels(self, epoch: int, sequence: int) -> int:
-        """See `Reader`."""
+        """Number of masked tokens in a whole sequence."""
         return self._masks(epoch, sequence).count(self.split.seq_len)
 
     def _masks(self, epoch: int, sequence: int) -> SequenceMasks:
         return SequenceMasks(self._fraction, f"{self._name}, epoch {epoch}, sequence {sequence}")
-
-
-@dataclass(frozen=True)
-class MaskedSource:
-    """A source with masked tokens, see `data.loader.batches.SequenceSource`.
-
-    Validation readers have seed 0, so losses of runs with other seeds are of the same masks.
-    """
-
-    source: SequenceSource
-    fraction: float
-    ids: MaskIds
-
-    @property
-    def weight(self) -> int:
-        """See `data.loader.batches.SequenceSource`."""
-        return self.source.weight
-
-    @property
-    def name(self) -> str:
-        """See `data.loader.batches.SequenceSource`."""
-        return self.source.name
-
-    def reader(
-        self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
-    ) -> MaskedReader:
-        """See `data.loader.batches.SequenceSource`."""
-        reader = self.source.reader(split, shuffle=shuffle, seed=seed, number=number)
-        return MaskedReader(reader, self.fraction, self.ids, f"store {number}, seed {seed}")
-
-    def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """See `data.loader.batches.SequenceSource`."""
-        plain = self.source.describe(shuffle, seq_len, num_sequences)
-        return f"{plain}; {self.fraction:.4g} of the tokens predicted, mask token {self.ids.mask}"
-
-
-def for_task(sources: Sequence[SequenceSource], task: TaskConfig, vocab_size: int) -> list[SequenceSource]:
-    """The sources as a task reads them. With a task that masks tokens they are token stores.
-
-    Raises:
-        ConfigError: see `find_mask_ids`.
-    """
-    if not task.is_masked:
-        return list(sources)
-    masked: list[SequenceSource] = []
-    for source in sources:
-        assert isinstance(source, Source), source  # a synthetic task is refused by the configuration
-        ids = find_mask_ids(task.mask_token, source.documents.store.meta, vocab_size)
-        masked.append(MaskedSource(source, task.mask_fraction, ids))
-    return masked

@@ -38,12 +38,12 @@ class OpenedStores(OpenedData):
         }
 
     def tokenizer_files(self) -> Path | None:
-        """See `OpenedData`."""
+        """The folder of the tokenizer's files, beside the store or in it."""
         store = self.train[0].documents.store.path
         return tokenizer_files(store, store.parent)
 
     def stores(self) -> dict[str, TokenStore]:
-        """See `OpenedData`."""
+        """The token stores in use."""
         return {
             f"{use} store {number}": source.documents.store
             for use, sources in ((TRAINING, self.train), (VALIDATION, self.validation))
@@ -54,14 +54,7 @@ class OpenedStores(OpenedData):
 def open_data(
     config: DataConfig, *, vocab_size: int, sp_size: int = 1, segments: int = 1, validate: bool = True
 ) -> OpenedData:
-    """Open the stores of a configuration, or its task.
-
-    Args:
-        config: the data configuration.
-        vocab_size: of the model.
-        sp_size: ranks that share a sequence.
-        segments: parts of a sequence in time.
-        validate: also open the validation stores.
+    """Open the stores of a configuration, or its task; with `validate`, the validation stores, too.
 
     Raises:
         ConfigError: `seq_len` or a filter leaves no sequence, or a vocabulary exceeds the model's.
@@ -76,14 +69,14 @@ def open_data(
         documents = _open(paths.train, paths, config, vocab_size, data.train)
         _check_filter(documents)
         check_seq_len(config.seq_len, sp_size, documents.num_tokens, segments, documents.description)
-        data.train.append(Source(documents, weight, paths.name))
+        data.train.append(Source(documents, weight=weight, name=paths.name))
         if not validate:
             continue
         if paths.validation is not None:
             held_out = _open(paths.validation, paths, config, vocab_size, data.train)
             # One token more than a sequence: the label of its last token.
             if held_out.num_tokens > config.seq_len:
-                data.validation.append(Source(held_out, weight, paths.name))
+                data.validation.append(Source(held_out, weight=weight, name=paths.name))
                 continue
         data.unvalidated.append(paths.name)
     return data
@@ -95,7 +88,7 @@ def open_held_out(
     """Open only the held-out stores of a configuration; the training stores may be missing.
 
     Args:
-        config: the data configuration.
+        config: with the stores.
         vocab_size: of the model.
         tokenizer: of the model, as `StoreMeta.tokenizer`; empty if unknown.
         folders: the runs or stores that may hold its files.
@@ -121,23 +114,17 @@ def open_held_out(
             problem = f"its tokenizer is {own}, that of the model is {expected}"
             raise DataError(paths.validation, problem, "prepare it with the model's tokenizer")
         _check_filter(documents)
-        found.append(Source(documents, weight, paths.name))
+        found.append(Source(documents, weight=weight, name=paths.name))
     return found
 
 
 @dataclass(frozen=True)
 class StorePaths:
-    """The folders of a training store and of its validation store, if any.
-
-    Attributes:
-        name: label of the store's metrics; empty for a single store.
-        weight: sampling weight of its sequences among all stores.
-        min_document_tokens: shorter documents are dropped.
-    """
+    """The folders of a training store and of its validation store, if any."""
 
     train: Path
     validation: Path | None
-    name: str = ""
+    name: str = ""  # label of the store's metrics; empty for a single store
     weight: float = 1.0
     min_document_tokens: int = 0
 

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.preparation.pipeline import CONTROL_IDS, PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
-from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
-from data.sources import DOCUMENT_BYTES, UNIT_BYTES, FileSource, Source, Unit
+from data.preparation.pipeline import CONTROL_IDS, Job, Part, PrepareOptions, cached_tokenizer, tokenize_units
+from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, work_folder
+from data.sources import FileSource, Source, Unit
 from data.sources.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
 from data.sources.readers import LeftOut, SourceProblem
 from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, check_replaceable, read_meta
-from data.store.writer import SHARD_TOKENS, StoreWriter, ids_of
-from data.tokenizer import BYTES, Tokenizer
+from data.store.writer import StoreWriter, ids_of
+from data.tokenizer import Tokenizer
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.system.files import read_errors
 from zeco_train.system.numbers import clock, compact
@@ -42,71 +42,20 @@ _LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class PrepareOptions:
-    """Options of a preparation.
-
-    Attributes:
-        sources: files and folders, or one folder written by save_to_disk of `datasets`.
-        out: the store's folder.
-        dataset: instead of `sources`, a hub or local data set, loaded by `datasets`.
-        split: the split to read from a folder of save_to_disk.
-        tokenizer: "bytes", the local path of a Hugging Face tokenizer, or its name on the hub.
-        control_strings: what control strings in a document become, such as "</s>": "text", or "ids", the control ids.
-        text_field: field of .jsonl lines, column of .parquet and .arrow files and of data sets.
-        validation_fraction: the last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
-        workers: processes; None for one per CPU (one for a small corpus). The result does not depend on it.
-        min_tokens: shorter documents are dropped.
-        max_document_bytes: documents with more bytes of UTF-8 are left out; in .jsonl files, lines with more bytes.
-        max_tokens: stop with the document that reaches this count; None for all.
-        shard_tokens: tokens per shard of the store.
-        overwrite: replace an existing store, or an interrupted preparation with other arguments.
-        about: extra entries for the store's meta.json (a recipe's name and licence).
-        unit_bytes, part_characters: size of a worker's input unit, and of its output parts.
-        save_seconds: interval between saves of the state; an interruption loses at most this much work.
-    """
-
-    sources: tuple[Path, ...]
-    out: Path
-    dataset: DatasetSpec | None = None
-    split: str = "train"
-    tokenizer: str = BYTES
-    control_strings: str = "text"
-    text_field: str = "text"
-    validation_fraction: float = 0.0
-    workers: int | None = None
-    min_tokens: int = 1
-    max_document_bytes: int = DOCUMENT_BYTES
-    max_tokens: int | None = None
-    shard_tokens: int = SHARD_TOKENS
-    overwrite: bool = False
-    about: tuple[tuple[str, str], ...] = ()
-    unit_bytes: int = UNIT_BYTES
-    part_characters: int = PART_CHARACTERS
-    save_seconds: float = 10.0
-
-
-@dataclass(frozen=True)
 class Prepared:
     """Result of a preparation: metadata of the store and its validation part, skipped input, and throughput.
 
     The defaults apply to a run that only moved a finished store of an interrupted one into place.
-
-    Attributes:
-        left_out: numbers of documents that were left out, by the names of `LeftOut`.
-        control_ids: number of control ids inside documents.
-        num_files: files read; None for a data set.
-        earlier_tokens: tokens written by interrupted runs.
-        tokens, seconds, workers: tokens written by this run, its tokenisation time, and its number of processes.
     """
 
     meta: StoreMeta
     validation: StoreMeta | None
-    left_out: dict[str, int]
-    control_ids: int
-    num_files: int | None = None
+    left_out: dict[str, int]  # numbers of documents, by the names of `LeftOut`
+    control_ids: int  # inside documents
+    num_files: int | None = None  # files read; None for a data set
     skipped_files: Counter[str] = field(default_factory=Counter)
-    earlier_tokens: int = 0
-    tokens: int = 0
+    earlier_tokens: int = 0  # written by interrupted runs
+    tokens: int = 0  # written by this run
     seconds: float = 0.0
     workers: int = 1
 
@@ -152,7 +101,7 @@ class _Preparation:
         self.workers, self.earlier_tokens, self.tokens, self.seconds = 1, 0, 0, 0.0
 
     def check_unchanged(self) -> None:
-        """Check that the units read by an interrupted run are unchanged. Raises DataError otherwise."""
+        """Check that an interrupted run has read the same units. Raises DataError otherwise."""
         state, work = self._work.state, self._work
         count = state.unit + (state.first > 0)
         with _source_errors():
@@ -163,7 +112,7 @@ class _Preparation:
         if not self._options.overwrite:
             problem = "has changed since the interrupted preparation read it"
             raise DataError(self.source.name, problem, "give --overwrite to start anew, or choose another --out")
-        start_anew(work)
+        work.start_anew()
 
     def run(self) -> None:
         """Complete the store, starting from the saved phase."""
@@ -200,17 +149,9 @@ class _Preparation:
     def _read_all(self, writer: StoreWriter) -> None:
         options, source, state = self._options, self.source, self._work.state
         small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
-        self.workers = options.workers or (1 if small else _available_cpus())
+        self.workers = options.workers or (1 if small else len(os.sched_getaffinity(0)))
         self._made, self._state = {part.name: part for part in state.waiting}, state
-        job = Job(
-            source,
-            options.tokenizer,
-            options.min_tokens,
-            self._work.parts,
-            control=options.control_strings == "ids",
-            most_bytes=options.max_document_bytes,
-            part_characters=options.part_characters,
-        )
+        job = Job(source, self._work.parts, options)
         start = saved = time.monotonic()
         with _source_errors():
             parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
@@ -339,22 +280,14 @@ def _check_options(options: PrepareOptions) -> None:
 
 
 def _arguments(options: PrepareOptions) -> dict[str, Any]:
-    """The arguments that determine the tokens, besides the tokenizer, as recorded in meta.json."""
+    # Those that determine the tokens, besides the tokenizer, as recorded in meta.json.
     source: dict[str, Any] = {"sources": [str(path) for path in options.sources]}
     if any(is_saved_dataset(path) for path in options.sources):
         source["split"] = options.split
     if options.dataset is not None:
         source = {key: value for key, value in asdict(options.dataset).items() if value is not None}
-    return {
-        **dict(options.about),
-        **source,
-        "text_field": options.text_field,
-        "control_strings": options.control_strings,
-        "min_tokens": options.min_tokens,
-        "max_document_bytes": options.max_document_bytes,
-        "max_tokens": options.max_tokens,
-        "validation_fraction": options.validation_fraction,
-    }
+    names = ("text_field", "control_strings", "min_tokens", "max_document_bytes", "max_tokens", "validation_fraction")
+    return {**dict(options.about), **source, **{name: getattr(options, name) for name in names}}
 
 
 def _next_stamp(before: str, unit: Unit) -> str:
@@ -370,10 +303,6 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise DataError(out, "exists already", "give --overwrite to replace it; nothing was changed")
 
 
-def _available_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _blocks(path: Path, size: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         while size > 0 and (block := file.read(min(_BLOCK_BYTES, size))):
@@ -384,23 +313,19 @@ def _blocks(path: Path, size: int) -> Iterator[bytes]:
 class Display:
     """Shows progress on stderr: a bar on a terminal, else a plain line every 10 s.
 
-    Args:
-        total: total work, in units of `amount` ("bytes", "documents", "shards").
-        done, tokens: work done by earlier runs.
+    `total` work is in units of `amount` ("bytes", "documents", "shards"); `done` and `tokens` are of earlier runs.
     """
 
     def __init__(self, total: float, amount: str, done: float = 0.0, tokens: int = 0) -> None:
         self._total, self._done, self._unit = total, done, "B" if amount == "bytes" else f" {amount}"
         self._first_done, self._first_tokens = done, tokens
         self._start = self._last = time.monotonic()
-        self._bar: tqdm[None] | None = None
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=done, unit=self._unit, unit_scale=True, desc="prepare")
+        # With None it is disabled unless stderr is a terminal.
+        self._bar: Any = tqdm(total=total, initial=done, unit=self._unit, unit_scale=True, desc="prepare", disable=None)
 
     def close(self) -> None:
         """Close the bar, and leave it on the screen."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def advance(self, amount: float, tokens: int) -> None:
         """Add `amount` to the work done; `tokens` is the total so far."""
@@ -408,11 +333,10 @@ class Display:
         now = time.monotonic()
         rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
         speed = f"{tokens:,} tokens, {compact(rate)} tokens/s"
-        if self._bar is not None:
-            # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
-            self._bar.set_postfix_str(speed, refresh=False)
-            self._bar.update(amount)
-        elif now - self._last >= _LINE_SECONDS:
+        # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
+        self._bar.set_postfix_str(speed, refresh=False)
+        self._bar.update(amount)
+        if self._bar.disable and now - self._last >= _LINE_SECONDS:
             self._last = now
             print(f"prepare: {self._share(now - self._start)}, {speed}", file=sys.stderr, flush=True)
 

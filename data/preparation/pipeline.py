@@ -20,10 +20,12 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.sources import DOCUMENT_BYTES, Source, Unit
+from data.sources import DOCUMENT_BYTES, UNIT_BYTES, Source, Unit
+from data.sources.hugging_face import DatasetSpec
 from data.sources.readers import Document, LeftOut, SourceProblem
 from data.store import token_dtype
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.store.writer import SHARD_TOKENS
+from data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from zeco_train.errors import DataError
 
 # In `Part.counts`: control ids inside documents.
@@ -42,52 +44,56 @@ def cached_tokenizer(name: str, download: bool = False) -> Tokenizer:
     return _tokenizers[name]
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Options of a preparation."""
+
+    sources: tuple[Path, ...]  # files and folders, or one folder written by save_to_disk of `datasets`
+    out: Path  # the store's folder
+    dataset: DatasetSpec | None = None  # instead of `sources`, a hub or local data set, loaded by `datasets`
+    split: str = "train"  # of a folder of save_to_disk
+    tokenizer: str = BYTES  # or the local path of a Hugging Face tokenizer, or its name on the hub
+    control_strings: str = "text"  # what control strings in a document become, such as "</s>"; or "ids", control ids
+    text_field: str = "text"  # of .jsonl lines, column of .parquet and .arrow files and of data sets
+    # The last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
+    validation_fraction: float = 0.0
+    # Processes; None for one per CPU (one for a small corpus). The result does not depend on it.
+    workers: int | None = None
+    min_tokens: int = 1  # shorter documents, end of sequence not counted, are dropped
+    # Documents with more bytes of UTF-8 are left out; in .jsonl files, lines with more bytes.
+    max_document_bytes: int = DOCUMENT_BYTES
+    max_tokens: int | None = None  # stop with the document that reaches this count
+    shard_tokens: int = SHARD_TOKENS
+    overwrite: bool = False  # replace an existing store, or an interrupted preparation with other arguments
+    about: tuple[tuple[str, str], ...] = ()  # extra entries for the store's meta.json: a recipe's name and licence
+    unit_bytes: int = UNIT_BYTES  # of a worker's input
+    # A part ends with the document that reaches this size; a unit may have several parts.
+    part_characters: int = PART_CHARACTERS
+    save_seconds: float = 10.0  # between saves of the state; an interruption loses at most this much work
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Settings shared by all units.
-
-    Attributes:
-        source: provides the text.
-        tokenizer: as in `load_tokenizer`.
-        min_tokens: shorter documents, end of sequence not counted, are dropped.
-        folder: output folder of the parts; the caller deletes each after use.
-        control: see `Tokenizer.encode`; without it, a control id inside a document is an error.
-        most_bytes: larger documents, in UTF-8, are left out.
-        part_characters: a part ends with the document that reaches this size; a unit may have several parts.
-    """
+    """What is the same for all units: `parts` is the output folder, whose files the caller deletes after use."""
 
     source: Source
-    tokenizer: str
-    min_tokens: int
-    folder: Path
-    control: bool = False
-    most_bytes: int = DOCUMENT_BYTES
-    part_characters: int = PART_CHARACTERS
+    parts: Path
+    options: PrepareOptions
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some tokenised documents of a unit.
-
-    Attributes:
-        unit: the unit's number, and `stamp` its stamp.
-        first, documents: the first document's number in the unit, and the number of documents read.
-        ended: whether this is the unit's last part.
-        name: stem of two files in the job's folder: the ids in the store's dtype, and the documents' lengths.
-        num_tokens: tokens in the file.
-        counts: numbers of documents that were left out, by the names of `LeftOut`; and CONTROL_IDS.
-        amount: progress in the source's `amount` unit: the unit's size for its last part, else 0.
-    """
+    """Some tokenised documents of a unit."""
 
     unit: int
-    stamp: str
-    first: int
-    documents: int
-    ended: bool
-    name: str
+    stamp: str  # of the unit
+    first: int  # number of the first document in the unit
+    documents: int  # how many were read
+    ended: bool  # this is the unit's last part
+    name: str  # stem of two files: the ids in the store's dtype, and the documents' lengths
     num_tokens: int
-    counts: dict[str, int]
-    amount: float
+    counts: dict[str, int]  # documents that were left out, by the names of `LeftOut`; and CONTROL_IDS
+    amount: float  # progress in the source's `amount` unit: the unit's size for its last part, else 0
 
     def paths(self, folder: Path) -> tuple[Path, Path]:
         """The files of the ids and of the kept documents' lengths ([documents] int64)."""
@@ -98,21 +104,18 @@ class UnitTokenizer:
     """Makes the parts of units. Unfinished units stay open for their next part."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
-        self._tokenizer = cached_tokenizer(job.tokenizer)
+        self._job, self._with_control = job, job.options.control_strings == "ids"
+        self._tokenizer = cached_tokenizer(job.options.tokenizer)
         self._is_control = np.zeros(self._tokenizer.vocab_size, dtype=bool)
         self._is_control[list(self._tokenizer.control_ids)] = True
         self._open: dict[int, tuple[int, Iterator[Document]]] = {}
 
     def part(self, index: int, unit: Unit, first: int) -> Part:
-        """Write the part of unit `index` that begins with its document `first`.
+        """Write the part of unit `index` that begins with its document `first`. Raises SourceProblem.
 
         Holds one document in memory, or about 262,144 characters of short ones.
-
-        Raises:
-            SourceProblem: unusable text.
         """
-        job = self._job
+        job, options = self._job, self._job.options
         position, texts = self._open.pop(index, (-1, iter(())))
         # The unit is not open here: it is new, or its last part was made by an earlier run.
         if position != first:
@@ -120,16 +123,16 @@ class UnitTokenizer:
         name = f"part-{index:010d}-{first:010d}"
         lengths: list[int] = []
         documents, characters, ended, counts = 0, 0, False, Counter[str]()
-        with (job.folder / f"{name}.bin").open("wb") as file:
-            while not ended and characters < job.part_characters:
-                most = min(_ENCODE_CHARACTERS, job.part_characters - characters)
-                pending, size = _take(texts, most, job.most_bytes)
+        with (job.parts / f"{name}.bin").open("wb") as file:
+            while not ended and characters < options.part_characters:
+                most = min(_ENCODE_CHARACTERS, options.part_characters - characters)
+                pending, size = _take(texts, most, options.max_document_bytes)
                 # Only an empty read shows the end, so a unit whose last document fills a part gets an empty part more.
                 ended = size == 0 and not pending
                 documents += len(pending)
                 characters += size
                 counts += self._write(file, pending, lengths)
-        np.save(job.folder / f"{name}.npy", np.asarray(lengths, dtype=np.int64))
+        np.save(job.parts / f"{name}.npy", np.asarray(lengths, dtype=np.int64))
         if not ended:
             self._open[index] = first + documents, texts
         amount = unit.size if ended else 0
@@ -139,15 +142,15 @@ class UnitTokenizer:
         tokenizer = self._tokenizer
         counts = Counter(document.name for document in found if isinstance(document, LeftOut))
         texts = [document for document in found if isinstance(document, str)]
-        for ids in tokenizer.encode(texts, control=self._job.control) if texts else []:
-            if len(ids) < self._job.min_tokens:
+        for ids in tokenizer.encode(texts, control=self._with_control) if texts else []:
+            if len(ids) < self._job.options.min_tokens:
                 counts[LeftOut.short.name] += 1
                 continue
             if int(ids.max(initial=0)) >= tokenizer.vocab_size:
                 problem = f"gives id {ids.max()}, beyond its vocabulary of {tokenizer.vocab_size}"
                 raise self._problem(problem, "repair the tokenizer's files")
             control = ids[self._is_control[ids]] if tokenizer.control_ids else ids[:0]
-            if len(control) and not self._job.control:
+            if len(control) and not self._with_control:
                 # The string is a piece of the tokenizer's model, too, not only an added token.
                 problem = f"gives control id {control[0]} for the text {tokenizer.control_ids[int(control[0])]!r}"
                 raise self._problem(f"{problem} of a document", "--control-strings ids allows and counts such ids")
@@ -165,20 +168,13 @@ class UnitTokenizer:
 
 @dataclass
 class _Lane:
-    """A unit whose parts are prefetched one after the other.
-
-    Attributes:
-        parts: finished parts not yet yielded.
-        first: the first document of the next part.
-        pending: the next part if it is in progress, in process `worker`.
-    """
-
+    # A unit whose parts are prefetched one after the other.
     index: int
     unit: Unit
-    first: int
-    parts: deque[Part] = field(default_factory=deque)
+    first: int  # document of the next part
+    parts: deque[Part] = field(default_factory=deque)  # finished, but not yet yielded
     ended: bool = False
-    pending: Future[Part] | None = None
+    pending: Future[Part] | None = None  # the next part if it is in progress, in process `worker`
     worker: int = -1
 
     def add(self, part: Part) -> None:
@@ -187,11 +183,7 @@ class _Lane:
 
 
 def tokenize_units(
-    job: Job,
-    units: Iterator[tuple[int, Unit]],
-    workers: int,
-    first: int = 0,
-    made: dict[str, Part] | None = None,
+    job: Job, units: Iterator[tuple[int, Unit]], workers: int, first: int, made: dict[str, Part]
 ) -> Generator[Part, None, None]:
     """Yield the parts of numbered `units` in order; with more than one worker, prefetched by worker processes.
 
@@ -199,7 +191,7 @@ def tokenize_units(
     generator and with this process, even if it is killed.
 
     Args:
-        job: settings shared by all units.
+        job: what is the same for all units.
         units: (number, unit), in order.
         workers: number of processes; 1: this process does the work.
         first: documents to skip in the first unit.
@@ -210,7 +202,6 @@ def tokenize_units(
         SourceProblem: the first unit, in order, with unusable text.
         DataError: a worker process died.
     """
-    made = {} if made is None else made
     lanes = _lanes(units, first, list(made.values()))
     if workers == 1:
         tokenizer = UnitTokenizer(job)
@@ -253,7 +244,7 @@ def _lanes(units: Iterator[tuple[int, Unit]], first: int, made: list[Part]) -> G
 
 @contextmanager
 def _terminal_signals_blocked() -> Iterator[None]:
-    """Block the signals that a terminal sends to all processes; those started here inherit that."""
+    # Those that a terminal sends to all processes; processes started here inherit that.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
@@ -290,7 +281,7 @@ class _Pool:
         self._stop_reader.close()
 
     def submit(self, lane: _Lane) -> None:
-        """Submit the lane's next part, if any; a new lane goes to the least loaded worker."""
+        # The lane's next part, if any; a new lane goes to the least loaded worker.
         if lane.ended:
             return
         if lane.worker < 0:
@@ -333,8 +324,7 @@ def _failed(future: Future[Part]) -> bool:
 
 
 def _worker_died() -> DataError:
-    problem = "a worker process ended by itself (out of memory?)"
-    return DataError("data.prepare", problem, "use fewer --workers")
+    return DataError("data.prepare", "a worker process ended by itself (out of memory?)", "use fewer --workers")
 
 
 def _take(texts: Iterator[Document], most: int, most_bytes: int) -> tuple[list[Document], int]:

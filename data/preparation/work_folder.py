@@ -47,30 +47,20 @@ READING, READ, SPLIT, MOVING = "reading", "read", "split", "moving"
 
 @dataclass(frozen=True)
 class State:
-    """Progress of a preparation.
+    """Progress of a preparation."""
 
-    Attributes:
-        phase: "reading" the text; all is "read"; the validation part is "split" off; the store is complete and
-            "moving" into place.
-        writer: state of the store's writer.
-        unit, first: the next unit, and the number of its documents already done.
-        stamps: digest of the stamps of all units begun, in order.
-        waiting: parts of later documents.
-        counts, amount: documents that were left out (`Part.counts`), and progress, so far.
-        commit: of a hub data set.
-        meta_sha256: of the complete store's meta.json.
-    """
-
+    # "reading" the text; all is "read"; the validation part is "split" off; the store is complete and "moving" into
+    # place.
     phase: str = READING
     writer: WriterState = field(default_factory=WriterState)
-    unit: int = 0
-    first: int = 0
-    stamps: str = ""
-    waiting: tuple[Part, ...] = ()
-    counts: dict[str, int] = field(default_factory=dict)
+    unit: int = 0  # the next one
+    first: int = 0  # how many of its documents are done
+    stamps: str = ""  # digest of the stamps of all units begun, in order
+    waiting: tuple[Part, ...] = ()  # of later documents
+    counts: dict[str, int] = field(default_factory=dict)  # sums of `Part.counts`
     amount: float = 0.0
-    commit: str | None = None
-    meta_sha256: str = ""
+    commit: str | None = None  # of a hub data set
+    meta_sha256: str = ""  # of the complete store
 
     @property
     def is_new(self) -> bool:
@@ -79,12 +69,7 @@ class State:
 
 
 class WorkFolder:
-    """A locked work folder.
-
-    Attributes:
-        store, parts: its folders.
-        state: the last saved state, of this process or of an interrupted one.
-    """
+    """A locked work folder; `state` is the last saved one, of this process or of an interrupted one."""
 
     def __init__(self, folder: Path, arguments: dict[str, Any], state: State) -> None:
         self.folder, self.state, self._arguments = folder, state, arguments
@@ -110,10 +95,17 @@ class WorkFolder:
             move_into_place(self.store, out, check_replaceable if replace else None)
             sync_folder(out.parent)
 
+    def start_anew(self) -> None:
+        """Empty the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in (self.folder, self.store, self.parts):
+            folder.mkdir()
+        self.save(State())
+
 
 @contextmanager
 def work_folder(out: Path, arguments: dict[str, Any], overwrite: bool) -> Iterator[WorkFolder]:
-    """Context manager: the work folder of the store `out`, new or left by an interrupted run with these arguments.
+    """The work folder of the store `out`, new or left by an interrupted run with these arguments.
 
     It is kept if the block raises after some work was saved, else deleted at the end.
 
@@ -147,22 +139,6 @@ def kept_tokens(out: Path) -> int:
     return 0
 
 
-def start_anew(work: WorkFolder) -> None:
-    """Empty the folder."""
-    shutil.rmtree(work.folder, ignore_errors=True)
-    for folder in (work.folder, work.store, work.parts):
-        folder.mkdir()
-    work.save(State())
-
-
-def drop_unknown_parts(work: WorkFolder) -> None:
-    """Delete parts that an interrupted preparation wrote but did not record in its state."""
-    known = {path for part in work.state.waiting for path in part.paths(work.parts)}
-    for path in work.parts.iterdir():
-        if path not in known:
-            path.unlink()
-
-
 def _folder_for(out: Path) -> Path:
     return out.with_name(f".{out.name}{_SUFFIX}")
 
@@ -172,17 +148,20 @@ def _open(folder: Path, arguments: dict[str, Any], overwrite: bool) -> WorkFolde
     left, state = _read(folder)
     work = WorkFolder(folder, arguments, state)
     if left == arguments:
-        drop_unknown_parts(work)
+        # Parts that an interrupted preparation wrote but did not record.
+        kept = {path for part in state.waiting for path in part.paths(work.parts)}
+        for path in {*work.parts.iterdir()} - kept:
+            path.unlink()
         return work
     if not state.is_new and not overwrite:
         problem = "holds an interrupted preparation" + _difference(left, arguments)
         raise DataError(folder, problem, f"give the same arguments to continue it, or {_START_ANEW}")
-    start_anew(work)
+    work.start_anew()
     return work
 
 
 def _check_own(folder: Path) -> None:
-    """Refuse a folder of another kind, and links, through which files elsewhere would be written or deleted."""
+    # Not a folder of another kind, nor links, through which files elsewhere would be written or deleted.
     found = [path.relative_to(folder) for path in folder.rglob("*")]
     known = {"store", "parts", "state.json"}
     others = {path for path in found if path.parts[0] not in known and not path.name.startswith(".state.json.")}

@@ -43,51 +43,36 @@ UNIT_FILES = 1024
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read, its name in the manifest (relative to the given folder) and its size in bytes.
-
-    Attributes:
-        modified: modification time in nanoseconds since 1970.
-    """
+    """A file to read."""
 
     path: Path
-    name: str
+    name: str  # in the manifest: relative to the given folder
     size: int
-    modified: int = 0
+    modified: int  # ns since 1970
 
 
 @dataclass(frozen=True)
 class Unit:
     """A unit of work: a contiguous part of a source's documents.
 
-    Attributes:
-        paths: text files, or a single file of another kind; empty for a data set.
-        start, stop: byte range of a .jsonl file (the lines that begin there); [row group, row group + 1) of a .parquet
-            file; for data sets see `data.sources.hugging_face`.
-        size: approximate share of the source's `total`, for the progress display.
-        stamp: digest of its files' names, sizes and modification times, to detect changes.
+    `start` and `stop` are a byte range of a .jsonl file (the lines that begin there), or [row group, row group + 1) of
+    a .parquet file; for data sets see `data.sources.hugging_face`.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Path, ...]  # text files, or a single file of another kind; empty for a data set
     start: int
     stop: int
-    size: float
-    stamp: str = ""
+    size: float  # approximate share of the source's `total`, for the progress display
+    stamp: str = ""  # digest of its files' names, sizes and modification times, to detect changes
 
 
 class Source(Protocol):
-    """Documents in a fixed order, cut into units. Worker processes get a copy.
+    """Documents in a fixed order, cut into units. Worker processes get a copy."""
 
-    Attributes:
-        name: name in messages.
-        total: total size in units of `amount`, for the progress display.
-        amount: "bytes", "documents" or "shards".
-        manifest_sha256: digest of the list of its contents.
-    """
-
-    name: str
-    total: float
-    amount: str
-    manifest_sha256: str
+    name: str  # in messages
+    total: float  # in units of `amount`, for the progress display
+    amount: str  # "bytes", "documents" or "shards"
+    manifest_sha256: str  # digest of the list of its contents
 
     def units(self) -> Iterator[Unit]:
         """All units, in order; deterministic for an unchanged source. Raises SourceProblem."""
@@ -106,7 +91,6 @@ class FileSource:
         most_bytes: larger text files, and longer lines, are left out.
 
     Attributes:
-        num_files: number of files to read.
         skipped: counts of the entries skipped in folders, by suffix ("hidden": names that begin with a dot; "link to a
             folder": not followed, since it may form a cycle).
 
@@ -174,7 +158,7 @@ class FileSource:
             yield _unit_of(group, 0, 0, _size(group))
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """See Source."""
+        """The documents of a unit."""
         return itertools.islice(self._read(unit), first, None)
 
     def _read(self, unit: Unit) -> Iterator[Document]:

@@ -34,24 +34,17 @@ DEFAULT_VALIDATION_FRACTION = 0.05
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in memory.
+    """Documents in memory."""
 
-    Attributes:
-        documents: (name, text) in order of names.
-        not_utf8: how many files were left out because they are not UTF-8.
-        manifest_sha256: digest of all names and texts.
-    """
-
-    documents: list[tuple[str, str]]
-    not_utf8: int
-    manifest_sha256: str
+    documents: list[tuple[str, str]]  # (name, text) in order of names
+    not_utf8: int  # files that were left out because they are not UTF-8
+    manifest_sha256: str  # of all names and texts
 
 
 def standard_library_documents(folder: Path | None = None) -> Corpus:
     """Read the *.py files of the standard library, without installed packages, sorted by their path in it.
 
-    Args:
-        folder: the library; None for the running Python's (11 MB, or 31 MB if its build includes the tests).
+    By default those of the running Python: 11 MB, or 31 MB if its build includes the tests.
 
     Raises:
         DataError: there are no sources (an interpreter with a zipped or compiled library), or one cannot be read.

@@ -34,42 +34,25 @@ RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A data set, specified as for `datasets.load_dataset`.
+    """A data set, specified as for `datasets.load_dataset`."""
 
-    Attributes:
-        name: a hub name, or a local folder.
-        config, split, data_dir, data_files, revision: as in `load_dataset`.
-        streaming: read without making a copy first.
-    """
-
-    name: str
+    name: str  # a hub name, or a local folder
     config: str | None = None
     split: str = "train"
     data_dir: str | None = None
     data_files: str | None = None
     revision: str | None = None
-    streaming: bool = False
+    streaming: bool = False  # read without making a copy first
 
 
 @dataclass
 class Recipe:
-    """Contents of a recipe file: data set, text field and amount.
-
-    Attributes:
-        description: of the text.
-        homepage: of the data set.
-        licence: the terms in a few words; read them yourself.
-        size: approximate amount of text.
-        dataset, config, split, data_dir, data_files, revision, streaming: as in `DatasetSpec`.
-        text_field: the field with the text.
-        tokenizer: "bytes", or a tokenizer's name on the hub or path.
-        min_tokens, validation_fraction: as in `PrepareOptions`.
-    """
+    """Contents of a recipe file: data set, text field and amount; see `DatasetSpec` and `PrepareOptions`."""
 
     description: str
     homepage: str
-    licence: str
-    size: str
+    licence: str  # the terms in a few words; read them yourself
+    size: str  # approximate amount of text
     dataset: str
     tokenizer: str
     text_field: str = "text"
@@ -120,8 +103,7 @@ def is_saved_dataset(folder: Path) -> bool:
 def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTES) -> Source:
     """Open a local or hub data set as a source of text.
 
-    Raises:
-        DataError: it cannot be found, reached or read, or has no such configuration, split or field.
+    Raises DataError if it cannot be found, reached or read, or has no such configuration, split or field.
     """
     library = _library()
     if is_saved_dataset(Path(spec.name)):
@@ -156,11 +138,7 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
 
 
 class RowSource:
-    """A data set with random access to rows.
-
-    Attributes:
-        revision: the commit of a data set from the hub.
-    """
+    """A data set with random access to rows; `revision` is the commit of one from the hub."""
 
     amount = "documents"
 
@@ -181,7 +159,7 @@ class RowSource:
             yield Unit((), start, stop, stop - start, f"{self.manifest_sha256} {start} {stop}")
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """See Source."""
+        """The documents of a range of rows."""
         # Workers are spawned, so each must silence the library's logging itself.
         _library()
         with _read_errors(self.name):
@@ -191,11 +169,7 @@ class RowSource:
 
 
 class StreamSource:
-    """A data set streamed from its files.
-
-    Attributes:
-        revision: the commit of a data set from the hub.
-    """
+    """A data set streamed from its files; `revision` is the commit of one from the hub."""
 
     amount = "shards"
 
@@ -213,7 +187,7 @@ class StreamSource:
                 yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """See Source."""
+        """The documents of a part of a shard."""
         _library()
         row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
         with _read_errors(self.name):
@@ -234,7 +208,7 @@ def _cut(source: StreamSource, shard: int) -> Any:
 
 
 def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: int) -> RowSource:
-    """Open a folder of `save_to_disk`; read in place, so streaming makes no difference."""
+    # A folder of `save_to_disk`; read in place, so streaming makes no difference.
     with _load_errors(spec):
         rows = library.load_from_disk(spec.name)
     if isinstance(rows, library.DatasetDict):
@@ -249,7 +223,7 @@ def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: in
 
 
 def _check_places(spec: DatasetSpec, paths: Iterable[str]) -> None:
-    """Refuse files of this machine outside of the data set's folder, which its links or its card may name."""
+    # No files of this machine outside of the data set's folder, which its links or its card may name.
     root = Path(spec.name, spec.data_dir or "").resolve()
     for path in paths:
         # Such as zip://FILE::PATH.
@@ -307,7 +281,7 @@ def _read_errors(name: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The root cause of an error in one line; the library's outer errors rarely repeat it."""
+    # The root cause in one line; the library's outer errors rarely repeat it.
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

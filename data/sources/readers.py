@@ -202,22 +202,14 @@ def check_column(source: object, schema: Any, text_field: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    import pyarrow
+    from pyarrow import types
 
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    types = pyarrow.types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
     return any(check(kind) for check in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
 
 
 def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Iterator[Document]:
-    """Yield the values of an Arrow text column.
-
-    Args:
-        column: an Arrow array, or chunked array, of text.
-        place: the file in messages, such as "FILE, row".
-        row: number of the first value, for messages.
-        text_field: the column's name, for messages.
-    """
+    """Yield the values of an Arrow array of text; `place`, such as "FILE, row", and `row`, the first, for messages."""
     for value in column:
         try:
             text = value.as_py()

@@ -6,13 +6,11 @@ A store is a folder:
     tokens-00001.bin  more than 65,536 ids), cut into shards of one bounded size, wherever that falls; each document
     …                 ends with the end-of-sequence id
     doc_offsets.npy   [documents + 1] int64: document d is tokens[doc_offsets[d] : doc_offsets[d + 1]]
-    meta.json         StoreMeta, with the format's name and version and the index of the shards; written last, so a
-                      folder without it is not a store
+    meta.json         StoreMeta, with the format's name and version; written last: a folder without it is not a store
     tokenizer/        optional: the tokenizer's files
     validation/       optional: the held-out documents, as another store
 
-Positions refer to the whole token stream; shard borders are internal to this module. Version 1 had one tokens.bin and
-is read as a store of one shard.
+Version 1 had one tokens.bin and is read as a store of one shard.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def shard_name(index: int) -> str:
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """A shard: its file name, its number of tokens, and the sha256 of its bytes."""
+    """A shard's entry in meta.json."""
 
     name: str
     num_tokens: int
@@ -80,31 +78,19 @@ class ShardMeta:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """The contents of meta.json, without the format's name and version.
+    """The contents of meta.json, without the format's name and version."""
 
-    Attributes:
-        dtype: "uint16" or "uint32".
-        vocab_size: number of ids; every id is below it.
-        tokenizer: `kind` ("bytes" or "huggingface"), and for the latter `path` and `sha256` of the tokenizer itself.
-        eos_id: the id that ends each document.
-        num_tokens, num_documents: counts, the end-of-sequence ids included.
-        shards: the shards, in stream order.
-        doc_offsets_sha256: digest of doc_offsets.npy.
-        sources_sha256: digest of the manifest of the input (see `data.prepare`, `data.sources.corpora`).
-        created_by: name and version of the program.
-        preparation: source and options of the text, as given to `data.prepare`; empty if unknown.
-    """
-
-    dtype: str
-    vocab_size: int
-    tokenizer: dict[str, str]
-    eos_id: int
-    num_tokens: int
+    dtype: str  # "uint16" or "uint32"
+    vocab_size: int  # every id is below it
+    tokenizer: dict[str, str]  # `Tokenizer.info`
+    eos_id: int  # ends each document
+    num_tokens: int  # end-of-sequence ids included
     num_documents: int
-    shards: tuple[ShardMeta, ...]
+    shards: tuple[ShardMeta, ...]  # in stream order
     doc_offsets_sha256: str
-    sources_sha256: str
+    sources_sha256: str  # of the manifest of the input
     created_by: str
+    # Source and options of the text, as given to `data.prepare`.
     preparation: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -129,16 +115,13 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 class TokenStore:
     """A store opened for reading. Reads are positional (`pread`) and thread-safe.
 
+    Positions are of the whole token stream.
+
     Attributes:
-        path: the folder.
-        meta: contents of meta.json.
         doc_offsets: [documents + 1] int64, mapped from the file.
         versions: `file_version` of each shard when the store was opened.
-        num_tokens: tokens in all documents, their end-of-sequence ids included.
-        vocab_size: number of ids of the tokenizer; every id is below it.
-        num_shards: number of shards.
         itemsize: bytes per token on disk.
-        bytes_requested: total bytes of tokens read by `read` since the store was opened.
+        bytes_requested: total bytes of tokens read by `read`.
     """
 
     def __init__(
@@ -158,9 +141,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
-        """Open the store at `path`; checks meta.json, file sizes and offsets, without reading tokens.
-
-        doc_offsets.npy is read whole and verified against its digest in meta.json.
+        """Open a store: checks meta.json, file sizes, and all offsets with their digest; reads no tokens.
 
         Raises:
             DataError: missing, not a token store, or files that disagree with meta.json.
@@ -181,9 +162,8 @@ class TokenStore:
         return cls(folder, meta, _load_offsets(folder / OFFSETS_FILE, meta), stats)
 
     def longest_document(self) -> int:
-        """Tokens of the longest document. Reads all offsets, as `open` does."""
-        blocks = range(0, len(self.doc_offsets) - 1, _OFFSETS_BLOCK)
-        return max(int(np.diff(self.doc_offsets[start : start + _OFFSETS_BLOCK + 1]).max()) for start in blocks)
+        """Tokens of the longest document. Reads all offsets."""
+        return max(int(lengths.max()) for lengths in _length_blocks(self.doc_offsets))
 
     def shard_range(self, index: int) -> tuple[int, int]:
         """The stream positions [start, stop) of shard `index`."""
@@ -222,11 +202,7 @@ class TokenStore:
         return tokens.astype(np.int64)
 
     def verify(self) -> None:
-        """Read all files whole and compare their digests with meta.json.
-
-        Raises:
-            DataError: names the first file that differs.
-        """
+        """Read all files whole. Raises DataError for the first one whose digest differs from meta.json."""
         for index, shard in enumerate(self.meta.shards):
             verify_file(self.shard_path(index), shard.sha256)
         verify_file(self.path / OFFSETS_FILE, self.meta.doc_offsets_sha256)
@@ -347,12 +323,8 @@ def read_meta(folder: Path) -> StoreMeta:
         problem = f"format version {record.get('version')}; this zeco-train ({__version__}) reads versions 1, {VERSION}"
         raise DataError(folder, problem, "prepare it again")
     if record["version"] == 1:
-        shard = {
-            "name": _VERSION_1_TOKENS,
-            "num_tokens": record.get("num_tokens"),
-            "sha256": record.get("tokens_sha256"),
-        }
-        record = {**record, "shards": [shard], "preparation": {}}
+        sizes = {"num_tokens": record.get("num_tokens"), "sha256": record.get("tokens_sha256")}
+        record = {**record, "shards": [{"name": _VERSION_1_TOKENS, **sizes}], "preparation": {}}
     meta = _meta_of(record, path)
     if meta.num_tokens < 1 or meta.num_documents < 1:
         raise DataError(folder, "holds no tokens", "prepare it again")
@@ -397,10 +369,8 @@ def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
         problem = f"{offsets.dtype} {list(offsets.shape)}, expected int64 [{meta.num_documents + 1}]"
     elif offsets[0] != 0 or offsets[-1] != meta.num_tokens:
         problem = f"runs from {offsets[0]} to {offsets[-1]}, expected 0 to {meta.num_tokens}"
-    else:
-        blocks = range(0, len(offsets) - 1, _OFFSETS_BLOCK)
-        if any((np.diff(offsets[start : start + _OFFSETS_BLOCK + 1]) <= 0).any() for start in blocks):
-            problem = "its offsets do not increase"
+    elif any((lengths <= 0).any() for lengths in _length_blocks(offsets)):
+        problem = "its offsets do not increase"
     if problem:
         raise DataError(path, f"does not fit meta.json: {problem}", COPY_AGAIN)
     # The checks above accept wrong borders too, and this digest is the key of cached indices.
@@ -408,32 +378,29 @@ def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
     return offsets
 
 
+def _length_blocks(offsets: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, len(offsets) - 1, _OFFSETS_BLOCK):
+        yield np.diff(offsets[start : start + _OFFSETS_BLOCK + 1])
+
+
 def file_version(stat: os.stat_result) -> Version:
-    """Detects replacement and writes: (inode number, size, modification time in ns)."""
+    """(inode number, size, modification time in ns): changes with a write or a replacement."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def verify_file(path: Path, expected: str) -> None:
-    """Read a file whole and compare its sha256 with `expected`.
-
-    Raises:
-        DataError: it cannot be read, or its contents differ.
-    """
+    """Read a file whole. Raises DataError if its sha256 is not `expected`."""
     with read_errors(path, COPY_AGAIN):
         digest = sha256_of(path)
     if digest != expected:
         raise DataError(path, "its contents differ from what was prepared", COPY_AGAIN)
 
 
-def hash_in_parts(path: Path, version: Version | None = None) -> Generator[int, None, str]:
-    """Compute the sha256 of a file incrementally: yields the size of each part read, returns the digest.
-
-    Args:
-        path: the file.
-        version: the expected `file_version`, checked at the end.
+def hash_in_parts(path: Path, version: Version) -> Generator[int, None, str]:
+    """The sha256 of a file; yields the size of each part after reading it.
 
     Raises:
-        DataError: the file cannot be read, or was changed.
+        DataError: the file cannot be read, or its `file_version` is not `version` in the end.
     """
     digest = hashlib.sha256()
     with read_errors(path, COPY_AGAIN), path.open("rb", buffering=0) as file:
@@ -442,17 +409,17 @@ def hash_in_parts(path: Path, version: Version | None = None) -> Generator[int, 
             yield len(part)
         # Of the descriptor: what was hashed, even if the path leads to another file by now.
         now = file_version(os.fstat(file.fileno()))
-    if version is not None and now != version:
+    if now != version:
         raise DataError(path, "was changed or replaced since it was opened", "leave a store alone while a run uses it")
     return digest.hexdigest()
 
 
 def map_array(path: Path) -> NDArray:
-    """Memory-map the array in an .npy file, read-only, with the dtype and shape of its header.
+    """Memory-map the array of plain numbers in an .npy file, read-only.
 
     Raises:
         OSError: not a regular file, or cannot be read.
-        ValueError: not an .npy file of plain numbers, or shorter than its header requires.
+        ValueError: not such a file, or shorter than its header requires.
     """
     check_regular(path)
     try:

@@ -1,9 +1,9 @@
 """A store's documents as one token stream, in stored or random order, and the borders of a sequence's documents.
 
 A random order is a `Permutation`, which takes no memory. The index adds the token position of every 128th document in
-that order: 0.06 bytes per document. A look-up finds the block, computes its documents, and sums their lengths. A filter
-stores the list of kept documents, 4 bytes each, once for all epochs. Building an index reads all document offsets once
-(10^8 documents: about 15 s). For large stores it is therefore cached in a file that all processes of a machine map.
+that order: 0.06 bytes per document. A filter stores the list of kept documents, 4 bytes each, once for all epochs.
+Building an index reads all document offsets once (10^8 documents: about 15 s), so those of large stores are cached in
+files that all processes of a machine map.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -41,38 +41,7 @@ _DIGEST_BYTES = 32
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class DocumentIndex:
-    """A selection and order of a store's documents.
-
-    Attributes:
-        kept: [n] their numbers in the store, increasing; None: all n documents of the store.
-        order: document i of the stream is kept[order(i)]; None: kept[i].
-        sums: [⌈n / BLOCK⌉ + 1] int64, tokens before documents 0, BLOCK, 2·BLOCK, … of the stream, and the total.
-        num_documents: n.
-    """
-
-    kept: NDArray[np.integer] | None
-    order: Permutation | None
-    sums: NDArray[np.int64]
-    num_documents: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Total tokens of the index's documents."""
-        return int(self.sums[-1])
-
-    def documents(self, first: int, beyond: int) -> NDArray[np.int64]:
-        """The documents at places [first, beyond) of the stream, as numbers in the store."""
-        places = np.arange(first, beyond)
-        chosen = places if self.order is None else self.order.map(places)
-        return chosen if self.kept is None else self.kept[chosen].astype(np.int64)
-
-    def around(self, start: int, stop: int) -> tuple[NDArray[np.int64], int]:
-        """The documents of the blocks that cover tokens [start, stop), and the number of tokens before them."""
-        first, beyond = touched(self.sums, start, stop)
-        return self.documents(first * BLOCK, min(beyond * BLOCK, self.num_documents)), int(self.sums[first])
+Load = Callable[[str, Callable[[], NDArray]], NDArray]
 
 
 def touched(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
@@ -82,8 +51,8 @@ def touched(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, int
     return first, int(np.searchsorted(offsets, stop, side="left"))
 
 
-def long_documents(offsets: NDArray[np.int64], min_tokens: int) -> NDArray[np.integer]:
-    """The numbers of the documents of at least `min_tokens` tokens, increasing; uint32 if they fit, else int64."""
+def _long_documents(offsets: NDArray[np.int64], min_tokens: int) -> NDArray[np.integer]:
+    # The numbers of the documents of at least `min_tokens` tokens, increasing.
     count = len(offsets) - 1
     dtype = np.uint32 if count <= 1 << 32 else np.int64
     found = [np.empty(0, dtype)]
@@ -93,22 +62,8 @@ def long_documents(offsets: NDArray[np.int64], min_tokens: int) -> NDArray[np.in
     return np.concatenate(found)
 
 
-def block_sums(offsets: NDArray[np.int64], index: DocumentIndex) -> NDArray[np.int64]:
-    """Compute `DocumentIndex.sums` from the store's document offsets; the index's other fields must be set."""
-    sums = [np.zeros(1, np.int64)]
-    for first in range(0, index.num_documents, _CHUNK):
-        documents = index.documents(first, min(first + _CHUNK, index.num_documents))
-        lengths = offsets[documents + 1] - offsets[documents]
-        sums.append(np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK)))
-    return np.cumsum(np.concatenate(sums))
-
-
-def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
-    """Map the array in the file `path`. The first process to ask creates the file; the others wait on its lock.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+def _cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
+    # The first process to ask creates the file; the others wait on its lock.
     with write_errors(path, "choose another folder with data.cache_dir=FOLDER or ZECO_CACHE=FOLDER"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
@@ -165,35 +120,43 @@ def _locked(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The k documents that overlap a range of a stream, in stream order.
+    """The k documents that overlap a range of a stream, in stream order."""
 
-    Attributes:
-        documents: [k] their numbers in the store.
-        offsets: [k + 1] int64, their start positions in the stream, and the end of the last.
-        starts: [k] int64, their start positions in the store.
-    """
-
-    documents: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    starts: NDArray[np.int64]
+    documents: NDArray[np.int64]  # [k] their numbers in the store
+    offsets: NDArray[np.int64]  # [k + 1] their start positions in the stream, and the end of the last
+    starts: NDArray[np.int64]  # [k] their start positions in the store
 
 
 class DocumentStream:
-    """The documents of a store as one stream of tokens, selected and ordered by `index`; None: all as stored."""
+    """Documents of a store as one stream of tokens.
 
-    def __init__(self, store: TokenStore, index: DocumentIndex | None = None) -> None:
-        self.store, self._index = store, index
-        self.num_tokens = store.num_tokens if index is None else index.num_tokens
+    Args:
+        store: of the documents.
+        kept: [n] the documents' numbers in the store, increasing; None: all.
+        order: document i of the stream is kept[order(i)]; None: kept[i].
+        load: returns the array that a function makes, or a cached one of this name.
+    """
+
+    def __init__(self, store: TokenStore, kept: NDArray[np.integer] | None, order: Permutation | None, load: Load):
+        self.store, self._kept, self._order = store, kept, order
+        self.num_documents = store.meta.num_documents if kept is None else len(kept)
+        self.num_tokens = store.num_tokens
+        # Tokens before documents 0, BLOCK, 2·BLOCK, … of the stream, and the total; not needed for a store as it is.
+        self._sums: NDArray[np.int64] | None = None
+        if kept is not None or order is not None:
+            self._sums = load("stored order" if order is None else order.name, self._block_sums)
+            self.num_tokens = int(self._sums[-1])
 
     def pieces(self, start: int, stop: int) -> Pieces:
         """The documents of tokens [start, stop) of the stream."""
         assert 0 <= start < stop <= self.num_tokens, (start, stop, self.num_tokens)
         borders = self.store.doc_offsets
-        if self._index is None:
+        if self._sums is None:
             first, beyond = touched(borders, start, stop)
             offsets = np.asarray(borders[first : beyond + 1])
             return Pieces(np.arange(first, beyond), offsets, offsets[:-1])
-        documents, before = self._index.around(start, stop)
+        first, beyond = touched(self._sums, start, stop)
+        documents, before = self._documents(first * BLOCK, beyond * BLOCK), int(self._sums[first])
         starts = borders[documents]
         offsets = before + np.concatenate(([0], np.cumsum(borders[documents + 1] - starts)))
         first, beyond = touched(offsets, start, stop)
@@ -202,10 +165,7 @@ class DocumentStream:
     def read(self, pieces: Pieces, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens [start, stop) of the stream, [stop − start] int64; `pieces` are the documents of this range.
 
-        Reads nothing else. Documents adjacent in the store are read with one call.
-
-        Raises:
-            DataError: see `TokenStore.read`.
+        Documents adjacent in the store are read with one call. Raises DataError as `TokenStore.read`.
         """
         begins = np.maximum(pieces.offsets[:-1], start)
         ends = np.minimum(pieces.offsets[1:], stop)
@@ -223,12 +183,25 @@ class DocumentStream:
         assert filled == stop - start, (filled, start, stop)
         return tokens
 
+    def _documents(self, first: int, beyond: int) -> NDArray[np.int64]:
+        # Those at places [first, beyond) of the stream, as numbers in the store.
+        places = np.arange(first, min(beyond, self.num_documents))
+        chosen = places if self._order is None else self._order.map(places)
+        return chosen if self._kept is None else self._kept[chosen].astype(np.int64)
+
+    def _block_sums(self) -> NDArray[np.int64]:
+        sums, offsets = [np.zeros(1, np.int64)], self.store.doc_offsets
+        for first in range(0, self.num_documents, _CHUNK):
+            documents = self._documents(first, first + _CHUNK)
+            lengths = offsets[documents + 1] - offsets[documents]
+            sums.append(np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK)))
+        return np.cumsum(np.concatenate(sums))
+
 
 class Documents:
     """A store's documents of at least `min_tokens` tokens, and token streams of them.
 
     Args:
-        store: of the documents.
         min_tokens: shorter documents, end of sequence included, are dropped.
         cache_dir: folder for the indices of large stores; None for the user's cache.
         smallest_cached: indices of stores with at least this many documents are cached as files.
@@ -250,15 +223,12 @@ class Documents:
         self.store, self.min_tokens = store, min_tokens
         self._folder = (cache_dir or default_cache_dir()) / "indices"
         self._is_small = store.meta.num_documents < smallest_cached
-        self._stored: DocumentIndex | None = None
-        self._kept: NDArray[np.integer] | None = None
-        self.num_documents, self.num_tokens = store.meta.num_documents, store.num_tokens
         # Every document has at least its end-of-sequence token, so a minimum of 1 keeps all.
+        self._kept: NDArray[np.integer] | None = None
         if min_tokens > 1:
-            self._kept = self._load("documents", lambda: long_documents(store.doc_offsets, min_tokens))
-            self.num_documents = len(self._kept)
-            self._stored = self._index(None)
-            self.num_tokens = self._stored.num_tokens
+            self._kept = self._load("documents", lambda: _long_documents(store.doc_offsets, min_tokens))
+        self._stored = DocumentStream(store, self._kept, None, self._load)
+        self.num_documents, self.num_tokens = self._stored.num_documents, self._stored.num_tokens
 
     @property
     def description(self) -> str:
@@ -268,13 +238,7 @@ class Documents:
 
     def stream(self, order: Permutation | None = None) -> DocumentStream:
         """Concatenate the documents, in stored order or in `order`, a permutation of all `num_documents`."""
-        return DocumentStream(self.store, self._stored if order is None else self._index(order))
-
-    def _index(self, order: Permutation | None) -> DocumentIndex:
-        # The sums are a placeholder: computing them needs the other fields.
-        index = DocumentIndex(self._kept, order, np.zeros(1, np.int64), self.num_documents)
-        name = "stored order" if order is None else order.name
-        return replace(index, sums=self._load(name, lambda: block_sums(self.store.doc_offsets, index)))
+        return self._stored if order is None else DocumentStream(self.store, self._kept, order, self._load)
 
     def _load(self, name: str, make: Callable[[], NDArray]) -> NDArray:
         if self._is_small:
@@ -282,7 +246,7 @@ class Documents:
         # The store's digest instead of its path: copies share an index, a store prepared anew gets another.
         key = f"{_INDEX_FORMAT} {self.store.meta.doc_offsets_sha256} {self.min_tokens} {name}"
         path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
-        return cached(path, make, f"index of {self.store.path} ({name})")
+        return _cached(path, make, f"index of {self.store.path} ({name})")
 
 
 def sequence_borders(doc_offsets: NDArray[np.int64], start: int, seq_len: int) -> Tensor:
@@ -291,10 +255,10 @@ def sequence_borders(doc_offsets: NDArray[np.int64], start: int, seq_len: int) -
     A sequence begins with a fresh state: a document that began before `start` restarts there.
 
     Args:
-        doc_offsets: [documents + 1] int64, strictly increasing, the document borders in the token stream; those of the
-            documents in the sequence suffice.
+        doc_offsets: [documents + 1] int64, strictly increasing borders in the token stream; those of the documents in
+            the sequence suffice.
         start: position of the sequence's first token in the stream.
-        seq_len: tokens of the sequence, at least 1.
+        seq_len: at least 1.
     """
     first, beyond = touched(doc_offsets, start, start + seq_len)
     inside = doc_offsets[first + 1 : beyond] - start

@@ -43,12 +43,11 @@ def ids_of(tokenizer: Tokenizer) -> dict[str, Any]:
 class StoreWriter:
     """Writes one store, document by document, into a folder, which is a valid store only after `finish` returns.
 
-    Memory does not grow with the corpus. Creates the folder if missing; use `atomic_folder` to put it into place.
-
     Args:
+        folder: created if missing; use `atomic_folder` to put it into place.
         vocab_size, eos_id, tokenizer: as in StoreMeta.
         shard_tokens: tokens of every shard but the last.
-        state: resume an earlier writer's work in the folder from this state; by default existing data is discarded.
+        state: to resume from; by default existing data is discarded.
 
     Raises:
         DataError: the folder holds less data than `state` records.
@@ -112,19 +111,14 @@ class StoreWriter:
         return WriterState(self.num_tokens, self.num_documents, tuple(self._full_shards))
 
     def resume(self, state: WriterState) -> None:
-        """Restore the folder to a state saved by this process or an earlier one.
-
-        Raises:
-            DataError: the folder holds less data than `state` records.
-        """
+        """Restore the folder to a state saved by this process or an earlier one. Raises as the constructor."""
         self.close()
         self._resume(state)
 
     def tail_state(self, fraction: float) -> WriterState:
         """The state before the tail: the last documents, as many as fit into `fraction` of the tokens.
 
-        Raises:
-            DataError: not even the last document fits.
+        Raises DataError if not even the last document fits.
         """
         # Flush first: the offsets are read through the file.
         self.checkpoint()

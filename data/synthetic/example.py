@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Tokens [start, stop) of an example to be predicted."""
+    """Tokens [start, stop) of an example to be predicted, right or wrong as a whole."""
 
     start: int
     stop: int
@@ -37,19 +37,12 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A sequence of `length` tokens, plus one: the label of the last.
-
-    Attributes:
-        length: of the sequence.
-        filler: tokens between the pieces.
-        pieces: sorted by position, without overlap.
-        answers: sorted by position; each is right or wrong as a whole.
-    """
+    """A sequence of `length` tokens, plus one: the label of the last."""
 
     length: int
     filler: Filler
-    pieces: Sequence[Piece]
-    answers: Sequence[Answer]
+    pieces: Sequence[Piece]  # sorted by position, without overlap
+    answers: Sequence[Answer]  # sorted by position
 
     def read(self, start: int, stop: int) -> Tokens:
         """Tokens [start, stop), [stop − start] int64, with 0 ≤ start ≤ stop ≤ length + 1; generates only these."""
@@ -90,9 +83,9 @@ class Example:
 
     @cached_property
     def _before(self) -> list[int]:
-        """Total tokens of the pieces before each piece, and of all pieces."""
+        # Total tokens of the pieces before each piece, and of all pieces.
         return [0, *np.cumsum([len(piece.tokens) for piece in self.pieces]).tolist()]
 
     def _fill(self, number: int, start: int, stop: int) -> Tokens:
-        """The filler at positions [start, stop) of the example, between pieces `number` − 1 and `number`."""
+        # Positions of the example, between pieces `number` − 1 and `number`.
         return self.filler.read(start - self._before[number], stop - self._before[number])

@@ -1,18 +1,17 @@
 """Makes synthetic tasks: recall of symbols, and facts told in text; pure functions of (seed, index, length, depth).
 
-A text is assembled from pieces that are tokenised separately, so a piece has the same ids at every position. Pieces are
-inserted between whole filler sentences. Only the first sentence may be truncated, so that every length is met to the
-token.
+A text is assembled from pieces that are tokenised separately, so a piece has the same ids at every position. They are
+inserted between whole filler sentences; only the first sentence may be truncated, so that every length is met exactly.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -43,20 +42,20 @@ SENTENCES = tuple(f" {who} {does} {where}." for who in _WHO for does in _DOES fo
 _NUM_NAMES = len(COLOURS) * len(PLACES)
 
 
-class ExampleMaker(Protocol):
-    """Interface of a task.
+class ExampleMaker(ABC):
+    """Makes the examples of a task."""
 
-    Attributes:
-        vocab_size: every id is below it.
-        chance: accuracy of a uniform guess among all answers of the right form.
-    """
-
-    vocab_size: int
-    chance: float
+    vocab_size: int  # every id is below it
+    chance: float  # accuracy of a uniform guess among all answers of the right form; for several answers, of the first
+    shortest: int  # tokens of a sequence
+    content: str  # what needs these tokens
 
     def check(self, length: int, field: str) -> None:
         """Raise `ConfigError`, which names `field`, if sequences are too short for the task."""
+        if length < self.shortest:
+            raise ConfigError(field, length, f"too short for {self.content}; least legal value: {self.shortest}")
 
+    @abstractmethod
     def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
         """Generate an example.
 
@@ -75,13 +74,13 @@ class Noise:
         self._draws, self._first = draws, first
 
     def read(self, start: int, stop: int) -> Tokens:
-        """See `Filler`."""
+        """Symbols [start, stop) of an endless sequence."""
         end = FIRST_SYMBOL + NUM_SYMBOLS
         return self._first + self._draws.many_below(end - self._first, start, stop, "noise")
 
 
-class Recall:
-    """Makes examples of `recall`: multi-query associative recall, with all pairs before all queries.
+class Recall(ExampleMaker):
+    """Multi-query associative recall, with all pairs before all queries.
 
         … key value … key value … | … key → value … key → value …
 
@@ -97,19 +96,13 @@ class Recall:
     def __init__(self, config: SyntheticConfig) -> None:
         self._pairs, self._queries = config.num_facts, config.num_queries
         self._keys, self._alphabet = config.num_keys, config.alphabet
-        # Accuracy of a uniform guess among all values.
         self.chance = 1 / config.alphabet
-
-    def check(self, length: int, field: str) -> None:
-        """See `ExampleMaker`."""
         # Each half holds whole pairs only; the second has one more token, the label of the last.
-        shortest = max(4 * self._pairs, 4 * self._queries)
-        if length < shortest:
-            told = f"{self._pairs} pairs and {self._queries} queries"
-            raise ConfigError(field, length, f"too short for {told} of recall; least legal value: {shortest}")
+        self.shortest = max(4 * self._pairs, 4 * self._queries)
+        self.content = f"{self._pairs} pairs and {self._queries} queries of recall"
 
     def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
-        """See `ExampleMaker`."""
+        """An example of 2 tokens a pair, and noise."""
         half = length // 2
         if depth is None:
             places = [2 * slot for slot in sorted(draws.pick(self._pairs, half // 2, "pairs"))]
@@ -133,15 +126,10 @@ class Recall:
 
 
 class Sentences:
-    """The last `length` tokens of a random sequence of sentences.
+    """The last `length` tokens of a random sequence of sentences, with `table`, the tokens of each possible sentence.
 
-    Stores the sentences' end positions, 8 bytes per sentence; tokens are generated slice by slice.
-
-    Args:
-        table: the tokens of each possible sentence.
-
-    Attributes:
-        borders: positions where a piece may be inserted: the ends of all sentences within the length.
+    `borders` are the positions where a piece may be inserted: the ends of all sentences within the length. Stores the
+    sentences' end positions, 8 bytes per sentence; tokens are generated slice by slice.
     """
 
     def __init__(self, table: Sequence[Tokens], draws: Draws, length: int) -> None:
@@ -157,7 +145,7 @@ class Sentences:
         self.borders: list[int] = self._ends[self._ends >= 0].tolist()
 
     def read(self, start: int, stop: int) -> Tokens:
-        """See `Filler`."""
+        """Tokens [start, stop)."""
         if start == stop:
             return np.empty(0, np.int64)
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
@@ -168,49 +156,34 @@ class Sentences:
 
 @dataclass(frozen=True)
 class _Script:
-    """Contents of a text.
-
-    Attributes:
-        told: the relevant facts, in order; the first is at the depth, the others anywhere after it.
-        beside: distractors, anywhere.
-        question: at the end.
-        answers: after the question, in order.
-    """
-
-    told: Sequence[str]
-    beside: Sequence[str]
-    question: str
-    answers: Sequence[str]
+    told: Sequence[str]  # the relevant facts, in order; the first is at the depth, the others anywhere after it
+    beside: Sequence[str]  # distractors, anywhere
+    question: str  # at the end
+    answers: Sequence[str]  # after the question, in order
 
     @property
     def ending(self) -> list[str]:
-        """The question and the comma-separated answers; answers have odd indices."""
+        # Separated by commas; answers have odd indices.
         before = [self.question, *[","] * (len(self.answers) - 1)]
         return [text for pair in zip(before, self.answers, strict=True) for text in pair]
 
 
-class Texts:
-    """Makes examples of the tasks that are text, see `ExampleMaker`."""
+class Texts(ExampleMaker):
+    """The tasks that are text."""
 
     def __init__(self, config: SyntheticConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
         self.vocab_size = tokenizer.vocab_size
-        # Accuracy of a uniform guess among all answers of the right form; for several answers, of the first.
         of_others = 1 / (9 * 10 ** (config.digits - 1))
         self.chance = {Task.counting: 1 / config.num_facts, Task.variables: 1 / _NUM_NAMES}.get(config.task, of_others)
-
-    def check(self, length: int, field: str) -> None:
-        """See `ExampleMaker`."""
         # At most one token per byte, and a prefix token before each piece.
         script = self._script(_Longest("", 0, 0))
-        pieces = (*script.told, *script.beside, *script.ending)
-        shortest = sum(len(text) + 1 for text in (*pieces, max(SENTENCES, key=len)))
-        if length < shortest:
-            allowed = f"too short for what {self._config.task.value} tells and asks; least legal value: {shortest}"
-            raise ConfigError(field, length, allowed)
+        pieces = (*script.told, *script.beside, *script.ending, max(SENTENCES, key=len))
+        self.shortest = sum(len(text) + 1 for text in pieces)
+        self.content = f"what {config.task.value} tells and asks"
 
     def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
-        """See `ExampleMaker`."""
+        """An example whose facts lie between sentences."""
         script = self._script(draws)
         told, beside = self._encode(script.told), self._encode(script.beside)
         ending = self._encode(script.ending)
@@ -289,10 +262,8 @@ class Texts:
 
 
 class _Longest(Draws):
-    """Draws that yield the longest pieces."""
-
+    # Draws that yield the longest pieces.
     def pick(self, count: int, n: int, of: str) -> list[int]:
-        """The last one, always."""
         return [n - 1] * count
 
 
@@ -301,16 +272,16 @@ def _chain(boxes: Sequence[str], number: str) -> list[str]:
     return [f" The {boxes[0]} box holds {number}.", *later]
 
 
-def make_task(config: SyntheticConfig, tokenizer: Tokenizer) -> ExampleMaker:
-    """The task of a valid configuration; `tokenizer` is used by text tasks only."""
-    return Texts(config, tokenizer) if config.task.is_text else Recall(config)
+def make_task(config: SyntheticConfig, tokenizer: Tokenizer, vocab_size: int) -> ExampleMaker:
+    """The task of a valid configuration; `tokenizer` is used by text tasks only.
 
-
-def check_task_vocabulary(task: ExampleMaker, vocab_size: int) -> None:
-    """Raise `ConfigError` if the task's vocabulary exceeds the model's."""
+    Raises ConfigError if the task's vocabulary exceeds `vocab_size`, the model's.
+    """
+    task = Texts(config, tokenizer) if config.task.is_text else Recall(config)
     if task.vocab_size > vocab_size:
         allowed = f"the task has {task.vocab_size} ids; allowed: {task.vocab_size} or more"
         raise ConfigError("model.vocab_size", vocab_size, allowed)
+    return task
 
 
 def draws_for(config: SyntheticConfig, purpose: str, seed: int, index: int) -> Draws:

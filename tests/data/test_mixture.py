@@ -43,7 +43,7 @@ class Setting:
 
     def sources(self) -> list[Source]:
         documents = [Documents(store, self.shortest) for store in self.stores]
-        return [Source(*pair) for pair in zip(documents, self.weights, strict=True)]
+        return [Source(own, weight=weight) for own, weight in zip(documents, self.weights, strict=True)]
 
     def loader(self, global_batch: int = 4, **split: Any) -> SequenceLoader:
         part = DataSplit(**({"seq_len": SEQ_LEN} | split))

@@ -34,7 +34,7 @@ LENGTH = 1024
 
 def make(config: SyntheticConfig, index: int = 0, length: int = LENGTH, depth: float | None = None) -> Example:
     config.validate()
-    return make_task(config, TOKENIZER).example(length, draws_for(config, "test", 3, index), depth)
+    return make_task(config, TOKENIZER, 259).example(length, draws_for(config, "test", 3, index), depth)
 
 
 def text_of(example: Example) -> str:
@@ -184,7 +184,7 @@ def test_invalid_synthetic_config_is_refused(config: SyntheticConfig, expected: 
 @pytest.mark.parametrize("task", list(Task))
 def test_shortest_accepted_length_fits_every_example(task: Task) -> None:
     config = SyntheticConfig(task=task)
-    made = make_task(config, TOKENIZER)
+    made = make_task(config, TOKENIZER, 259)
     with pytest.raises(ConfigError, match=r"^L=1: too short .* least legal value: (\d+)$") as caught:
         made.check(1, "L")
     shortest = int(str(caught.value).rpartition(" ")[2])

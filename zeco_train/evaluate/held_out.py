@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from data.config import DataKind, check_seq_len
-from data.loader import Source
-from data.loader.masking import for_task
+from data.loader import Source, for_task
 from data.loader.opening import open_held_out
 from data.tokenizer import BYTES
 from zeco_train.config.rules import check_documents

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from data.loader import DataSplit, SequenceLoader
+from data.loader import DataSplit, SequenceLoader, for_task
 from data.loader.batches import OpenedData, SequenceSource
-from data.loader.masking import for_task
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, agree, gather
 from zeco_train.errors import DataError

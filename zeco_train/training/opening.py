@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from data.loader import for_task
 from data.loader.batches import OpenedData
-from data.loader.masking import for_task
 from data.loader.opening import open_data
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder

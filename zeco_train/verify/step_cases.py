@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from data.loader import DataSplit, SequenceLoader, Source
+from data.loader import DataSplit, SequenceLoader, Source, for_task
 from data.loader.batches import SequenceSource
-from data.loader.masking import TaskConfig, TaskName, for_task
+from data.loader.masking import TaskConfig, TaskName
 from data.store import TokenStore
 from data.store.documents import Documents
 from data.store.writer import StoreWriter

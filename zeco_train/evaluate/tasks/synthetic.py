@@ -14,7 +14,7 @@ from torch import Tensor
 from data.config import DataKind, check_seq_len
 from data.synthetic import SyntheticConfig, Task
 from data.synthetic.example import Example
-from data.synthetic.tasks import check_task_vocabulary, draws_for, make_task
+from data.synthetic.tasks import draws_for, make_task
 from data.tokenizer import ByteTokenizer
 from models.registry import check_document
 from zeco_train.config.schema import to_plain
@@ -84,8 +84,8 @@ class SyntheticTask:
         """See `Task.prepare`: creates the task, and checks it and the lengths against model and ranks."""
         config, mesh = evaluation.config, evaluation.mesh
         self._asked = self._configure(evaluation)
-        self._maker = make_task(self._asked, evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer())
-        check_task_vocabulary(self._maker, evaluation.trained.model.vocab_size)
+        tokenizer = evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer()
+        self._maker = make_task(self._asked, tokenizer, evaluation.trained.model.vocab_size)
         self._lengths = sorted(self.lengths or [config.data.seq_len])
         for length in self._lengths:
             check_seq_len(length, mesh.sp_size, segments=config.train.segments, field=f"{self.task.value}.lengths")
