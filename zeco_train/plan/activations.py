@@ -1,9 +1,8 @@
 """What a block keeps for its backward pass, what that pass takes beside it, and the elementwise work of both: measured.
 
-The block runs once on the meta device, whose tensors have shapes only, for a target that need not be there
-(`zeco_train.ops.operator.assume`): compiled as in training, by the graphs that the compiler's partitioner makes (their
-elementwise chains are taken to be fused as its code generator does), else under a mode that sees every allocation. The
-operators' own passes run inside, with kernels that are not launched, so that they allocate what they do on a GPU.
+The block runs once on the meta device, for a target that need not be there (`zeco_train.ops.operator.assume`): compiled
+as in training, by the partitioner's graphs, whose elementwise chains are taken to be fused as the code generator does;
+else under a mode that sees every allocation. The operators' passes run inside, with kernels that are not launched.
 
 It runs with a prime number of chunks: memory whose size that number divides grows with the tokens, the rest does not.
 """
@@ -18,6 +17,7 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class Bytes(NamedTuple):
     fixed: float = 0.0
 
     def at(self, tokens: int) -> float:
-        """The bytes of so many tokens."""
+        """Bytes for a number of tokens."""
         return self.by_token * tokens + self.fixed
 
     def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
@@ -61,34 +61,33 @@ class Bytes(NamedTuple):
 
 
 class Peak:
-    """The largest of several amounts, whichever it is for a number of tokens."""
+    """The largest of several amounts; which one depends on the number of tokens."""
 
     def __init__(self, amounts: Iterable[Bytes] = ()) -> None:
         self.amounts = {Bytes(), *amounts}
 
     def add(self, amount: Bytes) -> None:
-        """One more amount."""
+        """Take one more amount into account."""
         if not any(amount.by_token <= other.by_token and amount.fixed <= other.fixed for other in self.amounts):
             self.amounts.add(amount)
 
     def at(self, tokens: int) -> float:
-        """The largest for so many tokens."""
+        """Largest bytes for a number of tokens."""
         return max(amount.at(tokens) for amount in self.amounts)
 
     def over(self, base: Bytes) -> Peak:
-        """The amounts beyond another."""
+        """The amounts less `base`."""
         return Peak(amount - base for amount in self.amounts)
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Memory and elementwise work of a block's pass, in one recompute mode.
+    """Memory and elementwise work of a block, in one recompute mode.
 
     Attributes:
-        kept: from the forward pass to the backward pass, without states that have one size for all lengths and cross
-            ranks.
+        kept: for the backward pass, without states that cross ranks and have one size for all lengths.
         backward: beyond that in the backward pass, without gradients of parameters.
-        forward_traffic, backward_traffic: read and written by elementwise work; recomputation is in the backward pass.
+        forward_traffic, backward_traffic: bytes of elementwise work; recomputation is in the backward pass.
         widest: the largest tensor.
         attending: as `backward`, in softmax attention alone.
     """
@@ -101,9 +100,8 @@ class BlockMemory:
     attending: Peak
 
 
+# What the measurement of a block depends on, beside the model.
 class _Setting(NamedTuple):
-    """What the measurement of a block depends on, beside the model."""
-
     mixer: str
     layer: int
     dtype: torch.dtype
@@ -115,11 +113,9 @@ class _Setting(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a sequence."""
         return CHUNK * _CHUNKS[not self.in_pytorch]
 
     def amount(self, nbytes: int) -> Bytes:
-        """Memory of that size in the measurement: by tokens if the prime number of chunks divides it."""
         if nbytes % _CHUNKS[not self.in_pytorch]:
             return Bytes(0.0, nbytes)
         return Bytes(nbytes / (self.batch * self.tokens), 0.0)
@@ -139,13 +135,13 @@ def measure_block(
     batch: int = 1,
     matmul: Matmul = Matmul.bf16,
 ) -> Mapping[Recompute, BlockMemory]:
-    """Measure the block of a layer, in all recompute modes; cached.
+    """Measure the block of a layer in all recompute modes; cached.
 
     Args:
         config: of the model.
-        layer: index of the layer.
+        layer: its index.
         dtype: of compute.
-        target: to run on, which need not be there.
+        target: device to run on, which need not be there.
         compiled: whether blocks are compiled.
         in_pytorch: whether its operator has no kernels there.
         batch: sequences of a pass.
@@ -161,7 +157,7 @@ def measure_block(
 
 
 def _shape_of(config: LanguageModelConfig, mixer: str) -> str:
-    """What a block of a kind depends on: neither the vocabulary, nor which layers are of its kind."""
+    # A block depends neither on the vocabulary, nor on which layers are of its kind.
     values = dict(vars(config), name="", vocab_size=0)
     attn = dict(vars(config.attn), every=0, layers=()) if mixer == SOFTMAX else None
     # A parameter of the whole model has a part for each layer.
@@ -169,47 +165,31 @@ def _shape_of(config: LanguageModelConfig, mixer: str) -> str:
     return repr(values | {"attn": attn, "num_layers": layers})
 
 
-class _Run(NamedTuple):
-    """A block, and the arguments of a call."""
-
-    block: Block
-    x: Tensor
-    position: SequencePosition
-    part: Tensor | None
-
-    def __call__(self) -> tuple[Tensor, ...]:
-        return self.block(self.x, self.position, (), self.part)
-
-
-def _prepare(config: LanguageModelConfig, setting: _Setting, recompute: Recompute) -> _Run:
+def _prepare(config: LanguageModelConfig, setting: _Setting, recompute: Recompute) -> tuple[Block, Tensor, Any]:
+    """A block, its input, and a call of it."""
     with torch.device("meta"):
-        return _on_meta(config, setting, recompute)
+        block = Block(config, LAYERS[setting.mixer], setting.layer)
+        cast(block, setting.dtype)
+        set_matmul(block, setting.matmul)
+        block.recompute = recompute
+        wide, tokens = accumulation_dtype(setting.dtype), setting.tokens
+        of_residual = wide if config.has_wide_residual else setting.dtype
+        x = torch.empty(setting.batch, tokens, config.hidden_size, dtype=of_residual, requires_grad=True)
+        position = SequencePosition((0, tokens), exchange=local_exchange())
+        position = position.on(x, with_positions=block.attn.reads_positions)
+        shared, own = block.attn.shared, block.attn.wide_parameters
+        part = None if own is None else own()
+        if shared is not None:
+            whole = torch.empty(shared.shape(config), dtype=wide, requires_grad=True)
+            part = shared.parts(whole)[setting.layer]
+    return block, x, partial(block, x, position, (), part)
 
 
-def _on_meta(config: LanguageModelConfig, setting: _Setting, recompute: Recompute) -> _Run:
-    block = Block(config, LAYERS[setting.mixer], setting.layer)
-    cast(block, setting.dtype)
-    set_matmul(block, setting.matmul)
-    block.recompute = recompute
-    wide, tokens = accumulation_dtype(setting.dtype), setting.tokens
-    of_residual = wide if config.has_wide_residual else setting.dtype
-    x = torch.empty(setting.batch, tokens, config.hidden_size, dtype=of_residual, requires_grad=True)
-    position = SequencePosition((0, tokens), exchange=local_exchange())
-    position = position.on(x, with_positions=block.attn.reads_positions)
-    shared, own = block.attn.shared, block.attn.wide_parameters
-    part = None if own is None else own()
-    if shared is not None:
-        whole = torch.empty(shared.shape(config), dtype=wide, requires_grad=True)
-        part = shared.parts(whole)[setting.layer]
-    return _Run(block, x, position, part)
+# --- modules that are not there, or take too long to import; kernels that are not launched ---
 
 
-# --- kernels that are not launched, and what the operators' passes allocate ---
-
-
+# In place of a kernel, or of anything that Triton offers at import.
 class _NoKernel:
-    """In place of a kernel, or of anything that Triton offers at import."""
-
     def __getitem__(self, grid: Any) -> _NoKernel:
         return self
 
@@ -224,8 +204,19 @@ class _NoKernel:
 
 
 @contextlib.contextmanager
+def _stand_ins(modules: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+@contextlib.contextmanager
 def _without_launches() -> Iterator[None]:
-    """While entered, launches of Triton's kernels do nothing; where Triton is missing, its kernels can be imported."""
     try:
         from triton.runtime.jit import KernelInterface
     except ImportError:
@@ -241,35 +232,44 @@ def _without_launches() -> Iterator[None]:
 
 
 def _import_kernels() -> None:
-    """Where Triton is missing, with stand-ins that no other module sees."""
+    """Import them where Triton is missing."""
     triton: Any = types.ModuleType("triton")
     language: Any = types.ModuleType("triton.language")
     triton.jit, triton.knobs, triton.language = _NoKernel(), _NoKernel(), language
     triton.cdiv, triton.next_power_of_2 = lambda n, d: -(-n // d), lambda n: 1 << (n - 1).bit_length()
     language.__getattr__ = lambda name: _NoKernel()
-    names = {"triton": triton, "triton.language": language}
-    missing = {name: sys.modules[name] for name in names if name in sys.modules}
-    sys.modules.update(names)
-    try:
+    with _stand_ins({"triton": triton, "triton.language": language}):
         for one in OPERATORS.values():
             if one.cuda is not None:
                 one.cuda()
         for name in ("zeco_train.ops.gated_norm.kernels", "zeco_train.kernels.rows"):
             importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _without_code_generator() -> Iterator[None]:
+    """The partitioner needs one module of Inductor's that imports all of its code generator, which takes a second."""
+    of_partitioner, lowering = "torch._inductor.pattern_matcher", types.ModuleType("torch._inductor.lowering")
+    if of_partitioner in sys.modules:
+        yield
+        return
+    lowering.fallback_node_due_to_unsupported_type = None  # type: ignore[attr-defined]
+    with _stand_ins({lowering.__name__: lowering}):
+        importlib.import_module(of_partitioner)
+    try:
+        yield
     finally:
-        for name in names:
-            del sys.modules[name]
-        sys.modules.update(missing)
+        # Another user imports it anew, with the code generator.
+        del sys.modules[of_partitioner]
+
+
+# --- memory that is allocated, and elementwise work ---
 
 
 class _Allocations(TorchDispatchMode):
-    """Sees every allocation, and what the passes of the project's own ops allocate inside.
+    """Sees every allocation, also inside the passes of the project's own ops.
 
-    Attributes:
-        live: memory allocated since it was entered, and not freed.
-        peak: the largest since `begin`.
-        traffic: read and written by elementwise work since `begin`.
-        widest: the largest tensor.
+    `live` is allocated since it was entered and not freed; `peak` and `traffic` count from `begin` on.
     """
 
     def __init__(self, setting: _Setting) -> None:
@@ -281,7 +281,7 @@ class _Allocations(TorchDispatchMode):
         self.begin()
 
     def begin(self, parameters: Iterable[Tensor] = ()) -> None:
-        """Of a pass: the sums anew. Gradients of the parameters, known by their size, are counted by FSDP's units."""
+        """Begin a pass. Gradients of the parameters, known by their size, are counted by FSDP's units."""
         self._free()
         self._uncounted = {parameter.nbytes for parameter in parameters}
         self.peak, self.attending, self.traffic = Peak([self.live]), Peak(), Bytes()
@@ -328,7 +328,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def _inside(func: Any, args: Any, setting: _Setting) -> Iterable[Bytes]:
-    """What a backward pass of one of the project's ops allocates, its results among it."""
+    # What a backward pass of one of the project's ops allocates, its results among it.
     name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
     if not (name.startswith("zeco::") and name.endswith("_backward")):
         return ()
@@ -352,7 +352,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "embedding_dense_bac
 
 
 def _is_elementwise(func: Any, args: Any) -> bool:
-    """Whether an op's time is that of memory: all but products and operators."""
+    # Whether an op's time is that of memory.
     if func.namespace != "zeco":
         return func._schema.name.split("::")[1].rstrip("_") not in _PRODUCTS
     if func.name() in ("zeco::mix", "zeco::mix_backward"):
@@ -368,11 +368,11 @@ def _eager(config: LanguageModelConfig, setting: _Setting) -> Mapping[Recompute,
 
 
 def _run_eager(config: LanguageModelConfig, setting: _Setting, recompute: Recompute) -> BlockMemory:
-    run = _prepare(config, setting, recompute)
+    block, x, run = _prepare(config, setting, recompute)
     with _Allocations(setting) as seen:
         y, *crossings = run()
         forward = seen.traffic
-        seen.begin(run.block.parameters())
+        seen.begin(block.parameters())
         crossing = {x.untyped_storage()._cdata: setting.amount(x.untyped_storage().nbytes()) for x in crossings}
         # States are counted by the step's segments, since they have one size for all lengths.
         states = sum((x for x in crossing.values() if x.fixed), Bytes())
@@ -381,23 +381,22 @@ def _run_eager(config: LanguageModelConfig, setting: _Setting, recompute: Recomp
         dy = torch.empty_like(y)
         # The output is the next block's input, so it lives on, and is not this one's.
         torch.autograd.backward(y, dy)
-    x = setting.amount(run.x.nbytes)
-    peaks = (peak.over(kept + of_y + states) for peak in (seen.peak, seen.attending))
-    return BlockMemory(kept + x, next(peaks), forward, seen.traffic, seen.widest, next(peaks))
+    backward, attending = (peak.over(kept + of_y + states) for peak in (seen.peak, seen.attending))
+    return BlockMemory(kept + setting.amount(x.nbytes), backward, forward, seen.traffic, seen.widest, attending)
 
 
 # --- with a compiler ---
 
 
 def _compiled(config: LanguageModelConfig, setting: _Setting) -> Mapping[Recompute, BlockMemory]:
-    """From one trace without recomputation: recomputed parts begin the backward pass with what was not kept."""
-    run = _prepare(config, setting, Recompute.none)
-    (_, *crossings), (forward, backward) = _partitioned(run)
-    weights = {parameter.nbytes for parameter in run.block.parameters()}
+    # One trace without recomputation: recomputed parts begin the backward pass with what was not kept.
+    block, of_x, run = _prepare(config, setting, Recompute.none)
+    (_, *crossings), (forward, backward) = _partitioned(block, run)
+    weights = {parameter.nbytes for parameter in block.parameters()}
     first, second = (_Schedule(graph, setting, weights) for graph in (forward, backward))
     whole = _stored((node.meta["val"] for node in second.saved), setting)
     in_mlp = _stored((node.meta["val"] for node in second.saved if _is_of_mlp(node)), setting)
-    x = setting.amount(run.x.nbytes)
+    x = setting.amount(of_x.nbytes)
     # States have a size for all lengths, and are counted by the step's segments.
     replayed = Bytes(_stored(crossings[::2], setting).by_token)
     kept = {Recompute.none: whole, Recompute.selective: whole - in_mlp, Recompute.full: x + replayed}
@@ -417,25 +416,33 @@ def _compiled(config: LanguageModelConfig, setting: _Setting) -> Mapping[Recompu
     }
 
 
-def _partitioned(run: _Run) -> tuple[tuple[Tensor, ...], list[fx.Graph]]:
+def _partitioned(block: Block, run: Any) -> tuple[tuple[Tensor, ...], list[fx.Graph]]:
     """The results of a compiled block, and its forward and backward graph, as `torch.compile` partitions them."""
-    from torch._dynamo.backends.common import aot_autograd  # late: takes seconds
+    # Late, since they take seconds. torch's own `aot_autograd` imports the code generator, too, to log.
+    from torch._functorch.aot_autograd import aot_module_simplified
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     graphs = list[fx.Graph]()
 
     def partition(*arguments: Any, **options: Any) -> Any:
-        modules = min_cut_rematerialization_partition(*arguments, **options)
+        with _without_code_generator():
+            modules = min_cut_rematerialization_partition(*arguments, **options)
         graphs.extend(module.graph for module in modules)
         return modules
 
-    backend = aot_autograd(
-        fw_compiler=lambda module, _: module.forward, partition_fn=partition, decompositions=select_decomp_table()
-    )
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        return aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=lambda module, _: module.forward,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+
     # All blocks have one code, of which a compiler takes few forms.
     torch._dynamo.reset()
-    run.block.compile_compute(backend=backend)
+    block.compile_compute(backend=backend)
     return run(), graphs
 
 
@@ -456,16 +463,10 @@ def _modules(node: fx.Node) -> Iterable[tuple[str, Any]]:
     return node.meta.get("nn_module_stack", {}).values()
 
 
+# Work between two times at which memory is allocated and freed: a product or operator, or fused elementwise work, by
+# the first node; what it reads and writes by storage.
 @dataclass
 class _Kernel:
-    """Work between two times at which memory is allocated and freed.
-
-    Attributes:
-        node: the first of its graph; a product or operator is alone.
-        is_fused: elementwise work.
-        reads, writes: tensors by their storage.
-    """
-
     node: fx.Node
     is_fused: bool
     reads: dict[int, Bytes]
@@ -475,9 +476,7 @@ class _Kernel:
 class _Schedule:
     """When memory lives in a graph whose elementwise chains are fused, up to the products and operators that read them.
 
-    Attributes:
-        saved: what the forward pass keeps, parameters aside.
-        peak, traffic, widest: as of `_Allocations`; `mlp_traffic` is the MLP's.
+    `saved` is what the forward pass keeps, parameters aside.
     """
 
     def __init__(self, graph: fx.Graph, setting: _Setting, weights: set[int]) -> None:
@@ -531,7 +530,7 @@ class _Schedule:
             self._made |= dict.fromkeys(made, at)
 
     def _joined(self, sources: dict[int, Bytes]) -> int | None:
-        """The last kernel that shares a tensor with elementwise work, when all that the work reads is there."""
+        # The last kernel that shares a tensor with elementwise work, when all that the work reads is there.
         first = max((self._made.get(key, 0) for key in sources), default=0)
         for at in reversed(range(first, len(self._kernels))):
             kernel = self._kernels[at]
@@ -587,7 +586,7 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether it is part of its first input, or all of it."""
+    # Whether it is part of its first input, or all of it.
     if node.target is operator.getitem:
         return True
     of, whole = (
@@ -604,7 +603,7 @@ _SUMS = (torch.ops.aten.sum, torch.ops.aten.mean, torch.ops.aten.amax, torch.ops
 
 
 def _is_realised(node: fx.Node) -> bool:
-    """Whether elementwise work is written to memory: sums, and what products, operators or the next pass read."""
+    # Whether elementwise work is written to memory: sums, and what products, operators or the next pass read.
     if getattr(node.target, "overloadpacket", None) in _SUMS:
         return True
     return any(
