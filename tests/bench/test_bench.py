@@ -19,8 +19,8 @@ from tests.support.commands import REPOSITORY, TORCHRUN, Command, is_pending
 from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
 from zeco_train.bench import __main__ as command
+from zeco_train.bench.case import LogLines, Report
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig
-from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.runner import Runner
 from zeco_train.bench.samples import Summary, WrongResultError, check_results, slowest_rank
 from zeco_train.bench.session import Session

@@ -30,11 +30,10 @@ from zeco_train.bench.attention_variants import (
     OnRanks,
     build_variant,
 )
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import PASSES, RunsConfig
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import PEER_TOLERANCE, TOLERANCE, operator_step, peak_gb
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.samples import Row, check_results, marked
 from zeco_train.bench.session import Session

@@ -30,9 +30,8 @@ from torch import Tensor
 from models.parameters import cast
 from models.spec import ModelSpec, spec_of
 from zeco_train.bench.backends import state_elements
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import DecodeConfig
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.samples import Row, Summary, check_results, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds

@@ -36,12 +36,11 @@ from torch import Tensor
 from models.spec import spec_of
 from zeco_train.bench import trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.peer import Peer, Weights, check_peer
 from zeco_train.bench.products import product_flops, products_contender
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Subject
 from zeco_train.bench.samples import Row, check_results, gradient_norms, marked
 from zeco_train.bench.session import Session, choice_of

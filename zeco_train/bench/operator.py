@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench import trace
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Attention, Inputs, Shape, context_parallel, peer_attention, peer_results
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row, WrongResultError, check_results, marked
 from zeco_train.bench.session import Session
