@@ -187,7 +187,7 @@ def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[st
         def exchange(variant: Variant, *rest: Any, right: Any = right) -> Any:
             return over_all_ranks(LocalCopyScan()) if variant.kind == "lasp2" else right(variant, *rest)
 
-        with mock.patch.object(session, "exchange", exchange), mock.patch.object(Runner, "measure") as measure:
+        with mock.patch.object(session, "exchange", exchange), mock.patch.object(Runner, "rows") as measure:
             try:
                 command.CASES[case].measure(config, session)
             except WrongResultError as error:

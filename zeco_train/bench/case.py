@@ -21,6 +21,7 @@ from zeco_train.bench import figures
 from zeco_train.bench.config import CaseConfig, describe
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
+from zeco_train.bench.stored import FORMAT
 from zeco_train.config.schema import to_plain
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.system.command import docstring
@@ -32,18 +33,17 @@ from zeco_train.system.tables import Columns, format_table
 T = TypeVar("T")
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
 
+ADVICE = Advice(
+    lost_peer="the results so far stand",
+    memory="fewer tokens, heads or MiB need less, and so do segments=M and recompute=full; the results so far stand",
+    timeout_key="timeout_seconds",
+)
+
 
 class Report:
     """Collects rows; rank 0 writes them to a folder after each configuration.
 
-    Args:
-        case: name of the case.
-        config: of the case.
-        session: the ranks.
-        columns: of the table.
-
     Attributes:
-        folder: output folder.
         rows: one for each configuration, variant, pass and mode; a note explains missing results.
         notes: about the whole run.
         failures: measurements that failed a check; the command then ends with exit code 1.
@@ -58,6 +58,7 @@ class Report:
         # Before anything is measured: results that cannot be written would be lost.
         session.agree(self._check_folder)
         self._header = {
+            "format": FORMAT,
             "case": case,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": sys.argv[1:],
@@ -100,12 +101,8 @@ class Report:
             self._session.spent(time.monotonic() - started)
 
     def finish(self) -> None:
-        """Write everything, final notes included. Errors as of `add`."""
+        """Write everything, final notes included."""
         self._session.agree(self._write)
-
-    def table(self) -> str:
-        """The whole table with its notes."""
-        return "\n".join([format_table(self.rows, self._columns), *self.notes]) + "\n"
 
     def as_json(self) -> dict[str, Any]:
         """The content of results.json."""
@@ -116,16 +113,16 @@ class Report:
             check_outputs("out", self.folder, (RESULTS_FILE, TABLE_FILE))
 
     def _write(self) -> None:
-        if not self._session.mesh.is_main:
-            return
-        write_result(self.folder / RESULTS_FILE, json.dumps(self.as_json()))
-        write_result(self.folder / TABLE_FILE, self.table())
+        if self._session.mesh.is_main:
+            write_result(self.folder / RESULTS_FILE, json.dumps(self.as_json()))
+            table = "\n".join([format_table(self.rows, self._columns), *self.notes])
+            write_result(self.folder / TABLE_FILE, f"{table}\n")
 
 
 class LogLines(logging.Handler):
-    """While entered, prints and stores each distinct line that the project logs: choices of `auto`, and fallbacks.
+    """While entered, prints and stores each distinct line of level INFO that the project logs.
 
-    Records below level INFO are left out.
+    These are choices of `auto`, and fallbacks.
     """
 
     def __init__(self, session: Session) -> None:
@@ -145,7 +142,7 @@ class LogLines(logging.Handler):
         self._logger.setLevel(self._level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
+        """Print and store a line, unless it has been before."""
         text = record.getMessage()
         if text not in self.texts:
             self.texts.append(text)
@@ -158,19 +155,11 @@ def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10"
     return {f"{kind}_{unit}": (heading, f">10:.{digits}f") for kind, heading in headings.items()}
 
 
-ADVICE = Advice(
-    lost_peer="the results so far stand",
-    memory="fewer tokens, heads or MiB need less, and so do segments=M and recompute=full; the results so far stand",
-    timeout_key="timeout_seconds",
-)
-
-
 @dataclass(frozen=True)
 class Case:
     """A benchmark: its settings, and what measures with them.
 
-    Attributes:
-        keeps_log: store what the project logs meanwhile; not of cases that train, which log every step.
+    `keeps_log`: store what the project logs meanwhile; not of cases that train, which log every step.
     """
 
     config: type[CaseConfig]
@@ -193,7 +182,7 @@ class Case:
         return report
 
     def start(self, arguments: Sequence[str], job: Job) -> int:
-        """Join the other ranks and run; returns the process's exit code, 1 if a measurement fails its check."""
+        """Join the other ranks and run; returns the exit code, 1 if a measurement fails its check."""
         config = self.config.load(arguments)
         with job.joining(timedelta(seconds=config.timeout_seconds)):
             session = Session.open(config, job.launch, job)
