@@ -19,9 +19,8 @@ from typing import Self
 
 import torch.distributed as dist
 
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report
 from zeco_train.bench.config import CaseConfig
-from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Row, slowest_rank
 from zeco_train.bench.session import Session
 from zeco_train.checkpoint.checkpointer import CheckpointMode

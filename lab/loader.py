@@ -23,9 +23,8 @@ from data.loader import Batch, DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store.documents import Documents
 from data.store.writer import StoreWriter
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report
 from zeco_train.bench.config import CaseConfig
-from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.system.numbers import check_least

@@ -26,10 +26,9 @@ from lab.delays.model import OVERLAPS, PATTERNS, Predicted, gpu_of, late_by
 from lab.delays.spins import Place, Spins, spinning
 from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import TOLERANCE, operator_step
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.samples import Row, Summary, check_results
 from zeco_train.bench.session import Session

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from zeco_train.bench import attention, attention_variants
+from zeco_train.bench import attention, attention_variants, figures
 from zeco_train.bench.attention import AttentionConfig, _flops
 from zeco_train.bench.attention_variants import DEFAULTS, VARIANTS, build_variant
-from zeco_train.bench.figures import draw_attention
 from zeco_train.bench.operands import Inputs
 from zeco_train.bench.samples import WrongResultError
 from zeco_train.bench.session import Session
@@ -101,15 +100,15 @@ def test_figure_shows_times_and_balance() -> None:
         for name in ("all_gather", "gla:zeco")
         for tokens in (16, 64)
     ]
-    figure = draw_attention(rows, "here")
+    figure = figures._draw_attention(rows, "here")
     assert figure is not None
     assert [len(axes.patches) for axes in figure.axes] == [4, 0, 4, 0]
     assert [line.get_xdata()[0] for line in figure.axes[1].lines] == [1.02, 1.02, 1.0]
     assert figure.axes[2].yaxis_inverted(), "the first variant is on top"
     for each in rows:
         del each["slowest"]
-    assert len(draw_attention(rows, "here").axes) == 2
-    assert draw_attention([{**row, "pass": "forward"}], "here") is None
+    assert len(figures._draw_attention(rows, "here").axes) == 2
+    assert not [*figures._attention([{**row, "pass": "forward"}], "here")]
 
 
 def _case(rank: int, world_size: int, folder: str) -> list[str]:

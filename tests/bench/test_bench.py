@@ -19,8 +19,8 @@ from tests.support.commands import REPOSITORY, TORCHRUN, Command, is_pending
 from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
 from zeco_train.bench import __main__ as command
+from zeco_train.bench.case import LogLines, Report
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig
-from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.runner import Runner
 from zeco_train.bench.samples import Summary, WrongResultError, check_results, slowest_rank
 from zeco_train.bench.session import Session
@@ -187,7 +187,7 @@ def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[st
         def exchange(variant: Variant, *rest: Any, right: Any = right) -> Any:
             return over_all_ranks(LocalCopyScan()) if variant.kind == "lasp2" else right(variant, *rest)
 
-        with mock.patch.object(session, "exchange", exchange), mock.patch.object(Runner, "measure") as measure:
+        with mock.patch.object(session, "exchange", exchange), mock.patch.object(Runner, "rows") as measure:
             try:
                 command.CASES[case].measure(config, session)
             except WrongResultError as error:

@@ -17,9 +17,9 @@ from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench import figures, model, steps
 from zeco_train.bench.backends import RandomTokens
+from zeco_train.bench.case import Report
 from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
-from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary, WrongResultError
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns

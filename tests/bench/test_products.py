@@ -26,6 +26,7 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.bench.variants import Variant
 from zeco_train.ops import loss as loss_module
+from zeco_train.ops.operator import Target
 from zeco_train.ops.position import SequencePosition
 
 # A model of two small layers.
@@ -105,6 +106,7 @@ def test_products_memory_is_subtracted_from_other_rows() -> None:
     config = ModelConfig.load(QUICK)
     session = mock.Mock(spec=Session, on_cuda=False, rank=0, world_size=1, gather=lambda value: [value])
     session.device = torch.device("cpu")
+    session.target = Target.of(session.device)
     measurement = _Measurement(config.run_config(ModelSettings(heads=2)), config, session, mock.Mock())
     ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
     ceiling.held_gb = 1.5

@@ -1,6 +1,5 @@
-"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`.
+"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]` compares variants of a case on N ranks.
 
-collectives, operator, attention, model and decode compare variants.
 `python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures, without a GPU.
 """
 
@@ -15,14 +14,7 @@ if __name__ == "__main__":
 import sys
 from functools import partial
 
-from zeco_train.bench import (
-    attention,
-    collectives,
-    decode,
-    figures,
-    model,
-    operator,
-)
+from zeco_train.bench import attention, collectives, decode, figures, model, operator
 from zeco_train.bench.case import ADVICE
 from zeco_train.bench.config import describe
 from zeco_train.errors import ConfigError

@@ -2,15 +2,13 @@
 
 Every rank has `tokens` tokens. With a method, or a backend, they are its shard of one sequence over all ranks; with
 `dp` its own sequence. Softmax attention does more work per token the longer the sequence is, so the methods' tokens per
-second are not those of `dp`; their FLOPs per second are comparable, and `ratio` is of those. A step is the operator and
-autograd, from queries, keys and values as projected to the gradients of all three; `forward` is without autograd.
+second are not comparable with those of `dp`; their FLOPs per second are, and `ratio` compares them. A step is the
+operator and autograd, from queries, keys and values as projected; `forward` is without autograd.
 
 On GPUs each variant is profiled once, on all ranks, forward + backward:
 
 exposed    time of communication kernels with no compute under it, waits for slower ranks included; of the slowest rank
 slowest    compute time of the rank with the most, relative to the mean: 1 is a perfect balance
-
-Variants are in `zeco_train.bench.attention_variants`.
 """
 
 from __future__ import annotations
@@ -30,13 +28,12 @@ from zeco_train.bench.attention_variants import (
     OnRanks,
     build_variant,
 )
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import PASSES, RunsConfig
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import PEER_TOLERANCE, TOLERANCE, operator_step, peak_gb
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
-from zeco_train.bench.samples import Row, check_results, marked
+from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
 from zeco_train.ops.oracle import exact_results, exact_softmax
@@ -92,9 +89,8 @@ class AttentionConfig(RunsConfig):
     kernels: Kernels = Kernels.auto
     check_tokens: int = -1
 
-    def validate(self) -> None:
-        """See `CaseConfig.validate`."""
-        super().validate()
+    def _check(self) -> None:
+        super()._check()
         unknown = [name for name in self.variants if name not in VARIANTS]
         if not self.variants or unknown or len(set(self.variants)) < len(self.variants):
             allowed = f"must be a list of different ones of {', '.join(VARIANTS)}"
@@ -114,11 +110,6 @@ class AttentionConfig(RunsConfig):
         """G."""
         return self.heads if self.key_heads is None else self.key_heads
 
-    @property
-    def chosen(self) -> list[AttentionVariant]:
-        """The variants."""
-        return [VARIANTS[name] for name in self.variants]
-
     def shape(self, variant: AttentionVariant, tokens: int) -> Shape:
         """The sizes of a variant's operands."""
         operator, groups = (LINEAR, None) if variant.is_linear else ("softmax", self.num_key_heads)
@@ -133,7 +124,7 @@ def run(config: AttentionConfig, session: Session) -> Report:
         ConfigError: these ranks support none of the variants.
     """
     report = Report("attention", config, session, COLUMNS)
-    ours = [each for each in config.chosen if each.method != TORCH]
+    ours = [VARIANTS[name] for name in config.variants if VARIANTS[name].method != TORCH]
     calls = [("bench attention", config.shape(each, 1).call(config.dtype)) for each in ours]
     session.check_kernels(config.kernels, calls)
     session.enter("checks")
@@ -148,19 +139,12 @@ CASE = Case(AttentionConfig, run)
 
 
 def _check_all(config: AttentionConfig, session: Session, report: Report) -> dict[AttentionVariant, float]:
-    """Each supported variant's largest error, of o and all gradients; what is not supported here is noted.
-
-    Errors are relative to exact results of the whole sequence.
-
-    Raises:
-        WrongResultError: on all ranks, if a variant is wrong on one of them.
-        ConfigError: there is none.
-    """
+    # Each supported variant's largest error of o and all gradients, relative to exact results of the whole sequence.
     checked: dict[AttentionVariant, float] = {}
     problem: ConfigError | None = None
     default = LEAST_TOKENS if session.on_cuda else 256
     tokens = default if config.check_tokens == -1 else config.check_tokens
-    for variant in config.chosen:
+    for variant in (VARIANTS[name] for name in config.variants):
         name, shape = variant.name, config.shape(variant, tokens)
         try:
             # A rank alone takes the whole sequence.
@@ -171,7 +155,7 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
             report.note(f"{name} is not measured: {error}")
             continue
         own = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
-        whole = own.gathered(session)
+        whole = own.gathered()
         if variant.is_linear:
             expected = exact_results(OPERATORS[shape.operator], whole.operands, whole.do)
         else:
@@ -181,8 +165,7 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
             found = whole.at(built.positions).results(built.attention)
         pairs = {key: (value, expected[key][:, built.positions]) for key, value in found.items()}
         tolerance = PEER_TOLERANCE if variant.method == TORCH else TOLERANCE[config.dtype]
-        errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
-        checked[variant] = max(max(of_rank.values()) for of_rank in session.gather(errors))
+        checked[variant] = session.check(name, pairs, tolerance)
     if problem is not None and not checked:
         raise problem
     return checked
@@ -233,10 +216,8 @@ def _within(on_ranks: OnRanks, step: Subject) -> object:
 
 
 def _flops(config: AttentionConfig, variant: AttentionVariant, tokens: int, kind: str, ranks: int) -> float:
-    """FLOPs of a rank: two products forward, five backward, of each pair of a query and a key that it reads.
-
-    NaN for linear attention, of which the count depends on the chunks.
-    """
+    # Of a rank: two products forward, five backward, of each pair of a query and a key that it reads. Those of linear
+    # attention depend on the chunks.
     if variant.is_linear:
         return math.nan
     ranks = 1 if variant.is_alone else ranks
@@ -249,7 +230,6 @@ def _flops(config: AttentionConfig, variant: AttentionVariant, tokens: int, kind
 
 
 def _compared(variant: AttentionVariant, median_ms: float, tokens: int, rates: dict[str, float]) -> Row:
-    """Columns derived from the median, and from the rates of FLOPs (per ms) of all variants."""
     rate, dp = rates[variant.name], rates.get(variant.reference)
     row: Row = {"tokens_per_second_per_gpu": 1e3 * tokens / median_ms}
     if not math.isnan(rate):

@@ -133,7 +133,10 @@ def build_variant(variant: AttentionVariant, shape: Shape, window: int | None, s
         return _torch_rings(shape, window, session)
     scale, seq_len = shape.key_dim**-0.5, tokens * (1 if alone else session.world_size)
     if variant.method == MEGATRON:
-        _check_heads(shape, session.world_size)
+        for heads in (shape.heads, shape.num_groups):
+            if heads % session.world_size:
+                problem = f"needs ranks that divide the {heads} heads, not {session.world_size}"
+                raise ConfigError("variants", MEGATRON, problem)
         span = Span(0, seq_len, window=window)
         return OnRanks(lambda q, k, v: _MegatronSP.apply(q, k, v, span, scale), own)
     method = LocalAttention() if alone else _method(variant, shape, session)
@@ -147,12 +150,6 @@ def build_variant(variant: AttentionVariant, shape: Shape, window: int | None, s
     return OnRanks(attention, own)
 
 
-def _check_heads(shape: Shape, ranks: int) -> None:
-    for heads in (shape.heads, shape.num_groups):
-        if heads % ranks:
-            raise ConfigError("variants", MEGATRON, f"needs ranks that divide the {heads} heads, not {ranks}")
-
-
 def _method(variant: AttentionVariant, shape: Shape, session: Session) -> ShardedAttention | LocalAttention:
     assert variant.method is not None
     mesh, spec = session.mesh, METHODS[variant.method]
@@ -163,8 +160,7 @@ def _method(variant: AttentionVariant, shape: Shape, session: Session) -> Sharde
 
 
 class _MegatronSP(torch.autograd.Function):
-    """Gathered tokens, split heads: all ranks have the whole sequence of H / P heads, and keep it for the backward."""
-
+    # All ranks have the whole sequence of H / P heads, and keep it for the backward pass.
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float) -> Tensor:
         gathered = _all_gather(torch.cat([q, k, v], 2))
@@ -186,14 +182,12 @@ class _MegatronSP(torch.autograd.Function):
 
 
 def _all_gather(x: Tensor) -> Tensor:
-    """[1, T, H, D] → [1, P · T, H, D]."""
     into = x.new_empty(dist.get_world_size() * x.shape[1], *x.shape[2:])
     dist.all_gather_into_tensor(into, x[0].contiguous())
     return into[None]
 
 
 def _reduce_scatter(x: Tensor) -> Tensor:
-    """[1, P · T, H, D] → the sum of this rank's tokens, [1, T, H, D]."""
     into = x.new_empty(x.shape[1] // dist.get_world_size(), *x.shape[2:])
     dist.reduce_scatter_tensor(into, x[0].contiguous())
     return into[None]
@@ -204,7 +198,7 @@ def _own_heads(x: Tensor) -> Tensor:
 
 
 def _all_heads(x: Tensor) -> Tensor:
-    """Those of other ranks are 0, as in the product of a rank's part of the output projection they are absent."""
+    # Other ranks' heads are 0: they are absent from the product of a rank's part of the output projection.
     ranks, rank = dist.get_world_size(), dist.get_rank()
     return F.pad(x, (0, 0, rank * x.shape[2], (ranks - 1 - rank) * x.shape[2]))
 

@@ -17,7 +17,7 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.bench.variants import Variant
 from zeco_train.config.schema import Config
-from zeco_train.distributed.mesh import ProcessMesh, device_mesh
+from zeco_train.distributed.mesh import device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
@@ -37,12 +37,9 @@ LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Random tokens of all ranks for each micro-batch.
+    """Random tokens of all ranks for each micro-batch: `count` per rank.
 
-    Attributes:
-        count: tokens per rank, of a micro-batch.
-        micro_batches: of a step.
-        sequence: tokens of a sequence, a part of `count`; 0: all tokens of a rank that is alone, else of all ranks.
+    `sequence`: tokens of a sequence, a part of `count`; 0: all tokens of a rank that is alone, else of all ranks.
     """
 
     vocab_size: int
@@ -70,12 +67,12 @@ class RandomTokens:
         return torch.randint(self.vocab_size, size, device=device, generator=generator)
 
     def own(self, number: int) -> Tensor:
-        """[sequences, tokens of one], this rank's tokens: `count` in all."""
+        """[sequences, tokens of one]: this rank's."""
         own = self.stream(number)[self.session.rank * self.count :][: self.count]
         return own.view(-1, self.seq_len(alone=True))
 
     def seq_len(self, alone: bool) -> int:
-        """Tokens of a sequence: `sequence`, or those of one rank if each is `alone`, else of all ranks."""
+        """Tokens of a sequence, if each rank has its own (`alone`) or all share one."""
         return self.sequence or (self.count if alone else self.count * self.session.world_size)
 
     def batches(self, number: int, alone: bool, segments: int) -> list[Batch]:
@@ -98,13 +95,7 @@ class RandomTokens:
 class Backends:
     """A model with its optimizer, trained by any backend. Collective.
 
-    Args:
-        run: configuration of the model and its optimizer.
-        session: the ranks.
-        tokens: per rank and micro-batch, at first.
-
-    Attributes:
-        purpose: of the exchanges, see `Session.exchange`.
+    `tokens`: per rank and micro-batch, at first. `purpose`: of the exchanges, see `Session.exchange`.
 
     Raises:
         ConfigError: the configured method of softmax attention cannot spread the model's heads over the ranks.
@@ -121,14 +112,11 @@ class Backends:
         # `auto` chooses one method for all numbers of tokens, as for a long sequence.
         load = softmax_load(run.model, session.world_size, dtype=run.train.dtype.compute)
         self._softmax = None if load is None else build_softmax(run.sp, session.mesh, load)
-        self._alone = _alone(session.mesh)
+        ranks = device_mesh(session.device.type, (session.world_size, 1), ("dp", "sp"), session.mesh.timeout)
+        self._alone = replace(session.mesh, devices=ranks)
 
     def exchange_of(self, variant: Variant) -> Exchange:
-        """The exchange of a variant.
-
-        Raises:
-            ConfigError: this machine does not support it.
-        """
+        """The exchange of a variant; `ConfigError` if this machine does not support it."""
         if variant.is_dp:
             return local_exchange()
         with_halo = spec_of(self._run.model).needs_halo
@@ -136,11 +124,10 @@ class Backends:
         return found.replaced(attention=self._softmax)
 
     def contender(self, variant: Variant, tokens: RandomTokens, *, replayed: bool = True) -> Contender:
-        """A variant as a contender, with these tokens; `replayed`: as CUDA graphs, if the run's steps are."""
+        """A variant as a contender; `replayed`: as CUDA graphs, if the run's steps are."""
         alone, segments = variant.is_dp, self._run.train.segments
         graphs = build_graphs(self._run, self.model, self._session.device) if replayed else None
         meter, step = ExposedMeter(), self._training_step(self.exchange_of(variant), alone, tokens, graphs)
-
         launching: list[float] = []
 
         def train(number: int) -> float | Tensor:
@@ -164,15 +151,9 @@ class Backends:
     def gradient(
         self, exchange: Exchange, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
     ) -> tuple[float, list[Tensor]]:
-        """Mean loss over the first micro-batch of all ranks, and this rank's shard of its gradient.
+        """Mean loss over the first micro-batch of all ranks, and this rank's shard of its gradient, if to `keep`.
 
-        Does not train. Collective.
-
-        Args:
-            exchange: joins the shards; with each rank `alone`, those of its own sequence.
-            tokens: inputs and labels.
-            alone: each rank has its own sequence.
-            keep: return the gradient; an empty list otherwise.
+        Does not train. Collective. `exchange` joins the shards of all ranks, or of each rank's own sequence if `alone`.
         """
         step = self._training_step(exchange, alone, replace(tokens, micro_batches=1))
         step.zero_grad()
@@ -225,16 +206,12 @@ def state_elements(run: Config) -> int:
     return math.prod(spec_of(run.model).state_shape)
 
 
-def _alone(mesh: ProcessMesh) -> ProcessMesh:
-    return replace(mesh, devices=device_mesh(mesh.device.type, (mesh.world_size, 1), ("dp", "sp"), mesh.timeout))
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _nobody_stops() -> bool:
-    """Stand-in for the trainer's check, before each segment, whether any rank wants to stop."""
+    # As the trainer asks, before each segment, whether any rank wants to stop.
     stopped = torch.tensor(0)
     dist.all_reduce(stopped)
     return not stopped

@@ -1,21 +1,37 @@
-"""A case of the benchmarks: its settings and what it measures, as a job of all ranks."""
+"""A case of the benchmarks: its settings and what it measures, as a job of all ranks, and its output.
+
+The output is a table on the terminal, and results.json, table.txt and plots in a folder.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from zeco_train.bench import figures
 from zeco_train.bench.config import CaseConfig, describe
-from zeco_train.bench.report import LogLines, Report
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
+from zeco_train.bench.stored import FORMAT
+from zeco_train.config.schema import to_plain
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.system.command import docstring
+from zeco_train.system.environment import environment
+from zeco_train.system.files import write_result
+from zeco_train.system.paths import check_outputs
+from zeco_train.system.tables import Columns, format_table
+
+T = TypeVar("T")
+RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
 
 ADVICE = Advice(
     lost_peer="the results so far stand",
@@ -24,12 +40,126 @@ ADVICE = Advice(
 )
 
 
+class Report:
+    """Collects rows; rank 0 writes them to a folder after each configuration.
+
+    Attributes:
+        rows: one for each configuration, variant, pass and mode; a note explains missing results.
+        notes: about the whole run.
+        failures: measurements that failed a check; the command then ends with exit code 1.
+    """
+
+    def __init__(self, case: str, config: Any, session: Session, columns: Columns) -> None:
+        self.folder = Path(config.out or f"runs/bench/{case}-{session.world_size}")
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self.failures: list[str] = []
+        self._session, self._columns = session, columns
+        # Before anything is measured: results that cannot be written would be lost.
+        session.agree(self._check_folder)
+        self._header = {
+            "format": FORMAT,
+            "case": case,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv[1:],
+            "config": to_plain(config),
+            "world_size": session.world_size,
+            "environment": environment(session.device, config.commit),
+        }
+
+    def note(self, text: str) -> None:
+        """Print and store a note about the whole run."""
+        self.notes.append(text)
+        self._session.say(text)
+
+    def fail(self, text: str) -> None:
+        """Record that a measurement failed its check, and print it on stderr."""
+        self.failures.append(text)
+        self.notes.append(f"FAILED: {text}")
+        self._session.say(self.notes[-1], sys.stderr)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add the rows of a configuration, print them, and write all results so far.
+
+        Raises:
+            DataError: the folder cannot be written, on all ranks.
+        """
+        self._session.say(format_table(rows, self._columns, heading=not self.rows))
+        self.rows += rows
+        self._session.agree(self._write)
+
+    def in_budget(self, items: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
+        """The items that may be measured, as long as the longest so far would still end in time; then a note."""
+        for item in items:
+            if not self._session.within_budget():
+                budget = self._header["config"]["budget_seconds"]
+                self.note(f"{name(item)} and what follows is not measured: budget_seconds={budget:g}")
+                return
+            self._session.enter(name(item))
+            started = time.monotonic()
+            yield item
+            self._session.spent(time.monotonic() - started)
+
+    def finish(self) -> None:
+        """Write everything, final notes included."""
+        self._session.agree(self._write)
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of results.json."""
+        return {**self._header, "notes": self.notes, "rows": self.rows}
+
+    def _check_folder(self) -> None:
+        if self._session.mesh.is_main:
+            check_outputs("out", self.folder, (RESULTS_FILE, TABLE_FILE))
+
+    def _write(self) -> None:
+        if self._session.mesh.is_main:
+            write_result(self.folder / RESULTS_FILE, json.dumps(self.as_json()))
+            table = "\n".join([format_table(self.rows, self._columns), *self.notes])
+            write_result(self.folder / TABLE_FILE, f"{table}\n")
+
+
+class LogLines(logging.Handler):
+    """While entered, prints and stores each distinct line of level INFO that the project logs.
+
+    These are choices of `auto`, and fallbacks.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+        self._session = session
+        self._logger = logging.getLogger("zeco_train")
+
+    def __enter__(self) -> LogLines:
+        self._level = self._logger.level
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print and store a line, unless it has been before."""
+        text = record.getMessage()
+        if text not in self.texts:
+            self.texts.append(text)
+            self._session.say(text)
+
+
+def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10", "p90", "min", "max")) -> Columns:
+    """Columns for the times of rows; `unit` as in field names, `ms` or `us`."""
+    headings = {kind: f"median {unit.replace('u', 'µ')}" if kind == "median" else kind for kind in kinds}
+    return {f"{kind}_{unit}": (heading, f">10:.{digits}f") for kind, heading in headings.items()}
+
+
 @dataclass(frozen=True)
 class Case:
     """A benchmark: its settings, and what measures with them.
 
-    Attributes:
-        keeps_log: store what the project logs meanwhile; not of cases that train, which log every step.
+    `keeps_log`: store what the project logs meanwhile; not of cases that train, which log every step.
     """
 
     config: type[CaseConfig]
@@ -52,7 +182,7 @@ class Case:
         return report
 
     def start(self, arguments: Sequence[str], job: Job) -> int:
-        """Join the other ranks and run; returns the process's exit code, 1 if a measurement fails its check."""
+        """Join the other ranks and run; returns the exit code, 1 if a measurement fails its check."""
         config = self.config.load(arguments)
         with job.joining(timedelta(seconds=config.timeout_seconds)):
             session = Session.open(config, job.launch, job)

@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import CollectivesConfig
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row, check_results
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import Variant
+from zeco_train.bench.variants import Variant, gather_all
 from zeco_train.collectives.wire import all_gather_single
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest, StateScan
 
+# By name, (found, expected).
+Results = dict[str, tuple[Tensor, Tensor]]
 # fp32 folds of a few ranks against fp64: about 2^-24 each.
 TOLERANCE = 1e-5
 COLUMNS = {
@@ -61,13 +62,13 @@ def _measure_size(size: float, config: CollectivesConfig, session: Session, runn
     subjects, checked, skipped = [], {}, []
     for variant in config.chosen:
         try:
-            subject, error = session.agree(partial(inputs.checked, variant))
+            subject, results = session.agree(partial(inputs.started, variant))
         except ConfigError as missing:
             skipped.append({"variant": variant.name, "mode": "eager", "note": f"not here: {missing}"})
             continue
         subjects.append(subject)
         checked[variant.name] = {
-            "relative_error": max(session.gather(error)),
+            "relative_error": session.check(variant.name, results, TOLERANCE),
             "choice": session.choice(variant, inputs.state.numel()),
         }
     if config.graph and session.on_cuda:
@@ -86,7 +87,7 @@ def _measure_size(size: float, config: CollectivesConfig, session: Session, runn
 
 
 class _Inputs:
-    """A rank's state and log-decay, and the expected result of every scan over all ranks' inputs."""
+    # A rank's state and log-decay, and the expected result of every scan over all ranks' inputs.
 
     def __init__(self, config: CollectivesConfig, heads: int, session: Session) -> None:
         self.heads, self._session = heads, session
@@ -95,22 +96,18 @@ class _Inputs:
         shape = (1, heads, config.key_dim, config.value_dim)
         self.state = torch.randn(shape, device=device, generator=generator)
         self.log_decay = -torch.rand(shape[:3], device=device, generator=generator)
-        self._states = [torch.empty_like(self.state) for _ in range(session.world_size)]
-        log_decays = [torch.empty_like(self.log_decay) for _ in self._states]
-        dist.all_gather(self._states, self.state)
-        dist.all_gather(log_decays, self.log_decay)
-        self._pairs = list(zip(self._states, log_decays, strict=True))
+        self._states = gather_all(self.state)
+        self._pairs = list(zip(self._states, gather_all(self.log_decay), strict=True))
 
-    def checked(self, variant: Variant) -> tuple[Subject, float]:
+    def started(self, variant: Variant) -> tuple[Subject, Results]:
+        # What is timed, and results of it to check.
         if variant.kind == "all_gather":
-            subject, results = self._all_gather()
-        elif variant.kind == "all_reduce":
-            subject, results = self._all_reduce()
-        else:
-            subject, results = self._scan(variant)
-        return subject, max(check_results(variant.name, self._session.rank, results, TOLERANCE).values())
+            return self._all_gather()
+        if variant.kind == "all_reduce":
+            return self._all_reduce()
+        return self._scan(variant)
 
-    def _all_gather(self) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
+    def _all_gather(self) -> tuple[Subject, Results]:
         gathered = self.state.new_empty((len(self._states), *self.state.shape))
 
         def gather() -> Tensor:
@@ -121,7 +118,7 @@ class _Inputs:
         results = {"result": (gather().clone(), torch.stack(self._states))}
         return Subject("all_gather", gather, lambda: gathered.zero_()), results
 
-    def _all_reduce(self) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
+    def _all_reduce(self) -> tuple[Subject, Results]:
         total = self.state.clone()
 
         def reset() -> None:
@@ -135,7 +132,7 @@ class _Inputs:
         results = {"result": (reduce().clone(), expected)}
         return Subject("all_reduce", reduce, reset, repeatable=False), results
 
-    def _scan(self, variant: Variant) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
+    def _scan(self, variant: Variant) -> tuple[Subject, Results]:
         scan = self._session.exchange(variant, self.state.numel()).states
         # Run both directions before checking either: a rank that raises would leave the others waiting.
         results = {}
@@ -155,7 +152,6 @@ class _Inputs:
         return incoming
 
     def _expected(self, reverse: bool) -> Tensor:
-        """The expected incoming state of this rank in float64, from all ranks' pairs."""
         rank = self._session.rank
         # In the order in which the scan folds them: towards this rank.
         before = self._pairs[:rank:-1] if reverse else self._pairs[:rank]

@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import NamedTuple, Self
 
 from zeco_train.bench import variants as known
 from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings, parse_settings
 from zeco_train.config.schema import Config, load_config
-from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import ProcessMesh, init_mesh
+from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
-from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import DEFAULT, OPERATORS
@@ -29,6 +26,7 @@ from zeco_train.training.config import Compile, CudaGraphs, Dtype
 
 PASSES = ("forward", "forward_backward")
 _MIB = 1 << 20
+_DECODERS = ("eager", "graph")
 
 
 @dataclass
@@ -39,8 +37,7 @@ class CaseConfig:
         out: output folder; empty is `runs/bench/<case>-<ranks>`.
         seed: of the inputs.
         timeout_seconds: bound of each wait for another rank.
-        budget_seconds: a configuration is not started if, taking as long as the longest so far, it would end after
-            this many seconds.
+        budget_seconds: a configuration is not started if, taking as long as the longest so far, it would end later.
         commit: of this source tree; empty asks git, which may be missing or outdated in a copy of the tree.
     """
 
@@ -53,20 +50,14 @@ class CaseConfig:
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
-        """Settings from KEY=VALUE arguments; see `load_settings`."""
+        """Settings from KEY=VALUE arguments."""
         return load_settings(cls, arguments)
-
-    def join(self, launch: Launch) -> ProcessMesh:
-        """Join the other ranks, all of them as one SP group.
-
-        Raises:
-            ConfigError: the machine does not have the device.
-        """
-        device = find_device(self.device, launch)
-        return init_mesh(launch, launch.world_size, device, timedelta(seconds=self.timeout_seconds))
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
+        self._check()
+
+    def _check(self) -> None:
         check_least(self, seed=0)
         if self.out:
             check_path("out", self.out)
@@ -93,9 +84,8 @@ class BenchConfig(CaseConfig):
     warmup: int = 5
     variants: list[str] = field(default_factory=list)
 
-    def validate(self) -> None:
-        """See `CaseConfig.validate`."""
-        super().validate()
+    def _check(self) -> None:
+        super()._check()
         check_least(self, warmup=1)
 
 
@@ -113,9 +103,8 @@ class RunsConfig(BenchConfig):
     flush_mb: int = -1
     graph: bool = False
 
-    def validate(self) -> None:
-        """See `CaseConfig.validate`."""
-        super().validate()
+    def _check(self) -> None:
+        super()._check()
         check_least(self, runs=1, flush_mb=-1)
 
     def _check_operation(self, passes: list[str], check_tokens: int, least: int) -> None:
@@ -142,9 +131,8 @@ class CollectivesConfig(RunsConfig):
     value_dim: int = 128
     graph_operations: int = 10
 
-    def validate(self) -> None:
-        """See `CaseConfig.validate`."""
-        super().validate()
+    def _check(self) -> None:
+        super()._check()
         _ = self.chosen
         check_least(self, key_dim=1, value_dim=1, graph_operations=1)
         if not self.sizes_mb:
@@ -196,9 +184,8 @@ class OperatorConfig(RunsConfig):
     kernels: Kernels = Kernels.auto
     trace: bool = False
 
-    def validate(self) -> None:
-        """See `CaseConfig.validate`."""
-        super().validate()
+    def _check(self) -> None:
+        super()._check()
         _ = self.chosen
         self._check_lists(heads=1, tokens=1)
         self._check_operator()
@@ -247,7 +234,7 @@ class OfModelConfig(BenchConfig):
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
-        """Settings from KEY=VALUE arguments; those of `model.` are overrides of the model."""
+        """Settings from KEY=VALUE arguments; those of `model.` override the model's."""
         overrides = [text for text in arguments if text.lstrip("+").startswith("model.")]
         config = parse_settings(cls, [text for text in arguments if text not in overrides])
         config.overrides += overrides
@@ -277,17 +264,16 @@ class DecodeConfig(OfModelConfig):
         check_tokens: tokens of the correctness check, half of them in steps.
     """
 
-    variants: list[str] = field(default_factory=lambda: ["eager", "graph"])
+    variants: list[str] = field(default_factory=lambda: list(_DECODERS))
     contexts: list[int] = field(default_factory=lambda: [1 << 10, 1 << 14, 1 << 17, 1 << 20])
     batches: list[int] = field(default_factory=lambda: [1])
     steps: int = 64
     prefill_tokens: int = 16_384
     check_tokens: int = 200
 
-    def validate(self) -> None:
-        """See `CaseConfig.validate`."""
-        super().validate()
-        if not self.variants or len(set(self.variants)) < len(self.variants) or not {*self.variants} <= _DECODERS:
+    def _check(self) -> None:
+        super()._check()
+        if not self.variants or len(set(self.variants)) < len(self.variants) or not {*self.variants} <= {*_DECODERS}:
             raise ConfigError("variants", self.variants, f"must be a list of different ones of {', '.join(_DECODERS)}")
         self._check_lists(contexts=1, batches=1)
         if sorted(set(self.contexts)) != self.contexts:
@@ -296,20 +282,12 @@ class DecodeConfig(OfModelConfig):
         self.run_config()
 
     def run_config(self) -> Config:
-        """The configuration of a run with this model.
-
-        Raises:
-            ConfigError: an unknown or invalid model.
-        """
+        """A run with this model; `ConfigError` for an unknown or invalid one."""
         return self._load_run()
 
 
-# A dictionary, to keep the order.
-_DECODERS = {"eager": None, "graph": None}.keys()
-
-
 def describe(cases: Mapping[str, type[CaseConfig]]) -> str:
-    """The settings of cases: those of shared base classes, then each case's own, with all defaults."""
+    """The settings of cases, for `--help`: those of shared base classes, then each case's own, with all defaults."""
     lines = []
     for family in (CaseConfig, BenchConfig, RunsConfig, OfModelConfig):
         if names := ", ".join(name for name, schema in cases.items() if issubclass(schema, family)):
@@ -320,10 +298,7 @@ def describe(cases: Mapping[str, type[CaseConfig]]) -> str:
 class ModelSettings(NamedTuple):
     """What distinguishes the models of case `model`; None is what the model's file has.
 
-    Attributes:
-        mixer: of which the file with the same size is taken.
-        every: softmax attention in one layer of this many; 0: none.
-        heads: H.
+    With a `mixer`, it is the file of the same size; softmax attention is in one layer of `every`, 0: in none.
     """
 
     mixer: str | None = None
@@ -337,8 +312,7 @@ class ModelConfig(OfModelConfig):
 
     Attributes:
         variants: dp, lasp1, lasp2, zeco train; dp:no_optimizer runs dp's passes alone; `products` runs only the matrix
-            products of their plain step, as an upper bound, on the same GPU in the same turns; fla is the peer, with
-            :no_optimizer and :compile.
+            products of their plain step, as an upper bound; fla is the peer, with :no_optimizer and :compile.
         budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with
             more tokens per rank are not started, and fewer steps are timed, if that would not be left.
         mixers: to measure one after the other, each with its file of the size of `model`; empty: the model's own.
@@ -347,16 +321,14 @@ class ModelConfig(OfModelConfig):
         attention: method of softmax layers over ranks, as `sp.attention`.
         heads, tokens: H (null: that of the model's file), and tokens per rank and micro-batch; all combinations are
             measured, tokens innermost.
-        seq_len: tokens of a sequence, with dp and with the backends; tokens are multiples of it. 0: a sequence is all
-            tokens of a rank with dp, and those of all ranks with a backend. Softmax layers do more work the longer a
-            sequence is, so that hybrids are compared at equal work only with one length.
+        seq_len: tokens of a sequence, which divide `tokens`; hybrids are compared at equal work only with one length.
+            0: a sequence is all tokens of a rank with dp, and those of all ranks with a backend.
         micro_batches: of `tokens` tokens per rank each, of a step.
         steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
             them would not end within budget_seconds.
         dtype, matmul, compile, cuda_graphs, recompute, segments: as train.py's `train.dtype` and so on. Only dtype
             applies to `products`, and none to `fla`, which is trained in bf16.
-        strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the
-            rest.
+        strategy: parallelism of the parameters; not hsdp, which shards over other ranks with `dp` than with the rest.
         check_tokens: tokens per rank in the correctness check.
         trace: also profile one step of each variant that trains, and note the overlap of communication and compute, the
             time in which nothing runs, and what the parts of the step take (`zeco_train.bench.trace`).
@@ -380,9 +352,8 @@ class ModelConfig(OfModelConfig):
     check_tokens: int = 256
     trace: bool = False
 
-    def validate(self) -> None:
-        """See `CaseConfig.validate`."""
-        super().validate()
+    def _check(self) -> None:
+        super()._check()
         _ = self.chosen
         self._check_lists(tokens=1, **({} if self.heads is None else {"heads": 1}))
         check_least(self, seq_len=0, micro_batches=1, steps=1, segments=1, check_tokens=1)
@@ -412,34 +383,25 @@ class ModelConfig(OfModelConfig):
         """The models to measure."""
         own: list[None] = [None]
         combinations = itertools.product(self.mixers or own, self.every or own, self.heads or own)
-        return [ModelSettings(*settings) for settings in combinations]
+        return [*itertools.starmap(ModelSettings, combinations)]
 
     def run_config(self, settings: ModelSettings) -> Config:
-        """The configuration of a training run of a model.
-
-        Raises:
-            ConfigError: an unknown or invalid model.
-        """
+        """A training run of a model; `ConfigError` for an unknown or invalid one."""
         mixer, every, heads = settings
         for text in self.overrides:
             key, _, value = text.lstrip("+").partition("=")
             if key == "model.num_heads":
                 raise ConfigError(key, value, "write heads=[…] here")
-            if key == "model.mixer" and mixer is not None:
-                raise ConfigError(key, value, "is one of mixers=[…] already; leave it out")
-            if key == "model.attn.every" and every is not None:
-                raise ConfigError(key, value, "is one of every=[…] already; leave it out")
+            for taken, name, setting in (("model.mixer", "mixers", mixer), ("model.attn.every", "every", every)):
+                if key == taken and setting is not None:
+                    raise ConfigError(key, value, f"is one of {name}=[…] already; leave it out")
+        own = {"model.mixer": mixer, "model.attn.every": "null" if every == 0 else every, "model.num_heads": heads}
         # Refused for a model without softmax layers; a pattern without is there to compare with.
-        has_method = self.attention.name != "auto" and every != 0
+        if self.attention.name != "auto" and every != 0:
+            own["sp.attention"] = self.attention.name
         run = self._load_run(
-            *([] if mixer is None else [f"model.mixer={mixer}"]),
-            *([] if every is None else [f"model.attn.every={every or 'null'}"]),
-            *([] if heads is None else [f"model.num_heads={heads}"]),
-            *([f"sp.attention={self.attention.name}"] if has_method else []),
-            f"train.matmul={self.matmul.name}",
-            f"train.compile={self.compile.name}",
-            f"train.cuda_graphs={self.cuda_graphs.name}",
-            f"train.recompute={self.recompute.name}",
+            *(f"{key}={value}" for key, value in own.items() if value is not None),
+            *(f"train.{name}={getattr(self, name).name}" for name in ("matmul", "compile", "cuda_graphs", "recompute")),
             f"train.segments={self.segments}",
             f"parallel.strategy={self.strategy.name}",
         )

@@ -1,11 +1,9 @@
 """Case `decode`: throughput and memory of generation, by context length.
 
 Contexts are processed in increasing order: the tokens that one adds to the previous one go through the model as a
-prompt, over all ranks together (`zeco_train.generate.prefill`). Then each rank continues on its own from the resulting
-states, with the configured number of sequences: it picks the greedy token of each, and takes a step with it
-(`zeco_train.generate.decode`). A step ends when its token is on the host, as for a user. Weights and tokens are random,
-which costs the same as real ones. Contexts, batches and variants take turns, a part of the steps each, so that
-disturbances of the machine affect all of them alike.
+prompt, over all ranks together. Then each rank continues on its own from the resulting states, with the configured
+number of sequences: it picks the greedy token of each, and takes a step with it. A step ends when its token is on the
+host, as for a user. Weights and tokens are random. Contexts, batches and variants take turns, a part of the steps each.
 
 Memory is that of the rank during decoding, weights included: on CUDA the peak allocation, on CPUs the resident set size
 of the process, with everything that libraries and allocators keep, including from prompts of longer contexts. States of
@@ -19,9 +17,10 @@ would be meaningless. The error of steps may be up to 1.5 times the operator's, 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,9 +29,8 @@ from torch import Tensor
 from models.parameters import cast
 from models.spec import ModelSpec, spec_of
 from zeco_train.bench.backends import state_elements
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import DecodeConfig
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.samples import Row, Summary, check_results, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
@@ -74,12 +72,7 @@ def run(config: DecodeConfig, session: Session) -> Report:
         ConfigError: this machine supports none of the variants.
     """
     report = Report("decode", config, session, COLUMNS)
-    variants = [name for name in config.variants if name != "graph" or session.on_cuda]
-    if not variants:
-        raise ConfigError("variants", config.variants, "CUDA graphs need CUDA")
-    if variants != config.variants:
-        report.note("graph is not measured: there is no CUDA device")
-    _Measurement(config, session, report, variants).measure()
+    _Measurement(config, session, report).measure()
     return report
 
 
@@ -88,8 +81,7 @@ CASE = Case(DecodeConfig, run)
 
 @dataclass(frozen=True)
 class _Context:
-    """Logits and states after a context, and the throughput of its prefill."""
-
+    # What is known after a context, and the tokens per second of its prefill.
     tokens: int
     logits: Tensor
     states: list[Tensor]
@@ -98,8 +90,7 @@ class _Context:
 
 @dataclass
 class _Kind:
-    """A timed combination and its results on this rank: ms of each step, and bytes."""
-
+    # A timed combination and its results on this rank: ms of each step, and bytes.
     context: _Context
     batch: int
     variant: str
@@ -109,8 +100,13 @@ class _Kind:
 
 
 class _Measurement:
-    def __init__(self, config: DecodeConfig, session: Session, report: Report, variants: Sequence[str]) -> None:
-        self._config, self._session, self._report, self._variants = config, session, report, variants
+    def __init__(self, config: DecodeConfig, session: Session, report: Report) -> None:
+        self._config, self._session, self._report = config, session, report
+        self._variants = [name for name in config.variants if name != "graph" or session.on_cuda]
+        if not self._variants:
+            raise ConfigError("variants", config.variants, "CUDA graphs need CUDA")
+        if self._variants != config.variants:
+            report.note("graph is not measured: there is no CUDA device")
         self._run = config.run_config()
         spec, dtype = spec_of(self._run.model), self._run.train.dtype.compute
         calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
@@ -136,12 +132,7 @@ class _Measurement:
         del exact
         errors = {variant: self._check(variant, ids, expected) for variant in self._variants}
         contexts = list(self._contexts())
-        kinds = [
-            _Kind(context, batch, variant)
-            for context in contexts
-            for batch in self._config.batches
-            for variant in self._variants
-        ]
+        kinds = [_Kind(*each) for each in itertools.product(contexts, self._config.batches, self._variants)]
         for count in in_rounds(self._config.steps):
             for kind in kinds:
                 self._session.enter(f"decoding after {kind.context.tokens:,} tokens")
@@ -205,13 +196,7 @@ class _Measurement:
         return marked(row, self._slow)
 
     def _check(self, variant: str, ids: Tensor, expected: Tensor) -> dict[str, float]:
-        """Errors of a second half's logits, by steps and by the chunked operator; the worst rank's.
-
-        Args:
-            variant: `eager` or `graph`.
-            ids: [T] int64.
-            expected: all logits [T, vocab] in fp64.
-        """
+        # Errors of a second half's logits, by steps and by the chunked operator; the worst rank's.
         half, device = len(ids) // 2, self._session.device
         started = self._prefill.run([ids[:half]], capacity=len(ids))
         assert started is not None

@@ -8,15 +8,15 @@
     gla_1b_h16.png …     training throughput per GPU by GPUs, as Figure 4, bottom; below it relative to `dp`
     mixers.png           training throughput per GPU by model, if there are several, relative to `dp` beside it
 
-The paper's GPUs are a cluster of H100s, ours are named in results.json: compare the scaling of the two series, not
-their absolute speed.
+The paper's GPUs are a cluster of H100s, ours are named in results.json: compare scaling, not absolute speed.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ _PAPER_TOKENS = (16_384, 32_768)
 _PAPER_MIB = 2.0
 # Height of a bar, of 1 for all bars of a model.
 _BARS = 0.8
-Figures = Iterator[tuple[str, "Figure | None"]]
+Figures = Iterator[tuple[str, "Figure"]]
 Points = Sequence[tuple[float, float]]
 
 
@@ -79,17 +79,11 @@ def plot_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Plot results of one case, possibly of different numbers of GPUs; returns the paths of the figures.
-
-    Raises:
-        DataError: a figure cannot be written.
-    """
-    rows = [
-        {**row, "gpus": result["world_size"], "graphs": result.get("config", {}).get("cuda_graphs", "off")}
-        for result in results
-        for row in result["rows"]
-        if row.get("median_ms")
-    ]
+    """Plot results of one case, possibly of different numbers of GPUs; returns the paths of the figures."""
+    rows = []
+    for result in results:
+        facts = {"gpus": result["world_size"], "graphs": result.get("config", {}).get("cuda_graphs", "off")}
+        rows += [row | facts for row in result["rows"] if row.get("median_ms")]
     draw = _FIGURES.get(results[0]["case"])
     if not rows or draw is None:
         return []
@@ -97,8 +91,7 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     machine = f"measured on {', '.join(machines)}"
     if all(result["environment"].get("device") == "cpu" for result in results):
         machine += ", CPU ranks in place of GPUs"
-    figures = [(name, figure) for name, figure in draw(rows, machine) if figure is not None]
-    return [save_figure(figure, folder / f"{name}.png") for name, figure in figures]
+    return [save_figure(figure, folder / f"{name}.png") for name, figure in draw(rows, machine)]
 
 
 def reference(name: str) -> list[dict[str, float]]:
@@ -124,16 +117,16 @@ def _collectives(rows: list[Row], machine: str) -> Figures:
 
 
 def _operators(rows: list[Row], machine: str) -> Figures:
+    rows = [row for row in rows if row["pass"] == "forward_backward"]
     for operator in dict.fromkeys(map(_operator_of, rows)):
         own, name = [row for row in rows if _operator_of(row) == operator], "_".join(("operator", *operator))
+        # Launched eagerly; in graphs if there are no others.
+        own = [row for row in own if row["mode"] == "eager"] or own
         yield name, _operator(own, machine)
         yield f"{name}_tokens", _operator_tokens(own, machine)
 
 
-def _operator(rows: list[Row], machine: str) -> Figure | None:
-    rows = _forward_backward(rows)
-    if not rows:
-        return None
+def _operator(rows: list[Row], machine: str) -> Figure:
     # The paper's shape, or the first.
     shapes = [_shape(row) for row in rows]
     shape = (16, 64, 128) if (16, 64, 128) in shapes else shapes[0]
@@ -154,10 +147,8 @@ def _operator(rows: list[Row], machine: str) -> Figure | None:
 
 
 def _draw_ratios(axes: Axes, rows: list[Row]) -> None:
-    """Each variant's time relative to `dp`, or to the first variant without `dp`, on the most GPUs.
-
-    A line per variant, since times within a few per cent of each other lie on one spot of an axis of milliseconds.
-    """
+    # Relative to `dp`, or to the first variant without it, on the most GPUs. A line per variant, since times within a
+    # few per cent of each other lie on one spot of an axis of milliseconds.
     most = max(row["gpus"] for row in rows)
     latest = {row["variant"]: row for row in rows if row["gpus"] == most}
     base = "dp" if "dp" in latest else next(iter(latest))
@@ -168,7 +159,7 @@ def _draw_ratios(axes: Axes, rows: list[Row]) -> None:
         colour = _colour(variant)
         axes.plot([low, high], [place, place], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
         axes.plot([ratio], [place], "o", color=colour, markersize=6)
-        axes.annotate(f"{ratio:.3f}", (high, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
+        _annotate(axes, f"{ratio:.3f}", high, place, 9)
         right = max(right, high)
     axes.axvline(1.0, color=_COLOURS["dp"], linewidth=0.8)
     axes.set_yticks(range(len(latest)), [plain(variant) for variant in latest])
@@ -179,10 +170,7 @@ def _draw_ratios(axes: Axes, rows: list[Row]) -> None:
     finish_axes(axes)
 
 
-def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
-    rows = _forward_backward(rows)
-    if not rows:
-        return None
+def _operator_tokens(rows: list[Row], machine: str) -> Figure:
     most = max(row["gpus"] for row in rows)
     rows = [row for row in rows if row["gpus"] == most]
     shapes = sorted({_shape(row) for row in rows})
@@ -196,19 +184,15 @@ def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
 
 
 def _attention(rows: list[Row], machine: str) -> Figures:
-    yield "attention", draw_attention(rows, machine)
-
-
-def draw_attention(rows: Sequence[Row], machine: str) -> Figure | None:
-    """Forward + backward by variant: a row of panels for each number of tokens; None without such rows.
-
-    Panels: milliseconds, of which exposed communication is hatched; and the slowest rank's work over the mean, where
-    it was profiled.
-    """
     rows = [row for row in rows if row["pass"] == "forward_backward"]
+    if rows:
+        yield "attention", _draw_attention(rows, machine)
+
+
+def _draw_attention(rows: Sequence[Row], machine: str) -> Figure:
+    # For each number of tokens milliseconds, of which exposed communication is hatched; and, where it was profiled, the
+    # slowest rank's work over the mean.
     counts = sorted({row["tokens"] for row in rows})
-    if not counts:
-        return None
     variants, first = _variants(rows), rows[0]
     window = "" if first.get("window") is None else f", window {first['window']:,}"
     shape = f"H {first['heads']}, G {first['key_heads']}, D {first['head_dim']}{window}, {first.get('gpus', 1)} ranks"
@@ -217,16 +201,12 @@ def draw_attention(rows: Sequence[Row], machine: str) -> Figure | None:
     profiled = any(row.get("slowest") for row in rows)
     panels = figure.subplots(len(counts), 1 + profiled, squeeze=False, sharey="row")
     for count, (left, *rest) in zip(counts, panels, strict=True):
-        own = {row["variant"]: row for row in rows if row["tokens"] == count}
-        for place, (row, name) in enumerate((own.get(name), name) for name in variants):
-            if row is None:
-                continue
-            colour = _attention_colour(name)
+        for name, row in {row["variant"]: row for row in rows if row["tokens"] == count}.items():
+            place, colour = variants.index(name), _attention_colour(name)
             left.barh(place, row["median_ms"], 0.7, color=colour)
             if exposed := row.get("exposed_us"):
                 left.barh(place, exposed / 1e3, 0.7, color="none", edgecolor="white", hatch="////", linewidth=0)
-            left.annotate(f"{row['median_ms']:.2f}", (row["median_ms"], place), (4, 0), textcoords="offset points",
-                          va="center", fontsize=8)  # fmt: skip
+            _annotate(left, f"{row['median_ms']:.2f}", row["median_ms"], place, 8)
             if rest and (slowest := row.get("slowest")):
                 rest[0].plot([slowest], [place], "o", color=colour, markersize=6)
         left.set_yticks(range(len(variants)), [plain(name) for name in variants])
@@ -248,12 +228,13 @@ def _attention_colour(variant: str) -> str:
 
 
 def _models(rows: list[Row], machine: str) -> Figures:
-    models = {f"{model}_h{heads}": (model, heads) for model, heads in sorted({(r["model"], r["heads"]) for r in rows})}
-    for name, model in models.items():
-        yield name, _model([row for row in rows if (row["model"], row["heads"]) == model], machine)
+    models: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["model"], row["heads"])):
+        models.setdefault(f"{row['model']}_h{row['heads']}", []).append(row)
+    for name, own in models.items():
+        yield name, _model(own, machine)
     if len({row["tokens"] for row in rows}) > 1:
-        for name, model in models.items():
-            own = [row for row in rows if (row["model"], row["heads"]) == model]
+        for name, own in models.items():
             yield f"{name}_tokens", _model_tokens(own, machine)
     if len(mixers := mixer_rows(rows)) > 1:
         yield "mixers", draw_mixers(mixers, machine)
@@ -279,7 +260,7 @@ def _model(rows: list[Row], machine: str) -> Figure:
 
 
 def _model_tokens(rows: list[Row], machine: str) -> Figure:
-    """Throughput over tokens a GPU, and, if measured, the part of what matrix products alone reach on that GPU."""
+    # Beside it, if measured, the part of what matrix products alone reach on that GPU.
     limits = {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "products"}
     names = ["tokens/s of a GPU", *(["of the products alone"] if limits else [])]
     figure, (panels,) = _figure(_model_title(rows, machine), 1, len(names), 4.6)
@@ -317,7 +298,7 @@ def mixer_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def mixer_table(models: dict[str, list[Row]]) -> str:
     """Tokens/s of a rank by model and variant, and relative to `dp`, as Markdown: a line per model and length."""
-    variants = _variants([row for rows in models.values() for row in rows])
+    variants = _variants(itertools.chain(*models.values()))
     heads = ["mixer", "model", "tokens a rank", *(f"{name}, tokens/s" for name in variants)]
     heads += [f"{name} / dp" for name in variants if name != "dp"]
     lines = []
@@ -337,7 +318,7 @@ def _cell(row: Row | None, column: str, style: str) -> str:
 
 def draw_mixers(models: dict[str, list[Row]], machine: str) -> Figure:
     """Throughput by model, and relative to `dp`, with the most tokens and GPUs of each variant."""
-    variants, names = _variants([row for rows in models.values() for row in rows]), list(models)
+    variants, names = _variants(itertools.chain(*models.values())), list(models)
     figure = new_figure(f"Training step by model ({machine})", (13.0, 1.6 + 0.75 * len(names)), dpi=120, title_size=11)
     left, right = figure.subplots(1, 2, sharey=True)
     height = _BARS / len(variants)
@@ -353,9 +334,7 @@ def draw_mixers(models: dict[str, list[Row]], machine: str) -> Figure:
             # The upper bound's ratio would push those of the scans together.
             if row.get("ratio") and variant not in ("dp", "products"):
                 right.plot([row["ratio"]], [y], "o", color=colour, markersize=6)
-                right.annotate(
-                    f"{row['ratio']:.3f}", (row["ratio"], y), (8, 0), textcoords="offset points", va="center"
-                )
+                _annotate(right, f"{row['ratio']:.3f}", row["ratio"], y)
     left.set_yticks([place + (_BARS - height) / 2 for place in range(len(names))], [plain(name) for name in names])
     left.invert_yaxis()
     left.set_xlabel("tokens/s of a GPU")
@@ -383,17 +362,12 @@ def _decode(rows: list[Row], machine: str) -> Figures:
 
 
 # By case.
-_FIGURES = {
-    "collectives": _collectives,
-    "operator": _operators,
-    "attention": _attention,
-    "decode": _decode,
-    "model": _models,
-}
+_FIGURES = {"collectives": _collectives, "operator": _operators, "attention": _attention}
+_FIGURES |= {"decode": _decode, "model": _models}
 
 
 def _operator_of(row: Row) -> tuple[str, ...]:
-    """Parts of the names of an operator's figures; none of the default's, which is that of rows without an operator."""
+    # Parts of the names of its figures; none of the default's, also of rows without an operator.
     if row.get("operator", DEFAULT) == DEFAULT:
         return ()
     groups, decay = row.get("groups"), row.get("decay")
@@ -404,12 +378,6 @@ def _titled(row: Row) -> str:
     return f"Operator {' '.join(_operator_of(row))}".rstrip() + ", forward + backward"
 
 
-def _forward_backward(rows: list[Row]) -> list[Row]:
-    """The rows of whole steps, launched eagerly; those of graphs if there are no others."""
-    rows = [row for row in rows if row["pass"] == "forward_backward"]
-    return [row for row in rows if row["mode"] == "eager"] or rows
-
-
 def _shape(row: Row) -> tuple[int, int, int]:
     return row["heads"], row["key_dim"], row["value_dim"]
 
@@ -418,12 +386,12 @@ def _named(shape: tuple[int, int, int]) -> str:
     return "H {}, K {}, V {}".format(*shape)
 
 
-def _variants(rows: Sequence[Row]) -> list[str]:
+def _variants(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["variant"] for row in rows))
 
 
 def _points(rows: list[Row], variant: str, x: str, y: str) -> list[tuple[float, float]]:
-    """(x, y) points; of two runs with the same x the later one counts."""
+    # Of two runs with the same x the later one counts.
     return sorted({row[x]: row[y] for row in rows if row["variant"] == variant}.items())
 
 
@@ -444,6 +412,10 @@ def _draw_all(axes: Axes, rows: list[Row], x: str, y: str = "median_ms") -> None
 def _draw_paper(axes: Axes, points: Points, variant: str, label: str) -> None:
     (line,) = axes.plot(*_xy(points), "x--", color=_COLOURS[variant], label=f"{label} ({_PAPER})")
     line.set(markersize=4, linewidth=1, alpha=0.6)
+
+
+def _annotate(axes: Axes, text: str, x: float, y: float, size: float | None = None) -> None:
+    axes.annotate(text, (x, y), (8, 0), textcoords="offset points", va="center", fontsize=size)
 
 
 def _xy(points: Points) -> tuple[list[float], list[float]]:

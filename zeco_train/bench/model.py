@@ -1,15 +1,14 @@
 """Case `model`: the whole training step of a model, by backend.
 
-A step is the trainer's (`zeco_train.training.step`), with AdamW over master weights. Every rank has `tokens` random
-tokens a micro-batch: with a backend its shard of one sequence over all ranks, with `dp` its own sequence. With
-`seq_len` all sequences have that length: each rank has `tokens / seq_len` of its own with `dp`, and its shards of
-`ranks · tokens / seq_len` with a backend. A hybrid's softmax layers do more work per token the longer the sequence is,
-so only then is their work equal. MFU counts it.
+A step is the trainer's, with AdamW over master weights. Every rank has `tokens` random tokens a micro-batch: with a
+backend its shard of one sequence over all ranks, with `dp` its own sequence. With `seq_len` all sequences have that
+length: each rank has `tokens / seq_len` of its own with `dp`, and its shards of `ranks · tokens / seq_len` with a
+backend. A hybrid's softmax layers do more work per token the longer the sequence is, so only then is their work equal.
 
 All backends train one model with one optimizer, sharded over all ranks alike, and take turns, a block of steps each:
-only the scan differs. `products` (`zeco_train.bench.products`) takes turns with them; its MFU is of its own FLOPs, the
-fraction of peak that products reach here. The peer, `fla` (`zeco_train.bench.peer`), is a separate model, measured
-after the first is freed. `dp:no_optimizer` is forward and backward with FSDP's copies, as replayed in the other steps.
+only the scan differs. `products` takes turns with them; its MFU is of its own FLOPs, the fraction of peak that products
+reach here. The peer, `fla`, is a separate model, measured after the first is freed. `dp:no_optimizer` is forward and
+backward with FSDP's copies, as replayed in the other steps.
 
 Checks before timing, on untrained weights:
 - the whole gradient of each backend on a short sequence, against a plain scan in float64, and softmax layers over
@@ -36,12 +35,11 @@ from torch import Tensor
 from models.spec import spec_of
 from zeco_train.bench import trace
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.peer import Peer, Weights, check_peer
 from zeco_train.bench.products import product_flops, products_contender
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Subject
 from zeco_train.bench.samples import Row, check_results, gradient_norms, marked
 from zeco_train.bench.session import Session, choice_of
@@ -152,11 +150,8 @@ def _available(config: ModelConfig, session: Session, report: Report) -> dict[Mo
 
 
 class _Measurement:
-    """Measurement of one model: its backends with each number of tokens, and then the peer.
-
-    The budget is estimated from the time of one variant with one number of tokens, not of whole configurations: the
-    peer's have one variant each, ours all the others.
-    """
+    # Of one model: its backends with each number of tokens, and then the peer. The budget is estimated from the time of
+    # one variant with one number of tokens: the peer's configurations have one variant each, ours all the others.
 
     def __init__(self, run: Config, config: ModelConfig, session: Session, report: Report) -> None:
         self._run, self._config, self._session, self._report = run, config, session, report
@@ -178,7 +173,7 @@ class _Measurement:
             _forget()
 
     def _measure_backends(self, variants: Sequence[Variant], peers: int) -> Weights | None:
-        """Add the backends' rows; returns the initial weights if there are peers that need them."""
+        # Returns the initial weights if there are peers that need them.
         ours = Backends(self._run, self._session, self._config.tokens[0])
         built = time.monotonic() - self._started
         checked = self._check(ours, variants)
@@ -221,15 +216,14 @@ class _Measurement:
         self._report.note(f"parts of {what}, ms of kernels: {trace.described(found.parts)}")
 
     def _measure_peer(self, variant: Variant, weights: Weights, peers: int) -> None:
-        """Add the rows of a peer; `peers` is the number of peers after it."""
+        # `peers` is the number of peers after it.
         name = variant.name
         if not self._may_start(f"{self._shape}, {name}", 1):
             return
         peer = Peer(variant, weights, self._run, self._session.mesh)
         started = time.perf_counter()
         results = {"logits": (peer.logits(weights.ids).cpu(), weights.logits)}
-        check = partial(check_results, name, self._session.rank, results, PEER_TOLERANCE)
-        error = max(self._session.gather(self._session.agree(check)["logits"]))
+        error = self._session.check(name, results, PEER_TOLERANCE)
         tuned = time.perf_counter() - started
         counts = self._measured or self._config.tokens
         for index, count in enumerate(counts):
@@ -244,7 +238,7 @@ class _Measurement:
             self._add([{**row, "hfu": None, "relative_error": error} for row in rows])
 
     def _may_start(self, what: str, variants: int) -> bool:
-        """Whether this many variants, each with one number of tokens, would end in time; adds a note if not."""
+        # Whether this many variants, each with one number of tokens, would end in time.
         if self._session.within_budget(times=variants):
             self._session.enter(what)
             return True
@@ -253,14 +247,13 @@ class _Measurement:
         return False
 
     def _tokens(self, count: int, *, seq_len: int | None = None) -> RandomTokens:
-        """Random tokens, `count` per rank; `seq_len` in place of the configured length of sequences."""
         config = self._config
         length = config.seq_len if seq_len is None else seq_len
         vocab_size = self._run.model.vocab_size
         return RandomTokens(vocab_size, count, config.seed, self._session, config.micro_batches, length)
 
     def _contender(self, ours: Backends, variant: Variant, tokens: RandomTokens) -> Contender:
-        """A backend after one forward and backward pass, with its loss; or the products."""
+        # A backend after one forward and backward pass, with its loss; or the products.
         if variant.kind == PRODUCTS:
             run = self._run
             dtype, device = run.train.dtype.compute, self._session.device
@@ -272,15 +265,7 @@ class _Measurement:
         return contender
 
     def _time(self, contenders: Sequence[Contender], count: int, later: int, started: float) -> list[Row]:
-        """Rows of contenders with this many tokens per rank.
-
-        Args:
-            contenders: ready to be timed.
-            count: tokens per rank.
-            later: measurements of one variant for which budget must be left after these.
-            started: time at which the setup of these contenders began.
-        """
-
+        # `later` measurements of one variant must fit in the budget after these, whose setup began at `started`.
         def share() -> float:
             return (time.monotonic() - started) / len(contenders)
 
@@ -326,11 +311,7 @@ class _Measurement:
         return flops_per_second / peak if peak else None
 
     def _check(self, ours: Backends, variants: Sequence[Variant]) -> dict[str, Row]:
-        """Fields of each backend's rows: gradient error on a short sequence, and the choice of `auto`.
-
-        Raises:
-            WrongResultError: on all ranks.
-        """
+        # Fields of each backend's rows: gradient error on a short sequence, and the choice of `auto`.
         session, dtype = self._session, self._config.dtype
         tokens = self._tokens(self._config.check_tokens, seq_len=0)
         checked: dict[str, Row] = {variant.name: {} for variant in variants}
@@ -350,10 +331,8 @@ class _Measurement:
         return checked
 
     def _rounding(self, ours: Backends, tokens: RandomTokens, expected: list[Tensor]) -> float:
-        """How far a hybrid's gradient moves if its softmax layers round differently; 0 without such layers.
-
-        In bf16 that is some per cent after many layers, whatever crosses ranks.
-        """
+        # How far a hybrid's gradient moves if its softmax layers round differently: in bf16 some per cent after many
+        # layers, whatever crosses ranks.
         model = self._run.model
         if not model.attn.chosen(model.num_layers):
             return 0.0
@@ -363,11 +342,7 @@ class _Measurement:
         return error
 
     def _check_losses(self, losses: dict[Variant, float]) -> None:
-        """Compare the first losses with a uniform guess, and those of the backends with each other.
-
-        Raises:
-            WrongResultError: one differs; on all ranks.
-        """
+        # Against a uniform guess, and the backends' against each other.
         guess = torch.tensor(math.log(self._run.model.vocab_size))
         for variant, loss in losses.items():
             results = {"the first loss, to be log(vocabulary),": (torch.tensor(loss), guess)}
@@ -390,7 +365,7 @@ def _peer_step(peer: Peer, tokens: RandomTokens, step: int) -> Tensor:
 
 
 def _forget() -> None:
-    """Free unused memory, and compiled code, which may hold references."""
+    # Compiled code may hold references.
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

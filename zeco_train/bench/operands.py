@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from models.mixers.retnet import log_decays
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import FLA_CP
+from zeco_train.bench.variants import FLA_CP, gather_all
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.operator import Kind
@@ -48,7 +47,7 @@ class Shape:
         tokens: per rank.
         operator: one of `variants.BENCHED`, or softmax.
         groups: G, heads of q and k; of softmax, of k and v.
-        decay: of an operator with constant decays, which of them (`Peer.decay`); None for the others.
+        decay: of an operator with constant decays, which of them (`Peer.decay`).
     """
 
     heads: int
@@ -81,16 +80,11 @@ class Shape:
         assert rule is not None, "no operator here is without kernels"
         return Call(self.operator, rule, dtype.compute, self.key_dim, self.value_dim)
 
-    @property
-    def name(self) -> str:
-        """The operator with its settings."""
-        of_decay = "" if self.decay is None else f" ({self.decay})"
-        return self.operator + of_decay
-
     def __str__(self) -> str:
+        decay = "" if self.decay is None else f" ({self.decay})"
         groups = "" if self.groups is None else f", G {self.groups}"
         dims = f"H {self.heads}{groups}, K {self.key_dim}, V {self.value_dim}"
-        return f"{self.name}: {self.tokens:,} tokens a rank, {dims}"
+        return f"{self.operator}{decay}: {self.tokens:,} tokens a rank, {dims}"
 
 
 @dataclass
@@ -98,8 +92,7 @@ class Inputs:
     """An operator's operands, and the gradient of its outputs, of one rank or of a whole sequence.
 
     Attributes:
-        operands: by name, in the operator's order; all but constants are leaves. q, k [1, T, G, K], v [1, T, H, V], for
-            example.
+        operands: by name, in the operator's order; all but constants are leaves, such as q [1, T, G, K].
         do: [1, T, H, V].
     """
 
@@ -108,7 +101,7 @@ class Inputs:
 
     @classmethod
     def random(cls, shape: Shape, dtype: Dtype, seed: int, device: torch.device) -> Inputs:
-        """Normal tokens and do, and decays and strengths as fla's gates give them; fixed decays by `Shape.decay`."""
+        """Normal tokens and do, decays and strengths as fla's gates give them, and fixed decays by `Shape.decay`."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(kind: torch.dtype, *dims: int) -> Tensor:
@@ -148,19 +141,13 @@ class Inputs:
         """The operands whose gradients are measured."""
         return {name: x for name, x in self.operands.items() if name not in _CONSTANTS}
 
-    def gathered(self, session: Session) -> Inputs:
+    def gathered(self) -> Inputs:
         """The whole sequence, all-gathered. Collective."""
-
-        def whole(tensor: Tensor) -> Tensor:
-            parts = [torch.empty_like(tensor) for _ in range(session.world_size)]
-            dist.all_gather(parts, tensor.detach())
-            return torch.cat(parts, dim=1)
-
-        cut = {name: whole(x) for name, x in self.leaves.items()}
-        return Inputs.of({**self.operands, **cut}, whole(self.do))
+        cut = {name: torch.cat(gather_all(x.detach()), 1) for name, x in self.leaves.items()}
+        return Inputs.of({**self.operands, **cut}, torch.cat(gather_all(self.do), 1))
 
     def at(self, positions: Tensor) -> Inputs:
-        """Those of some tokens, as new leaves."""
+        """Only some tokens, as new leaves."""
         cut = {name: x.detach()[:, positions] for name, x in self.leaves.items()}
         return Inputs.of({**self.operands, **cut}, self.do[:, positions])
 
@@ -170,7 +157,7 @@ class Inputs:
             leaf.grad = None
 
     def results(self, attention: Attention, *, backward: bool = True) -> dict[str, Tensor]:
-        """Compute o and, with `backward`, all gradients: `o`, `dq`, and so on."""
+        """Compute `o` and, with `backward`, all gradients: `dq`, and so on."""
         self.forget_grads()
         with torch.set_grad_enabled(backward):
             o = attention(*self.operands.values())
@@ -210,9 +197,8 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
 def context_parallel(shape: Shape, session: Session) -> Attention:
     """Variant `fla_cp`: fla's own context parallelism for the same operator, over all ranks' tokens. Collective.
 
-    fla 0.6.0 summarises a rank's consecutive tokens as [S | M], fp32 [H, K, V + K], all-gathers that of every rank, and
-    folds those of the ranks before; the backward pass does the same with those after. A rank sends (P − 1) · H · K ·
-    (V + K) · 4 bytes a pass.
+    fla 0.6.0 all-gathers a summary of every rank's tokens, [S | M], fp32 [H, K, V + K], and folds those of the ranks
+    before; the backward pass does the same with those after. A rank sends (P − 1) · H · K · (V + K) · 4 bytes a pass.
 
     Raises:
         ConfigError: fla, or a GPU, is missing; or fla has none for this operator or shape.
@@ -241,21 +227,15 @@ def context_parallel(shape: Shape, session: Session) -> Attention:
 
 
 def peer_results(inputs: Inputs, attention: Attention, *, backward: bool, variant: str = "fla") -> dict[str, Tensor]:
-    """`Inputs.results` by fla's function, of a variant that errors name.
+    """`Inputs.results` by fla's function; `ConfigError`, for `variant`, if fla refuses it.
 
-    Raises:
-        ConfigError: fla refuses it, as it does some gradients for some GPUs and versions of Triton.
+    It does some gradients for some GPUs and versions of Triton.
     """
     try:
         return inputs.results(attention, backward=backward)
     except Exception as error:
-        if not _is_refusal(error):
+        if type(error) not in _REFUSALS and not type(error).__module__.startswith("triton."):
             raise
         text = " ".join(str(error).split())
         forward = "; passes=[forward] may be measured" if backward else ""
         raise ConfigError("variants", variant, f"is refused by fla itself ({text}){forward}") from error
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether fla, or the compiler of its kernels, raised it."""
-    return type(error) in _REFUSALS or type(error).__module__.startswith("triton.")

@@ -1,17 +1,14 @@
 """Case `operator`: one forward, and one forward + backward, of an operator (`zeco_train.bench.operands`) by backend.
 
 Every rank has `tokens` tokens. With a backend, and with `fla_cp`, they are its shard of one sequence over all ranks;
-with `dp`, and with `fla`, its own sequence. A step is the public operator and autograd, such as
-`mix(OPERATOR, (q, k, v, g), shard)`, then `o.backward(do)` with a given `do` and no gradients to add to; `forward` is
-without autograd. Exposed communication is the step with a scan less the step in which the scan is a local copy
-(`variants.LocalCopyScan`), medians of the same run. `MB sent` is by the busiest rank (`sent_mb`).
+with `dp`, and with `fla`, its own sequence. A step is the public operator and autograd, with a given gradient of the
+outputs and no gradients to add to; `forward` is without autograd. Exposed communication is the step with a scan less
+the step in which the scan is a local copy (`variants.LocalCopyScan`), medians of the same run.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench import trace
-from zeco_train.bench.case import Case
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import OperatorConfig
 from zeco_train.bench.operands import Attention, Inputs, Shape, context_parallel, peer_attention, peer_results
-from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row, WrongResultError, check_results, marked
+from zeco_train.bench.samples import Row, WrongResultError, marked
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import FLA_CP, LocalCopyScan, Variant, over_all_ranks
 from zeco_train.errors import ConfigError
@@ -82,10 +78,9 @@ def run(config: OperatorConfig, session: Session) -> Report:
         Shape(heads, key_dim, value_dim, tokens, config.operator, config.groups, config.decay)
         for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens)
     ]
+    default = 4096 if session.on_cuda else 256
     for shape in report.in_budget(shapes, str):
-        dims = replace(
-            shape, tokens=config.check_tokens if config.check_tokens > 0 else 4096 if session.on_cuda else 256
-        )
+        dims = replace(shape, tokens=default if config.check_tokens == -1 else config.check_tokens)
         if dims not in checked:
             checked[dims] = _check(dims, config, session, report)
         _measure_shape(shape, config, session, runner, report, checked[dims])
@@ -96,11 +91,7 @@ CASE = Case(OperatorConfig, run)
 
 
 def sharded_operator(variant: Variant, shape: Shape, session: Session, purpose: str = "eager") -> Attention:
-    """The operator on a rank's tokens by a variant.
-
-    Raises:
-        ConfigError: this machine does not support it.
-    """
+    """The operator on a rank's tokens by a variant; `ConfigError` if this machine does not support it."""
     if variant.kind == "fla":
         return peer_attention(shape, session)
     if variant.kind == FLA_CP:
@@ -116,23 +107,16 @@ def sharded_operator(variant: Variant, shape: Shape, session: Session, purpose: 
 
 
 def _check(short: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
-    """Fields of each variant's rows: its largest error, and the choice of `auto`.
-
-    Errors are taken at the small length of `short`, relative to exact results of the whole sequence. Variants
-    that are not supported here, by fla itself too, are noted, and have no error; a wrong peer is a failure of the
-    report. `copy` is wrong by design.
-
-    Raises:
-        WrongResultError: on all ranks, if another variant is wrong on one of them.
-    """
+    # Fields of each variant's rows: its largest error, relative to exact results of the whole sequence, and the choice
+    # of `auto`. What is not supported here, by fla itself too, is noted; a wrong peer is a failure of the report.
     own = Inputs.random(short, config.dtype, config.seed + 1 + session.rank, session.device)
-    whole = own.gathered(session)
+    whole = own.gathered()
     expected = exact_results(OPERATORS[short.operator], whole.operands, whole.do)
     begin = session.rank * short.tokens
     checked: dict[str, Row] = {}
     backward = config.passes != ["forward"]
     for variant in config.chosen:
-        if variant.kind == "copy":
+        if variant.kind == "copy":  # wrong by design
             continue
         # These do not communicate: each rank takes the whole sequence.
         name, alone = variant.name, variant.is_alone
@@ -142,23 +126,21 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
             attention = session.agree(partial(sharded_operator, variant, length, session))
             if variant.is_peer:
                 found = session.agree(partial(peer_results, taken, attention, backward=backward, variant=name))
-        except ConfigError as error:
-            report.note(f"{name} is not measured: {error}")
+        except ConfigError as problem:
+            report.note(f"{name} is not measured: {problem}")
             continue
         if not variant.is_peer:
             found = taken.results(attention)
         part = {n: x if alone else x[:, begin : begin + short.tokens] for n, x in expected.items()}
         pairs = {n: (found[n], part[n]) for n in found}
-        tolerance = PEER_TOLERANCE if variant.is_peer else TOLERANCE[config.dtype]
         try:
-            own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
-        except WrongResultError as error:
+            error = session.check(name, pairs, PEER_TOLERANCE if variant.is_peer else TOLERANCE[config.dtype])
+        except WrongResultError as wrong:
             if not variant.is_peer:
                 raise
-            report.fail(f"{name} is not measured, it is wrong: {error.reason}")
+            report.fail(f"{name} is not measured, it is wrong: {wrong.reason}")
             continue
-        largest = max(max(of_rank.values()) for of_rank in session.gather(own_errors))
-        checked[name] = {"relative_error": largest, "choice": session.choice(variant, short.state_elements)}
+        checked[name] = {"relative_error": error, "choice": session.choice(variant, short.state_elements)}
     return checked
 
 
@@ -250,9 +232,8 @@ def peak_gb(subject: Subject, session: Session) -> float | None:
     return max(session.gather(peak / 1e9))
 
 
-@contextmanager
-def counted() -> Iterator[list[float]]:
-    """Within it, all scans and all-gathers of this process: the bytes that the busiest rank sends for each."""
+def sent_mb(subject: Subject, session: Session) -> float | None:
+    """MB that the busiest rank sends in scans and all-gathers of a run; None if that is nothing. Collective."""
     sent: list[float] = []
     launch, gather = ScanBackend.launch, dist.all_gather_into_tensor
 
@@ -266,23 +247,13 @@ def counted() -> Iterator[list[float]]:
         return gather(into, part, group=group, **rest)
 
     # The backward pass runs in another thread, so it is the functions themselves that are replaced.
-    _replace(counted_launch, counted_gather)
+    ScanBackend.launch = counted_launch  # type: ignore[assignment, method-assign]
+    dist.all_gather_into_tensor = counted_gather
     try:
-        yield sent
-    finally:
-        _replace(launch, gather)
-
-
-def _replace(launch: Any, gather: Any) -> None:
-    ScanBackend.launch = launch  # type: ignore[method-assign]
-    dist.all_gather_into_tensor = gather
-
-
-def sent_mb(subject: Subject, session: Session) -> float | None:
-    """MB that the busiest rank sends for a run of a subject; None if that is nothing. Collective."""
-    with counted() as sent:
         subject.prepare()
         subject.run()
+    finally:
+        ScanBackend.launch, dist.all_gather_into_tensor = launch, gather  # type: ignore[method-assign]
     subject.prepare()
     session.settle()
     return max(session.gather(sum(sent) / 1e6)) or None

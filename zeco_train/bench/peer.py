@@ -5,8 +5,7 @@ fused linear cross-entropy, clips, and steps a fused AdamW; by default it neithe
 same, on each rank alone: FSDP2 over one rank casts and communicates nothing. If there is a choice, this takes the
 faster one: no host synchronisation for each step's norm, and no second cast of the weights for the backward pass.
 
-`fla:no_optimizer` is only a forward and backward pass with bf16 weights. Tokens are random, and different in each step;
-labels are the tokens, which the model shifts.
+`fla:no_optimizer` is only a forward and backward pass with bf16 weights. Labels are the tokens, which the model shifts.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from zeco_train.training.optim.registry import build_optimizer
 
 @dataclass(frozen=True)
 class Weights:
-    """Our model's weights and reference logits, for the peer to match.
+    """Our model's weights and reference logits, for the peer to match, on the host.
 
     Attributes:
-        parameters: unsharded, by name, on the host.
+        parameters: unsharded, by name.
         ids: [1, T] int64.
-        logits: [1, T, vocab], our model's output for them, on the host.
+        logits: [1, T, vocab], our model's output for them.
     """
 
     parameters: dict[str, Tensor]
@@ -66,14 +65,7 @@ def check_peer(run: Config, session: Session) -> None:
 
 
 class Peer:
-    """fla's model with our weights, trained on each rank alone.
-
-    Args:
-        variant: `fla`, with its settings.
-        weights: initial weights.
-        run: configuration of the model and its optimizer.
-        mesh: of all ranks. Collective.
-    """
+    """fla's model with our weights, trained on each rank alone; `variant` is `fla` with its settings. Collective."""
 
     def __init__(self, variant: Variant, weights: Weights, run: Config, mesh: ProcessMesh) -> None:
         self.model = _build(run.model, weights.parameters, mesh.device)
@@ -134,7 +126,14 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
     if config.tie_word_embeddings:
         # `to_empty` replaces each module's parameters separately.
         model.lm_head.weight = model.model.embeddings.weight
-    _set_buffers(model)
+    # `to_empty` leaves buffers without values, such as a rotary embedding's frequencies.
+    for name, module in model.named_modules():
+        if buffers := dict(module.named_buffers(recurse=False)):
+            reset: Any = getattr(module, "reset_parameters", None)
+            assert reset is not None, (name, [*buffers])
+            # Of a module with parameters it would set these, too.
+            assert not dict(module.named_parameters()), name
+            reset()
     own = dict(model.named_parameters())
     ours = {renamed(name, form.names.parts): value for name, value in parameters.items()}
     assert own.keys() == ours.keys(), own.keys() ^ ours.keys()
@@ -146,17 +145,6 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
 
 def _format(config: LanguageModelConfig) -> ModelFormat | None:
     return next((one for one in formats_of(config) if one.library == "fla"), None)
-
-
-def _set_buffers(model: nn.Module) -> None:
-    """Set the buffers, such as a rotary embedding's frequencies, which `to_empty` leaves without values."""
-    for name, module in model.named_modules():
-        if own := dict(module.named_buffers(recurse=False)):
-            reset: Any = getattr(module, "reset_parameters", None)
-            assert reset is not None, (name, [*own])
-            # Of a module with parameters it would set these, too.
-            assert not dict(module.named_parameters()), name
-            reset()
 
 
 def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
@@ -172,7 +160,7 @@ def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, P
 
 
 def _shard(model: Any, run: Config, mesh: ProcessMesh) -> None:
-    """FSDP2 over this rank alone: master weights are cast in each step."""
+    # FSDP2 over this rank alone: master weights are cast in each step.
     policy = MixedPrecisionPolicy()
     if run.train.dtype is Dtype.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

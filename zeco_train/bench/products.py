@@ -3,15 +3,10 @@
 It takes turns with the backends, on the same GPU at the same temperature: at its power limit a GPU lowers its clocks.
 For the same reason the bound is not strict, since products alone draw more power than a step that also moves memory.
 
-For each linear layer of the model, as recorded by the walk (`models.spec`), and for the head it runs the three products
-of a step, one by one, in the compute dtype and with the layouts of `models.projections`:
-
-    y = x Wᵀ       in the forward pass
-    dx = dy W      in the backward pass; dW = dyᵀ x too
-    the head       chunk by chunk, all three in the forward pass, as in `zeco_train.ops.loss`
-
-There is no norm, no operator, no optimizer, no sum of the gradients dx of one input, and no communication; no
-`recompute` or `segments`. Layers that share their input are not joined, as in the model.
+For each linear layer of the model and for the head it runs the three products of a step, one by one, in the compute
+dtype and with the layouts of `models.projections`: y = x Wᵀ in the forward pass, dx = dy W and dW = dyᵀ x in the
+backward pass; those of the head chunk by chunk in the forward pass, as in `zeco_train.ops.loss`. There is no norm, no
+operator, no optimizer, no sum of the gradients dx of one input, and no communication; no `recompute` or `segments`.
 
 Values are drawn from normal distributions, since products of zeros draw less power: x and dy with variance 1, W as the
 model's initial weights. Results are written, but never read (the head's logits are, as their own gradient). All blocks
@@ -61,17 +56,7 @@ def product_flops(config: LanguageModelConfig) -> TokenFLOPs:
 
 
 class Products:
-    """The products of a step, with allocated buffers.
-
-    Args:
-        config: of the model.
-        tokens: of this rank.
-        dtype: of everything.
-        seed: of the numbers.
-
-    Attributes:
-        held_bytes: total size of the buffers.
-    """
+    """The products of a step for this many tokens of this rank; all buffers together have `held_bytes`."""
 
     def __init__(
         self, config: LanguageModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
@@ -131,7 +116,7 @@ class Products:
         return [*dxs, *dweights]
 
     def _head_products(self, weight: Tensor, chunk: int) -> list[_Product]:
-        """Logits, dh and dW of each chunk of tokens; the logits stand in for their gradient."""
+        # Logits, dh and dW of each chunk of tokens; the logits stand in for their gradient.
         products: list[_Product] = []
         vocab, width = weight.shape
         hidden, dhidden = (self._view(tensor, width) for tensor in (self._inputs, self._results))
@@ -143,5 +128,4 @@ class Products:
         return products
 
     def _view(self, buffer: Tensor, width: int) -> Tensor:
-        """[tokens, width] at the start of a buffer."""
         return buffer[: self._tokens * width].view(self._tokens, width)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.config import RunsConfig
-from zeco_train.bench.samples import Row, Summary, check_results
+from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
 from zeco_train.errors import CommunicationError, first_cause
 
@@ -50,29 +50,6 @@ class Subject:
     repeatable: bool = True
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Times of one subject.
-
-    Attributes:
-        summary: over the runs.
-        by_rank: every sample in ms, [ranks][runs].
-        host_ms: launch time of a run on the slowest host, from the first flush on; the 90th percentile.
-        cover_ms: time for which the device was kept busy meanwhile; if this is less, runs were bound by the host.
-    """
-
-    summary: Summary
-    by_rank: list[list[float]]
-    host_ms: float
-    cover_ms: float
-
-    def as_row(self) -> Row:
-        """Fields by their names in results.json."""
-        rest = {"host_ms": self.host_ms, "cover_ms": self.cover_ms, "samples_ms_by_rank": self.by_rank}
-        note = {"note": "bound by the host"} if 0 < self.cover_ms < self.host_ms else {}
-        return {**self.summary.as_row(), **rest, **note}
-
-
 class Runner:
     """Times subjects with the settings of `config`."""
 
@@ -87,8 +64,12 @@ class Runner:
         self._token = torch.zeros(1, device=session.device)
         self._flush_ms = self._time_flush() if session.on_cuda and size else 0.0
 
-    def measure(self, subjects: Sequence[Subject]) -> list[Timing]:
-        """Warm up, then time all subjects in turn; one `Timing` each. Collective: the same subjects on all ranks."""
+    def rows(self, subjects: Sequence[Subject]) -> list[Row]:
+        """Warm up, then time all subjects in turn; a row each. Collective: the same subjects on all ranks.
+
+        `host_ms` is the launch time of a run on the slowest host, from the first flush on, at its 90th percentile;
+        `cover_ms` the time for which the device was kept busy meanwhile.
+        """
         flushes = [self._warm_up(subject) for subject in subjects]
         samples: list[list[Callable[[], float]]] = [[] for _ in subjects]
         issues: list[list[float]] = [[] for _ in subjects]
@@ -109,19 +90,20 @@ class Runner:
             torch.cuda.synchronize()
         own = [[sample() for sample in of_subject] for of_subject in samples]
         hosts = self._session.gather([sorted(of_subject)[len(of_subject) * 9 // 10] for of_subject in issues])
-        timings = []
-        for index, by_rank in enumerate(zip(*self._session.gather(own), strict=True)):
-            cover = flushes[index] * self._flush_ms
-            timings.append(Timing(Summary.of(by_rank), list(by_rank), max(host[index] for host in hosts), cover))
-        return timings
-
-    def rows(self, subjects: Sequence[Subject]) -> list[Row]:
-        """`measure`, as report rows."""
-        timings = self.measure(subjects)
-        return [{"variant": s.name, "mode": s.mode, **t.as_row()} for s, t in zip(subjects, timings, strict=True)]
+        rows = []
+        for index, (subject, by_rank) in enumerate(
+            zip(subjects, zip(*self._session.gather(own), strict=True), strict=True)
+        ):
+            row: Row = {"variant": subject.name, "mode": subject.mode, **Summary.of(by_rank).as_row()}
+            row |= {"host_ms": max(host[index] for host in hosts), "cover_ms": flushes[index] * self._flush_ms}
+            row["samples_ms_by_rank"] = list(by_rank)
+            if 0 < row["cover_ms"] < row["host_ms"]:
+                row["note"] = "bound by the host"
+            rows.append(row)
+        return rows
 
     def _warm_up(self, subject: Subject) -> int:
-        """Run the subject untimed; returns the number of flushes that cover its launch."""
+        # Returns the number of flushes that cover a launch.
         seconds = []
         for _ in range(self._warmup):
             subject.prepare()
@@ -180,10 +162,14 @@ class Runner:
 def capture_all(
     subjects: Iterable[Subject], operations: int, session: Session, tolerance: float
 ) -> tuple[list[Subject], list[Row]]:
-    """`capture` of each subject, created lazily; and a row for each subject that cannot be captured."""
+    """A CUDA graph of each subject, created lazily; and a row for each subject that cannot be captured.
+
+    Raises:
+        WrongResultError: a graph's result differs from the uncaptured one by more than the tolerance on some rank.
+    """
     captured, failed = [], []
     for subject in subjects:
-        graph, problem = capture(subject, operations, session, tolerance)
+        graph, problem = _capture(subject, operations, session, tolerance)
         if graph is None:
             failed.append({"variant": subject.name, "mode": "graph", "note": f"not captured: {problem}"})
             session.forget("graph")
@@ -192,14 +178,8 @@ def capture_all(
     return captured, failed
 
 
-def capture(subject: Subject, operations: int, session: Session, tolerance: float) -> tuple[Subject | None, str]:
-    """The subject in a CUDA graph of this many operations; or None, and the reason it cannot be captured. Collective.
-
-    The result is compared with the uncaptured one.
-
-    Raises:
-        WrongResultError: it differs by more than the tolerance on some rank.
-    """
+def _capture(subject: Subject, operations: int, session: Session, tolerance: float) -> tuple[Subject | None, str]:
+    # The graph; or None, and the reason why it cannot be captured.
     expected = None
     for _ in range(2):  # compile, connect and allocate before the capture
         subject.prepare()
@@ -221,23 +201,18 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
     problem = next((text for text in session.gather(problem) if text), "")
     if problem:
         return None, problem
+    # `subject` stays alive with the graph, which holds addresses of its tensors.
     captured = Subject(subject.name, partial(_replay, graph, subject), subject.prepare, "graph", operations)
     if subject.repeatable and isinstance(result, Tensor) and expected is not None:
-        _check_replays(captured, result, expected, session, tolerance)
+        for _ in range(2):
+            captured.prepare()
+            # A replay that writes nothing must not pass with the result of the one before.
+            result.zero_()
+            captured.run()
+        torch.cuda.synchronize()
+        session.check(f"{captured.name} in a CUDA graph", {"result": (result, expected)}, tolerance)
     return captured, ""
 
 
 def _replay(graph: torch.cuda.CUDAGraph, captured: Subject) -> None:
-    """`captured` is passed to keep it alive with the graph, which holds addresses of its tensors."""
     graph.replay()
-
-
-def _check_replays(captured: Subject, result: Tensor, expected: Tensor, session: Session, tolerance: float) -> None:
-    for _ in range(2):
-        captured.prepare()
-        # A replay that writes nothing must not pass with the result of the one before.
-        result.zero_()
-        captured.run()
-    torch.cuda.synchronize()
-    what = {"result": (result, expected)}
-    session.agree(partial(check_results, f"{captured.name} in a CUDA graph", session.rank, what, tolerance))

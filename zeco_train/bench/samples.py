@@ -20,12 +20,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Summary:
-    """Times of one variant in ms, by the slowest rank of each run.
-
-    Attributes:
-        median, p10, p90, min, max: over the runs; percentiles are interpolated.
-        runs: number of runs.
-    """
+    """Times of one variant in ms, by the slowest rank of each run; percentiles are interpolated."""
 
     median: float
     p10: float
@@ -36,11 +31,7 @@ class Summary:
 
     @classmethod
     def of(cls, by_rank: Sequence[Sequence[float]]) -> Summary:
-        """Summarise samples [ranks][runs] in ms.
-
-        Raises:
-            ValueError: no samples, or ranks that disagree on the number of runs.
-        """
+        """Summarise samples [ranks][runs] in ms; raises `ValueError` without any, or if numbers differ."""
         slowest = slowest_rank(by_rank)
         p10, median, p90 = (float(np.percentile(slowest, q)) for q in (10, 50, 90))
         return cls(median, p10, p90, min(slowest), max(slowest), len(slowest))
@@ -64,11 +55,7 @@ def slowest_rank(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 class WrongResultError(ZecoError):
-    """A variant to be timed computes a wrong result: names variant, rank, result, error and tolerance.
-
-    Attributes:
-        reason: the same without the variant.
-    """
+    """A variant to be timed computes a wrong result; `reason` is the message without the variant."""
 
     exit_code = 8
 
@@ -80,11 +67,7 @@ class WrongResultError(ZecoError):
 def check_results(
     variant: str, rank: int, results: Mapping[str, tuple[Tensor, Tensor]], tolerance: float
 ) -> dict[str, float]:
-    """Errors of `{name: (found, expected)}`.
-
-    Raises:
-        WrongResultError: an error is above the tolerance or NaN; the first one.
-    """
+    """Errors of `{name: (found, expected)}`; raises `WrongResultError` for the first above the tolerance, or NaN."""
     errors = {name: relative_error(found, expected) for name, (found, expected) in results.items()}
     for name, error in errors.items():
         # Not `error > tolerance`, which is false for NaN.

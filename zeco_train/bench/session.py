@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from typing import Any, TextIO, TypeVar
 
 import torch
+from torch import Tensor
 
 from zeco_train.bench.config import CaseConfig
+from zeco_train.bench.samples import check_results
 from zeco_train.bench.variants import Variant
-from zeco_train.distributed.mesh import ProcessMesh, agree
+from zeco_train.distributed.device import find_device
+from zeco_train.distributed.mesh import ProcessMesh, agree, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch, gather
@@ -35,15 +40,13 @@ def choice_of(exchange: Exchange) -> str | None:
 class Session:
     """All ranks as one SP group.
 
-    Attributes:
-        mesh: see `init_mesh`; `sp_size` is the number of ranks.
-        device: of this rank.
-        enter: called with a description of the current phase of this rank.
-        job: the benchmark's process lifecycle; None in tests.
+    `enter` is called with a description of this rank's current phase.
     """
 
     def __init__(self, mesh: ProcessMesh, budget_seconds: float, job: Job | None = None) -> None:
         self.job, self.mesh, self.device = job, mesh, mesh.device
+        self.rank, self.world_size, self.on_cuda = mesh.rank, mesh.world_size, mesh.device.type == "cuda"
+        self.target = Target.of(mesh.device)
         self.enter: Callable[[str], None] = job.enter if job is not None else lambda activity: None
         self._deadline = time.monotonic() + budget_seconds
         self._longest = 0.0
@@ -51,35 +54,12 @@ class Session:
 
     @classmethod
     def open(cls, config: CaseConfig, launch: Launch, job: Job | None = None) -> Session:
-        """Join the other ranks; see `CaseConfig.join`."""
-        return cls(config.join(launch), config.budget_seconds, job)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.mesh.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.mesh.world_size
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether the ranks' devices are GPUs."""
-        return self.device.type == "cuda"
-
-    @property
-    def target(self) -> Target:
-        """What calls run on."""
-        return Target.of(self.device)
+        """Join the other ranks; raises `ConfigError` if the machine does not have the device."""
+        device, timeout = find_device(config.device, launch), timedelta(seconds=config.timeout_seconds)
+        return cls(init_mesh(launch, launch.world_size, device, timeout), config.budget_seconds, job)
 
     def check_kernels(self, wanted: Kernels, calls: Calls) -> list[SlowPath]:
-        """What of the calls runs in PyTorch on these GPUs, after a warning of each (`LogLines` prints it once).
-
-        Raises:
-            ConfigError: see `check_kernels`.
-        """
+        """Calls that run in PyTorch on these GPUs, after a warning of each; raises `ConfigError` if they must not."""
         found = check_kernels("kernels", wanted, calls, self.target)
         warn_of(found)
         return found
@@ -90,8 +70,17 @@ class Session:
             print(text, file=file, flush=True)
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Run `action` on all ranks; the first rank's user error is raised on all. See `mesh.agree`."""
+        """Run `action` on all ranks; the first rank's user error is raised on all."""
         return agree(self.mesh, action)
+
+    def check(self, variant: str, results: Mapping[str, tuple[Tensor, Tensor]], tolerance: float) -> float:
+        """The largest relative error of `{name: (found, expected)}` on any rank.
+
+        Raises:
+            WrongResultError: on all ranks, if one is above the tolerance or NaN.
+        """
+        errors = self.agree(partial(check_results, variant, self.rank, results, tolerance))
+        return max(max(of_rank.values()) for of_rank in self.gather(errors))
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank; must pickle. Collective."""
@@ -123,7 +112,7 @@ class Session:
         return SequencePosition(range(0, ranks * tokens + 1, tokens), rank, exchange=exchange)
 
     def choice(self, variant: Variant, state_elements: int) -> str | None:
-        """See `choice_of`, of the cached exchange of a variant; None for variants without one."""
+        """The algorithm that a variant's cached exchange has chosen; None for variants without a choice."""
         return choice_of(self.exchange(variant, state_elements)) if variant.has_scan else None
 
     def drain(self) -> None:
@@ -142,10 +131,7 @@ class Session:
         self.drain()
 
     def within_budget(self, seconds: float | None = None, *, times: int = 1) -> bool:
-        """Whether this many seconds, or `times` the longest so far (`spent`), fit in the budget.
-
-        Rank 0's clock decides for all ranks. Collective.
-        """
+        """Whether this many seconds, or `times` the longest configuration, are left by rank 0's clock. Collective."""
         seconds = times * self._longest if seconds is None else seconds
         return self.gather(time.monotonic() + seconds < self._deadline)[0]
 
@@ -154,10 +140,10 @@ class Session:
         self._longest = max(self._longest, seconds)
 
     def import_fla(self, module: str, variant: str = "fla") -> Any:
-        """A module of flash-linear-attention, the peer; `variant` is named in errors.
+        """A module of flash-linear-attention, the peer.
 
         Raises:
-            ConfigError: it is not installed, or there is no GPU.
+            ConfigError: it is not installed, or there is no GPU; names `variant`.
         """
         if not self.on_cuda:
             raise ConfigError("variants", variant, "flash-linear-attention's kernels need CUDA")

@@ -35,9 +35,7 @@ class Contender:
     """A variant in a comparison of whole steps.
 
     Attributes:
-        variant: what it is.
-        step: runs the whole optimizer step of a given number; returns the mean loss, of all ranks' tokens or of its
-            own.
+        step: runs the optimizer step of a given number; returns the mean loss, of all ranks' tokens or of its own.
         meter: of its exposed communication.
         samples: ms of each timed step on this rank.
         launching: seconds after which the host has launched each step, of all steps on this rank; empty: not measured.
@@ -45,7 +43,6 @@ class Contender:
         first_seconds: duration of the first step, including compilation and autotuning.
         exposed: seconds that compute waited for scans in all timed steps on this rank.
         loss: of the last step.
-        peak_gb: peak device memory.
         held_gb: device memory of its own buffers, held for its whole lifetime.
         graphs: that replay its steps.
     """
@@ -65,7 +62,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """The variant's."""
+        """The name of the variant."""
         return self.variant.name
 
     def as_row(self, session: Session) -> Row:
@@ -94,29 +91,18 @@ class Contender:
         }
 
     def _host_ms(self) -> float:
-        """Median over the last steps, as many as are timed; 0 if not measured."""
+        # Of the last steps, as many as are timed; 0 if not measured.
         last = self.launching[-len(self.samples) :]
         return 1e3 * statistics.median(last) if last else 0.0
 
 
 def time_in_turns(
-    contenders: Sequence[Contender],
-    warmup: int,
-    steps: int,
-    session: Session,
-    kept: Callable[[], float] = lambda: 0.0,
+    contenders: Sequence[Contender], warmup: int, steps: int, session: Session, kept: Callable[[], float] = lambda: 0.0
 ) -> int:
     """Warm up, then time all contenders in turns; stores the results in them. Collective.
 
-    Args:
-        contenders: set up; each stores its own results.
-        warmup: untimed steps of each contender.
-        steps: timed steps of each contender.
-        session: the ranks.
-        kept: seconds of the session's budget reserved for later measurements.
-
-    Returns:
-        The number of steps per contender: less than requested if another round would exceed the session's budget.
+    `kept` seconds of the session's budget are reserved for later measurements. Returns the number of steps per
+    contender: less than requested if another round would exceed the budget.
     """
     # One count for all contenders: no two of their steps train on the same tokens.
     numbers = itertools.count()

@@ -11,6 +11,8 @@ from zeco_train.errors import DataError
 from zeco_train.system.paths import is_plain_name
 from zeco_train.system.small_files import read_json
 
+# Of results.json; a file without a number has format 1.
+FORMAT = 1
 # Columns of measured rows required by plots and reports, by case.
 _NEEDED = {
     "collectives": ("size_mb", "variant", "mode"),
@@ -22,20 +24,8 @@ _NEEDED = {
 _TEXTS = ("model", "mixer", "operator", "decay", "variant", "mode", "pass", "note")
 # They become parts of file names.
 _NAMES = ("model", "mixer", "operator", "decay", "variant")
-_COUNTS = (
-    "heads",
-    "key_heads",
-    "head_dim",
-    "window",
-    "groups",
-    "key_dim",
-    "value_dim",
-    "tokens",
-    "seq_len",
-    "context",
-    "batch",
-    "runs",
-)
+_COUNTS = {"heads", "key_heads", "head_dim", "window", "groups", "key_dim", "value_dim"}
+_COUNTS |= {"tokens", "seq_len", "context", "batch", "runs"}
 _NUMBERS = re.compile(r"size_mb|mfu|hfu|loss|ratio|slowest|.*_(ms|us|gb|mb|seconds|error)|.*tokens_per_second.*")
 # Rates divide by them, and logarithmic axes show them.
 _POSITIVE = ("size_mb", "p10_ms", "p90_ms")
@@ -44,7 +34,7 @@ _LARGEST = 1e100
 
 
 class OtherResultsError(DataError):
-    """A file of results that are not of rows which plots and reports can show."""
+    """JSON, but no results that plots and reports can show."""
 
 
 def load_results(path: Path) -> dict[str, Any]:
@@ -70,6 +60,8 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def _problem_of(result: dict[str, Any]) -> str | None:
+    if (number := result.get("format", FORMAT)) != FORMAT:
+        return f"format is {_shown(number)}, not {FORMAT}: another version of zeco-train wrote it"
     if not isinstance(result["case"], str):
         return f"case is {_shown(result['case'])}, not one of {', '.join(_NEEDED)}"
     if not _is_count(result["world_size"]):

@@ -57,7 +57,7 @@ _KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 
 @functools.cache
 def own_kernels() -> Mapping[str, str]:
-    """The part of each of this project's kernels, by name."""
+    """The parts of this project's kernels, by name."""
     found: dict[str, str] = {}
     for folder in zeco_train.__path__:
         for file in sorted(Path(folder).glob("**/*.py")):
@@ -80,7 +80,7 @@ def part_of(event: Mapping[str, Any]) -> str:
 
 
 def milliseconds(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds by part, of events with durations in µs; without parts that have none."""
+    """Milliseconds by part that occurs, of events with durations in µs."""
     found = dict.fromkeys(PARTS, 0.0)
     for event in events:
         found[part_of(event)] += event["dur"] / 1e3
@@ -105,13 +105,12 @@ class Overlap:
 
     Attributes:
         communication_us: time during which a communication kernel ran, waits for peers inside it included.
-        hidden_us: part of it during which kernels of the compute stream, of a replayed step other kernels, ran, too.
-        compute_us: time during which those ran.
+        hidden_us, compute_us: time in which compute ran, too, and in all: of the stream with most of it; of a replayed
+            step kernels of any stream.
         kernels: names of the communication kernels.
-        idle_us: time between the first kernel and the last during which none ran.
-        longest_idle_us: the longest part of it.
+        idle_us, longest_idle_us: time between the first kernel and the last in which none ran, and its longest part.
         num_kernels: of any kind.
-        parts: ms of kernels and copies by part of the step, see `zeco_train.bench.trace`.
+        parts: ms of kernels and copies by part of the step.
     """
 
     communication_us: float
@@ -140,11 +139,11 @@ class Overlap:
 
 
 def overlap_of(events: Iterable[dict[str, Any]], *, replayed: bool = False) -> Overlap:
-    """The overlap in a Chrome trace's events, for kernels launched within the annotation of the step.
+    """The overlap in a Chrome trace's events, for kernels launched within the annotation of the step, if there is one.
 
     The compute stream is the one with most non-communication kernel time; folds on a scan's own stream count as
     neither. Kernels of a CUDA graph run on streams of the graph's own choice: if the step is `replayed`, all that do
-    not communicate are compute. A trace without the annotation counts as a whole.
+    not communicate are compute.
     """
     events = list(events)
     steps = [e for e in events if e.get("cat") == "user_annotation" and e.get("name") == _STEP]
@@ -156,22 +155,19 @@ def overlap_of(events: Iterable[dict[str, Any]], *, replayed: bool = False) -> O
         launched = {e["args"].get("correlation") for e in calls if start <= e["ts"] <= stop}
         work = [e for e in work if e["args"].get("correlation") in launched]
     kernels = [e for e in work if e["cat"] == "kernel"]
-    communication = [e for e in kernels if _is_communication(e)]
-    by_stream: dict[Any, list[Interval]] = defaultdict(list)
+    communication = [e for e in kernels if part_of(e) == "communication"]
+    by_stream: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in kernels:
-        if not _is_communication(event):
-            stream = None if replayed else event["args"].get("stream")
-            by_stream[stream].append((event["ts"], event["ts"] + event["dur"]))
-    compute = max((union(spans) for spans in by_stream.values()), key=length, default=[])
-    spans = union([(e["ts"], e["ts"] + e["dur"]) for e in communication])
-    names = tuple(sorted({e["name"] for e in communication}))
-    running = union([(e["ts"], e["ts"] + e["dur"]) for e in kernels])
-    idle = [start - stop for (_, stop), (start, _) in itertools.pairwise(running)]
+        if part_of(event) != "communication":
+            by_stream[None if replayed else event["args"].get("stream")].append(event)
+    compute = max(map(_spans, by_stream.values()), key=length, default=[])
+    spans = _spans(communication)
+    idle = [start - stop for (_, stop), (start, _) in itertools.pairwise(_spans(kernels))]
     return Overlap(
         length(spans),
         length(intersection(spans, compute)),
         length(compute),
-        names,
+        tuple(sorted({e["name"] for e in communication})),
         idle_us=sum(idle),
         longest_idle_us=max(idle, default=0.0),
         num_kernels=len(kernels),
@@ -179,8 +175,8 @@ def overlap_of(events: Iterable[dict[str, Any]], *, replayed: bool = False) -> O
     )
 
 
-def _is_communication(kernel: dict[str, Any]) -> bool:
-    return part_of(kernel) == "communication"
+def _spans(events: Iterable[dict[str, Any]]) -> list[Interval]:
+    return union([(e["ts"], e["ts"] + e["dur"]) for e in events])
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
@@ -208,13 +204,7 @@ def length(intervals: Sequence[Interval]) -> float:
 def record(subject: Subject, path: Path, session: Session, *, replayed: bool = False) -> list[Overlap]:
     """Profile one step of all ranks, each into a Chrome trace; returns the overlap of each rank.
 
-    Collective; CUDA only. The device is kept busy while the hosts launch the step, as in the timed runs.
-
-    Args:
-        subject: the step.
-        path: of rank 0's trace, which stays; those of the other ranks lie beside it for a moment.
-        session: the ranks.
-        replayed: see `overlap_of`.
+    Collective; CUDA only. `path` is that of rank 0's trace, the others' are deleted; `replayed` as of `overlap_of`.
     """
     busy = torch.empty(256 << 20, dtype=torch.uint8, device=session.device)
     token = torch.zeros(1, device=session.device)
@@ -238,7 +228,7 @@ def record(subject: Subject, path: Path, session: Session, *, replayed: bool = F
 
 
 def _issue(subject: Subject, busy: torch.Tensor, token: torch.Tensor) -> None:
-    # Profiling slows launches several times: keep the device busy for some 20 ms to cover them.
+    # As in the timed runs. Profiling slows launches several times: keep the device busy for some 20 ms to cover them.
     for _ in range(300):
         busy.fill_(1)
     # A barrier on the device, so that no rank's step begins with waiting for a late peer.

@@ -43,8 +43,6 @@ class Variant:
     """What a benchmark compares; see `parse_variants` for the user's notation.
 
     Attributes:
-        name: as the user writes it, and as results have it.
-        kind: the first part of the name.
         algorithm, transport, blocks: of `zeco`, as in `sp.all_scan`; blocks also `paper`.
         updates: a step of a model includes norm and update.
         compiled: the blocks of the peer's model are.
@@ -87,11 +85,7 @@ class Variant:
         return self.name.replace(":", "-")
 
     def sp_config(self, state_elements: int) -> SPConfig:
-        """The backend's settings, for states of this many elements.
-
-        Raises:
-            ConfigError: settings that do not go together.
-        """
+        """The backend's settings, for states of this many elements; `ConfigError` if they do not go together."""
         if self.kind != "zeco":
             return SPConfig(Backend[self.kind])
         blocks = str(max(1, state_elements // PAPER_BLOCK)) if self.blocks == "paper" else self.blocks
@@ -101,11 +95,10 @@ class Variant:
 
 
 def _in_one_kernel() -> Iterator[str]:
-    for scan in ALL_SCANS:
-        if scan.kernel:
-            yield f"zeco:{scan.name}:symmetric"
-            if scan.best_blocks:
-                yield f"zeco:{scan.name}:symmetric:paper"
+    for scan in (scan for scan in ALL_SCANS if scan.kernel):
+        yield f"zeco:{scan.name}:symmetric"
+        if scan.best_blocks:
+            yield f"zeco:{scan.name}:symmetric:paper"
 
 
 ANCHORS = ("all_gather", "all_reduce")
@@ -148,7 +141,7 @@ def parse_variants(names: Sequence[str], *kinds: str, of_model: bool = False) ->
 
 
 def backend_variant(name: str) -> Variant:
-    """A backend with its settings, such as `zeco:chain`. Errors as of `parse_variants`."""
+    """A backend with its settings, such as `zeco:chain`."""
     return parse_variants([name], *SHARING)[0]
 
 
@@ -172,14 +165,13 @@ def over_all_ranks(scan: StateScan, attention: AttentionMethod | None = None) ->
 
 
 class LocalCopyScan:
-    """A `StateScan` without communication: `wait` returns a copy of this rank's own state, for timing only.
+    """A `StateScan` without communication: `wait` returns a copy of this rank's own state, which is wrong.
 
-    A step with it does everything but the communication, so the difference to a step with a scan is the exposed
-    communication. Its results are wrong.
+    A step with it does all but the communication: a step with a scan takes the exposed communication longer.
     """
 
     def launch(self, request: ScanRequest) -> PendingScan:
-        """See `StateScan`."""
+        """A scan that has ended."""
         scan = PendingScan(request.want_carry)
         for promise in scan.futures:
             promise.set_result(request.state.clone())
@@ -189,20 +181,14 @@ class LocalCopyScan:
         """Nothing is sent."""
 
 
-class GatheredAttention:
-    """An `AttentionMethod` that all-gathers keys and values, and sums their gradients over the ranks.
+class _GatheredAttention:
+    # An `AttentionMethod` that all-gathers keys and values, and sums their gradients over ranks with equally many
+    # tokens.
 
-    It shares no code with the methods, which are checked against it. All ranks have equally many tokens.
-
-    Args:
-        num_calls: of the kernel, each with as many of a rank's queries: another number rounds differently.
-    """
-
-    def __init__(self, num_calls: int = 1) -> None:
+    def __init__(self, num_calls: int) -> None:
         self._num_calls = num_calls
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
-        """See `AttentionMethod`."""
         k, v = self.gather([k, v], bounds)
         found = [attend(part, k, v, own, 0, scale) for own, part in zip(self._cut(span), self._split(q), strict=True)]
         return Attended(torch.cat([each.o for each in found], 1), torch.cat([each.lse for each in found], 2))
@@ -218,7 +204,6 @@ class GatheredAttention:
         bounds: Sequence[int],
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionMethod`."""
         k, v = self.gather([k, v], bounds)
         lses = attended.lse.chunk(self._num_calls, 2)
         parts = zip(self._cut(span), *map(self._split, (do, q, attended.o)), lses, strict=True)
@@ -238,30 +223,16 @@ class GatheredAttention:
         return [span.part(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size)]
 
     def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-        """See `AttentionMethod`."""
         del bounds
-        found = []
-        for tensor in (tensor.contiguous() for tensor in tensors):
-            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, tensor)
-            found.append(torch.cat(parts, 1))
-        return found
+        return [torch.cat(gather_all(tensor), 1) for tensor in tensors]
 
 
-class GatheredScan:
-    """A `StateScan` that all-gathers the states and folds them in float64, while its caller waits.
-
-    It shares no code with the backends, which are checked against it.
-    """
+class _GatheredScan:
+    # A `StateScan` that all-gathers the states and folds them in float64, while its caller waits.
 
     def launch(self, request: ScanRequest) -> PendingScan:
-        """See `StateScan`."""
         ranks = range(dist.get_world_size())
-        # In reverse the transition is a view, whose strides a collective cannot take.
-        own = request.state, request.transition.contiguous()
-        states, transitions = ([torch.empty_like(tensor) for _ in ranks] for tensor in own)
-        dist.all_gather(states, own[0])
-        dist.all_gather(transitions, own[1])
+        states, transitions = gather_all(request.state), gather_all(request.transition)
         scan, dtype = PendingScan(request.want_carry), request.state.dtype
         running = request.first_incoming().double()
         for rank in reversed(ranks) if request.reverse else ranks:
@@ -278,6 +249,18 @@ class GatheredScan:
         """Each launch waits for what it sends."""
 
 
+def gather_all(tensor: Tensor) -> list[Tensor]:
+    """Every rank's tensor, of one shape, by rank. Collective."""
+    # A transition in reverse is a view, whose strides a collective cannot take.
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
 def gathered_exchange(num_calls: int = 1) -> Exchange:
-    """The exchange that backends and methods are checked against; `num_calls` as of `GatheredAttention`."""
-    return over_all_ranks(GatheredScan(), GatheredAttention(num_calls))
+    """The exchange that backends and methods are checked against, by code of its own.
+
+    `num_calls`: of the attention kernel, each with as many of a rank's queries; another number rounds differently.
+    """
+    return over_all_ranks(_GatheredScan(), _GatheredAttention(num_calls))
