@@ -177,7 +177,7 @@ def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:
 
 
 def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
-    """Run `action`; if it raises a `ZecoError` on any rank, raise the lowest rank's on every one, so that none waits."""
+    """Run `action`; if it raises a `ZecoError` on any rank, raise the lowest rank's on all, so that none waits."""
     error: ZecoError | None = None
     result: T | None = None
     try:
