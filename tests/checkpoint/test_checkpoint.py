@@ -50,6 +50,7 @@ from zeco_train.tracking.metrics import read_metrics
 pytestmark = pytest.mark.numeric
 
 CHECKPOINT = CheckpointError.exit_code
+ATTEMPTS = 5
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -74,6 +75,7 @@ def late(owner: type, method: str, event: threading.Event | None = None, seconds
 
 def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[bool]:
     settings = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep=0", "parallel=zero3", "train.eval_sequences=0"]
+    settings += ["data.seq_len=96"]
     train(rank, world_size, f"{folder}/sync", *settings, "checkpoint.mode=sync")
     returned, third = threading.Event(), threading.Event()
     save, due = Checkpointer.save, Checkpointer.due
@@ -102,10 +104,10 @@ def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[bool]:
 def _save_and_leave(rank: int, world_size: int, folder: str) -> None:
     """Repeatedly join, save twice and leave at once."""
     dist.destroy_process_group()
-    for attempt in range(10):
+    for attempt in range(ATTEMPTS):
         store = dist.FileStore(f"{folder}/store{attempt}", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        settings = ["train.steps=2", "checkpoint.every=1", "train.eval_sequences=0", "data.seq_len=192"]
+        settings = ["train.steps=2", "checkpoint.every=1", "train.eval_sequences=0", "data.seq_len=48"]
         train(rank, world_size, f"{folder}/run{attempt}", *settings)
         dist.barrier()
         dist.destroy_process_group()
@@ -125,9 +127,10 @@ def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.processes
-def test_async_save_holds_state_of_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_async_save_holds_state_of_its_step(world_size: int, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
-    found = run_distributed(_train_in_both_modes, 2, str(folder))[0]
+    found = run_distributed(_train_in_both_modes, world_size, str(folder))[0]
     # Copies and writes of steps 2 and 4, and of the last.
     assert len(found) >= 5
     assert all(found)
@@ -151,7 +154,7 @@ def test_async_save_holds_state_of_its_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_process_groups_end_cleanly_after_async_saves(tmp_path: Path) -> None:
     run_distributed(_save_and_leave, 2, str(tmp_path))
-    assert len(list(tmp_path.glob("run*/checkpoints/step_00000002"))) == 10
+    assert len(list(tmp_path.glob("run*/checkpoints/step_00000002"))) == ATTEMPTS
 
 
 @pytest.mark.processes
@@ -280,6 +283,7 @@ def test_old_checkpoint_that_is_a_link_is_unlinked_only(tmp_path: Path) -> None:
     assert snapshot(disk) == before
 
 
+@pytest.mark.slow
 @pytest.mark.few
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
@@ -328,6 +332,7 @@ def test_signal_during_save_keeps_it_and_saves_last_step(at: int, expected: list
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_nonfinite_step_waits_for_save_in_progress(tmp_path: Path) -> None:
     """A non-finite loss ends the run only after the save in progress is complete."""
     settings = ["optim.lr=1e30", "optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]

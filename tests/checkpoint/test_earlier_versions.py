@@ -113,6 +113,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "file", ["run/identity.json", "run/checkpoints/step_00000001/run.json", "export/zeco_train.json"]
 )
@@ -146,6 +147,7 @@ def test_export_of_version_0_2_gives_its_losses(version_2: Path, tmp_path: Path)
     assert found["by_position"]["losses"] == pytest.approx(expected["by_position"]["losses"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_run_goes_on_from_an_export_of_version_0_2(version_2: Path, tmp_path: Path) -> None:
     """By a step that changes nothing, and an export: the same weights."""
     load = [f"checkpoint.load=hf:{version_2 / 'export'}", "optim.lr=1e-30", "optim.weight_decay=0", "train.steps=1"]
@@ -165,6 +167,7 @@ def test_export_of_version_0_2_writes_its_text(version_2: Path, tmp_path: Path) 
     assert json.loads(out.read_text())["completions"] == [expected]
 
 
+@pytest.mark.slow
 def test_transformers_load_an_export_of_version_0_2(version_2: Path) -> None:
     import fla  # noqa: F401 - registers fla's models
     from transformers import AutoModelForCausalLM, AutoTokenizer

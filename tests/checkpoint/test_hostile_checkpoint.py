@@ -137,9 +137,19 @@ def _in_an_entry(checkpoint: Path, trap: Path, name: str = EMBEDDING) -> None:
     rewrite(checkpoint, metadata)
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("attack", [_in_metadata, _in_an_entry])
+@pytest.mark.parametrize(
+    ("attack", "command"),
+    [
+        (_in_metadata, _export),
+        (_in_an_entry, _generate),
+        *(
+            pytest.param(attack, command, marks=pytest.mark.slow if attack is _in_an_entry else pytest.mark.campaign)
+            for attack in (_in_metadata, _in_an_entry)
+            for command in COMMANDS
+            if (attack, command) not in ((_in_metadata, _export), (_in_an_entry, _generate))
+        ),
+    ],
+)
 def test_commands_refuse_pickled_code_in_checkpoint(
     attack: Callable[[Path, Path], None], command: Command, run: Path, tmp_path: Path
 ) -> None:
@@ -335,6 +345,7 @@ def test_copy_with_higher_step_does_not_delete_new_checkpoints(finished: Path, t
     assert [path.name for path in complete_checkpoints(run)] == ["step_00000007"]
 
 
+@pytest.mark.slow
 def test_new_checkpoint_is_kept_beside_a_higher_step(run: Path) -> None:
     """A checkpoint with a higher step appears during the run."""
     drop = CheckpointWriter._drop_old
@@ -405,6 +416,7 @@ def test_metrics_without_checkpoint_need_start_anew(run: Path, tmp_path: Path) -
     assert (run / "metrics.jsonl").read_text().startswith(rows)
 
 
+@pytest.mark.slow
 def test_resume_warns_about_deleted_newer_checkpoint(finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     shutil.rmtree(checkpoint_of(run))
@@ -413,6 +425,7 @@ def test_resume_warns_about_deleted_newer_checkpoint(finished: Path, tmp_path: P
     assert "step_00000004 is not there any more; the run goes on from step_00000002" in outcome.err
 
 
+@pytest.mark.slow
 def test_all_commands_accept_intact_checkpoint(run: Path, tmp_path: Path) -> None:
     """Control: otherwise the refusals above could have any cause."""
     for command in COMMANDS:

@@ -5,6 +5,8 @@ The last results on GPUs are in gpu_results.md.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +18,9 @@ from zeco_train.training.optim.adamw import AdamW
 pytestmark = pytest.mark.numeric
 
 # One element, an empty shard, more than one program, whole programs, and the end of one.
-SHAPES = [(1,), (61, 65), (0, 4), (7, 5), (5000,), (4096,)]
+SHAPES = [(1,), (0, 4), (7, 5), (5000,), (4096,)]
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-STEPS, SKIPPED, SCALE = 5, 3, 2.5
+STEPS, SKIPPED, SCALE = 4, 2, 2.5
 
 
 def _tensors(seed: int, device: torch.device, offset: int) -> list[Tensor]:
@@ -72,13 +74,15 @@ def _trained(device: torch.device, offset: int) -> dict[str, float]:
 
 
 def _interpreted(rank: int, world_size: int) -> list[dict[str, float]]:
+    # Triton, which a forked rank has imported already, looks for the interpreter where a kernel is defined. A new
+    # process would take four times as long.
+    importlib.reload(launch)
     return [_trained(torch.device("cpu"), offset) for offset in (0, 1)]
 
 
 def test_kernel_matches_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The interpreter is chosen when Triton is imported, so the kernel runs in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for errors in run_distributed(_interpreted, 1, fresh=True)[0]:
+    for errors in run_distributed(_interpreted, 1)[0]:
         assert errors.pop("step") == 0.0
         assert all(error <= 5e-7 for error in errors.values()), errors
 

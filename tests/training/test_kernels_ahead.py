@@ -25,7 +25,7 @@ def _operators(name: str, documents: bool, matmul: Matmul = Matmul.bf16, **more:
     return sorted({event.name for event in profile.events() or () if event.name.startswith("zeco::")})
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_blocks_of_every_mixer_run_forward_and_backward(mixer: str, documents: bool) -> None:

@@ -31,7 +31,7 @@ MASKED = [
     "train.dtype=fp64",
     "train.steps=2",
     "checkpoint.every=0",
-    "data.seq_len=192",
+    "data.seq_len=96",
     "train.eval_sequences=3",
     "train.eval_every=1",
 ]
@@ -106,6 +106,7 @@ def test_micro_batches_and_recomputation_do_not_change_masked_losses(reference: 
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_masked_losses_do_not_depend_on_the_split(
     reference: dict[str, dict[str, Any]], world_size: int, tmp_path: Path
@@ -127,6 +128,7 @@ def test_masked_run_resumes_with_the_same_masks_on_other_ranks(tmp_path: Path) -
     assert "bits_per_byte" not in metrics
 
 
+@pytest.mark.slow
 def test_validation_without_labels_has_no_loss_and_a_late_one_is_announced(tmp_path: Path) -> None:
     late, run = "validation after the last step (train.eval_every=0)", tmp_path / "unlabelled"
     settings = ["train.steps=1", "train.eval_every=0", "train.eval_sequences=2", "checkpoint.every=0"]

@@ -57,6 +57,7 @@ def finished(folder: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_stores_with_different_rules_for_control_strings_are_told(tmp_path: Path) -> None:
     write(tmp_path / "web", seed=0, tokenizer="huggingface", control_strings="text")
     write(tmp_path / "books", seed=1, tokenizer="huggingface")
@@ -106,6 +107,7 @@ def test_changed_mixture_is_refused(
     check_line(outcome, CHECKPOINT, part.replace("RUN", str(finished)))
 
 
+@pytest.mark.slow
 def test_resume_with_equivalent_weights(folder: Path, finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     data = mixture(folder, web="weight: 0.75", books="name: long, weight: 0.25")

@@ -194,7 +194,11 @@ def _on_ranks(rank: int, world_size: int, store: str, sp_size: int, reference: b
 
 @pytest.mark.parametrize(
     ("world_size", "sp_size"),
-    [(2, 2), pytest.param(4, 4, marks=pytest.mark.campaign), pytest.param(4, 2, marks=pytest.mark.campaign)],
+    [
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(4, 4, marks=pytest.mark.campaign),
+        pytest.param(4, 2, marks=pytest.mark.campaign),
+    ],
 )
 def test_ten_steps_equal_one_rank(world_size: int, sp_size: int, tmp_path: Path) -> None:
     """Losses, norms, gradients and parameters, for every strategy; on four ranks each with every backend."""

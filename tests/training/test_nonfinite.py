@@ -108,6 +108,7 @@ def _runs(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, A
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_skipped_steps_equal_run_without_their_updates(resumed: bool, tmp_path: Path) -> None:
     by_rank = run_distributed(_runs, 2, str(tmp_path), resumed)
@@ -314,17 +315,17 @@ def test_first_non_finite_tensor_has_an_address(tmp_path: Path) -> None:
     check_addresses(tmp_path, [], FAULTS)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "graphs"),
     [
+        (["train.segments=2", "data.reset_state_at_document=true", "model.mixer=mamba2"], True),
         (["sp=dp"], True),
         (["sp=lasp1", "parallel=ddp"], False),
         (["sp=lasp2", "parallel=zero3"], True),
         (["parallel=hsdp", "train.recompute=full"], False),
         (["train.segments=2", "train.recompute=selective", "data.micro_batch=2"], False),
-        (["train.segments=2", "data.reset_state_at_document=true", "model.mixer=mamba2"], True),
         (["model.mixer=retnet", "model.attn.every=2"], False),
         (["model.mixer=gated_deltanet", "train.matmul=fp8", "train.dtype=bf16"], False),
         (["train.compile=always"], False),

@@ -68,11 +68,8 @@ def log_of(run: Path) -> str:
 class Run:
     """A run of one step on a store of three shards with a validation part of one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store, self.run = write(folder / "store"), folder / "run"
-        write(folder / "store" / "validation", seed=1)
-        self.steps = 0
-        assert self.start().code == 0
+    def __init__(self, folder: Path, steps: int = 0) -> None:
+        self.store, self.run, self.steps = folder / "store", folder / "run", steps
 
     def start(self, *overrides: str, steps: int = 1) -> Outcome:
         """Resume for some more steps."""
@@ -83,25 +80,42 @@ class Run:
         return outcome
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a store and a run of one step."""
+    folder = tmp_path_factory.mktemp("first")
+    write(folder / "store")
+    write(folder / "store" / "validation", seed=1)
+    assert Run(folder).start().code == 0
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def run(first: Path, tmp_path: Path) -> Run:
+    """A copy with the same times; the training store, not that of validation, is the same under another path."""
+    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
+    record, part = tmp_path / "run" / RECORD_FILE, Path("store", "validation")
+    record.write_text(record.read_text().replace(str(first / part), str(tmp_path / part)))
+    return Run(tmp_path, steps=1)
 
 
-def test_changed_files_are_refused_until_all_are_verified(run: Run) -> None:
+def test_changed_files_are_refused_until_all_are_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed token is found by its file's time and then by its digest, a copy is accepted after one verification."""
+    for name in ("_ROUND_SECONDS", "_REPORT_SECONDS"):
+        monkeypatch.setattr(seen_data, name, 0.0)
     path = run.store / shard_name(1)
     flip(path)
     before = snapshot(run.run)
-    for _ in range(2):
-        check_line(run.start(), DATA, f"{path}: changed since the run's last start; ", VERIFY, "python -m data.inspect")
-        assert snapshot(run.run) == before
+    check_line(run.start(), DATA, f"{path}: changed since the run's last start; ", VERIFY, "python -m data.inspect")
+    assert snapshot(run.run) == before
     check_line(run.start(VERIFY), DATA, f"{path}: its contents differ from what was prepared; copy the store again")
     assert snapshot(run.run) == before
     flip(path)
     touch(run.store)
     check_line(run.start(), DATA, f"{run.store / shard_name(0)}: changed since", "with 2 more files")
-    assert run.start(VERIFY).code == 0
+    outcome = run.start(VERIFY)
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"^data: 2.00kB of 12.0kB compared, 0:00:\d\d left$", outcome.out, re.M)
     assert re.search(r"data: 6 token files \(12.0kB\) read in 0:00:\d\d; they are as prep", log_of(run.run), re.M)
     outcome = run.start()
     assert (outcome.code, outcome.err) == (0, "")
@@ -111,6 +125,7 @@ def _shorten(path: Path) -> None:
     os.truncate(path, 10)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "problem"), [(_shorten, "truncated: 10 bytes"), (Path.unlink, "cannot be read (No such file")]
 )
@@ -161,13 +176,7 @@ def test_same_tokens_with_other_document_borders_are_refused(part: str, run: Run
         check_line(run.start(*settings), DATA, line, "checkpoint.load=")
 
 
-def test_moved_store_is_accepted(run: Run) -> None:
-    """Other paths with the same times, as of `cp -p`, are the same files."""
-    run.store = run.store.rename(run.store.with_name("moved"))
-    outcome = run.start()
-    assert (outcome.code, outcome.err) == (0, "")
-
-
+@pytest.mark.slow
 def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
     path = run.store / shard_name(0)
     times = path.stat()
@@ -178,6 +187,7 @@ def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
     assert run.start(VERIFY).err == f"error: {line}"
 
 
+@pytest.mark.slow
 def test_embedded_corpus_is_read_whole(tmp_path: Path) -> None:
     cache, settings = tmp_path / "cache", [f"run_dir={tmp_path / 'run'}", "train.steps=1"]
     settings.append(f"data.cache_dir={cache}")
@@ -190,6 +200,7 @@ def test_embedded_corpus_is_read_whole(tmp_path: Path) -> None:
     assert train_here(*settings, "train.steps=2").code == 0
 
 
+@pytest.mark.slow
 def test_each_store_of_mixture_is_checked(tmp_path: Path) -> None:
     stores = [write(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
     settings = ["data=mixture", f"data.stores=[{{path: {stores[0]}}}, {{path: {stores[1]}}}]"]
@@ -199,6 +210,7 @@ def test_each_store_of_mixture_is_checked(tmp_path: Path) -> None:
     check_line(train_here(*settings, "train.steps=2"), DATA, f"{stores[1] / shard_name(2)}: changed since")
 
 
+@pytest.mark.slow
 def test_synthetic_task_writes_no_record(tmp_path: Path) -> None:
     settings = ["data=synthetic", "data.synthetic.facts=2", "data.seq_len=64", f"run_dir={tmp_path / 'run'}"]
     assert train_here(*settings, "train.steps=1").code == 0
@@ -312,14 +324,6 @@ def test_copies_of_nodes_are_compared_and_verified_each(tmp_path: Path) -> None:
         assert results[2].startswith(changed)
         assert results[5].startswith(f"DataError: {tmp_path / 'copy' / shard_name(1)}: its contents differ from")
         assert results[6].startswith(changed)
-
-
-def test_verification_shows_progress(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_ROUND_SECONDS", "_REPORT_SECONDS"):
-        monkeypatch.setattr(seen_data, name, 0.0)
-    outcome = run.start(VERIFY)
-    assert outcome.code == 0, outcome.err
-    assert re.search(r"^data: 2.00kB of 12.0kB compared, 0:00:\d\d left$", outcome.out, re.M)
 
 
 def test_key_of_earlier_versions_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
