@@ -16,7 +16,7 @@ from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY, make_mesh
 from zeco_train.distributed.parallelize import Strategy, parallelize
-from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
+from zeco_train.evaluate.scoring import Score, ScoreRequest, _deal, score
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.training.connect import connect_model

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from data.tokenizer import Tokenizer
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.evaluate.requests import ScoreRequest
+from zeco_train.evaluate.scoring import ScoreRequest
 from zeco_train.evaluate.service import Service
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling

@@ -80,7 +80,7 @@ TASKS: dict[str, TaskKind] = {
         "held-out loss and perplexity, and the loss by position (PNG)", "zeco_train.evaluate.held_out:HeldOut"
     ),
     **{
-        name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.tasks.synthetic:{kind}")
+        name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.synthetic:{kind}")
         for name, kind, summary in (
             ("recall", "Recall", "values by their keys"),
             ("needle", "Needle", "a number by its name, in text"),

@@ -18,7 +18,7 @@ from models.spec import spec_of
 from zeco_train.distributed.mesh import host_group
 from zeco_train.errors import ZecoError
 from zeco_train.evaluate.evaluation import Evaluation
-from zeco_train.evaluate.requests import Score, ScoreRequest, score
+from zeco_train.evaluate.scoring import Score, ScoreRequest, score
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.trained import load_trained
