@@ -105,10 +105,10 @@ def test_scores_equal_one_by_one_reference(world_size: int) -> None:
 def test_requests_are_dealt_once_with_equal_passes_per_group(dp_size: int, sp_size: int, batch_tokens: int) -> None:
     work = requests()
     plan = _deal(work, batch_tokens, dp_size, sp_size)
-    assert sorted(number for own in plan for pack in own for number in pack.numbers) == list(range(len(work)))
-    assert len({sum(pack.segments for pack in own) for own in plan}) == 1
-    for pack in itertools.chain(*plan):
-        assert pack.length >= pack.segments * sp_size
-        per_rank = -(-pack.length // (pack.segments * sp_size))
-        assert max(len(pack.numbers), 1) * per_rank <= batch_tokens
-        assert all(len(work[number].tokens) - 1 <= pack.length for number in pack.numbers)
+    assert sorted(number for own in plan for numbers, _ in own for number in numbers) == list(range(len(work)))
+    assert len({sum(cut.segments for _, cut in own) for own in plan}) == 1
+    for numbers, cut in itertools.chain(*plan):
+        assert cut.length >= cut.segments * sp_size
+        per_rank = -(-cut.length // (cut.segments * sp_size))
+        assert max(len(numbers), 1) * per_rank <= batch_tokens
+        assert all(len(work[number].tokens) - 1 <= cut.length for number in numbers)

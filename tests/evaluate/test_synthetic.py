@@ -96,11 +96,11 @@ def _check_splits(rank: int, world_size: int) -> None:
         scan = connect(SPConfig(backend), mesh.scan_groups, mesh.timeout)
         # The last one has parts of different lengths.
         for cut in (Cut(LENGTH, 1, 2), Cut(LENGTH, SHARDS // sp_size, 3), Cut.of(LENGTH, sp_size, 1, 11)):
-            plain = score_examples(made, len(ANSWERS), SequenceForward(model, scan, mesh), cut, lambda activity: None)
+            plain = score_examples(made, SequenceForward(model, scan, mesh), cut, lambda activity: None)
             _assert_same(plain, expected_scores(whole, examples), f"sp {sp_size}, {cut}")
             assert plain.right[0].tolist() == [False, True] * 3, plain.right
             zeroed = SequenceForward(model, scan.wrapped(ZeroedScan), mesh)
-            alone = score_examples(made, len(ANSWERS), zeroed, cut, lambda activity: None)
+            alone = score_examples(made, zeroed, cut, lambda activity: None)
             parts = sp_size * cut.segments
             _assert_same(alone, expected_scores(whole, examples, parts), f"zeroed, sp {sp_size}, {cut}")
         scan.drain()

@@ -16,31 +16,18 @@ from zeco_train.system.command import Parser, user_path
 
 @dataclass(frozen=True)
 class Request:
-    """Parsed command line.
+    """Parsed command line."""
 
-    Attributes:
-        path: of the trained model.
-        tasks: built-in tasks, in the given order.
-        standard: lm_eval's tasks.
-        settings: TASK.KEY=VALUE.
-        overrides: of the run's configuration, KEY=VALUE.
-        out: folder for the results; None for one beside the model.
-    """
-
-    path: str
-    tasks: list[str]
-    standard: list[str]
-    settings: list[str]
-    overrides: list[str]
-    out: Path | None
+    path: str  # of the trained model
+    tasks: list[str]  # built-in ones
+    standard: list[str]  # lm_eval's
+    settings: list[str]  # TASK.KEY=VALUE
+    overrides: list[str]  # KEY=VALUE, of the run's configuration
+    out: Path | None  # None: a folder beside the model
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """Read a command line.
-
-    Raises:
-        ConfigError: it is malformed, or names a task twice or none.
-    """
+    """Read a command line. Raises ConfigError if it is malformed, or names a task twice or none."""
     parser = Parser(prog="python -m zeco_train.evaluate", add_help=False)
     parser.add_argument("path", metavar="RUN")
     parser.add_argument("--tasks", default="validation")

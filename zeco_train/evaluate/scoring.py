@@ -1,13 +1,15 @@
-"""Scores texts of any length on all ranks: batched by length, long texts cut into segments and sharded over ranks.
+"""Scores texts and examples of any length on all ranks: in batches of one length, segments and shards.
 
 Each text is one sequence, whatever its length: a recurrent model has no maximum input, so there is no truncation and no
-sliding window.
+sliding window. An answer of an example is right if each of its tokens is the model's first choice given those before.
+That equals greedy generation, but takes one forward pass, with the head on the answers' tokens only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data.loader.batches import Batch, DataSplit
 from data.synthetic.example import Answer, Example
 from data.synthetic.source import ExampleReader
 from zeco_train.system.numbers import IGNORE_INDEX
@@ -23,28 +26,18 @@ from zeco_train.training.forward import SequenceForward
 
 @dataclass(frozen=True)
 class Cut:
-    """Shape of a batch of segmented sequences.
+    """Shape of a batch of segmented sequences."""
 
-    Attributes:
-        length: of each sequence, padded at its end if it has fewer tokens than shards, which is harmless for a causal
-            model.
-        segments: parts in time.
-        batch: sequences per forward pass.
-    """
-
+    # Of each sequence, padded at its end if it has fewer tokens than shards, which is harmless for a causal model.
     length: int
     segments: int
     batch: int
 
     @classmethod
     def of(cls, length: int, sp_size: int, least_segments: int, tokens: int) -> Cut:
-        """The cut with the fewest segments, and then the largest batch, within a limit of tokens.
+        """The cut with the fewest segments, a multiple of `least_segments`, and then the largest batch.
 
-        Args:
-            length: of the sequences.
-            sp_size: ranks that share a sequence.
-            least_segments: the number of segments is a multiple of this.
-            tokens: maximum per rank and forward pass.
+        A rank has at most `tokens` in a forward pass.
         """
         least = sp_size * least_segments
         times = -(-length // (least * tokens))
@@ -54,18 +47,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A text whose last tokens are scored.
-
-    Attributes:
-        tokens: [n] int64.
-        first: tokens[first:] are scored, each given those before it; ≥ 1.
-    """
+    """A text [n] int64 whose tokens from `first` ≥ 1 on are scored, each given those before it."""
 
     tokens: NDArray[np.int64]
     first: int
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Filler`: as an example, a request is a filler without pieces."""
+        """Tokens [start, stop): as an example, a request is a filler without pieces."""
         return self.tokens[start:stop]
 
     @property
@@ -78,115 +66,81 @@ class ScoreRequest:
 _NOTHING = ScoreRequest(np.zeros(1, dtype=np.int64), 1)
 
 
-@dataclass(frozen=True)
-class Score:
-    """Result of a request.
+class Score(NamedTuple):
+    """Result of a request."""
 
-    Attributes:
-        log_likelihood: sum over the scored tokens, in nats.
-        is_greedy: whether every scored token is the model's likeliest.
-    """
-
-    log_likelihood: float
-    is_greedy: bool
+    log_likelihood: float  # sum over the scored tokens, in nats
+    is_greedy: bool  # every scored token is the model's likeliest
 
 
-@dataclass(frozen=True)
-class _Pack:
-    """A batch of requests.
-
-    Attributes:
-        numbers: of the requests; empty for a padding batch, which only keeps ranks in step.
-        length: of each sequence, padded.
-        segments: in time.
-    """
-
-    numbers: list[int]
-    length: int
-    segments: int
+def _read(examples: Sequence[Example], split: DataSplit) -> list[Batch]:
+    reader = ExampleReader(examples.__getitem__, len(examples), split)
+    return [reader.read(list(range(len(examples))), segment) for segment in range(split.segments)]
 
 
 def score(forward: SequenceForward, requests: Sequence[ScoreRequest], batch_tokens: int) -> list[Score]:
     """Score all requests; takes the same list and returns the same scores on every rank. Collective.
 
-    Args:
-        forward: of the model.
-        requests: in any order.
-        batch_tokens: maximum tokens per rank and forward pass, padding included; bounds memory.
+    A rank has at most `batch_tokens` in a forward pass, padding included, which bounds memory.
     """
     mesh, device = forward.mesh, forward.mesh.device
     plan = _deal(requests, batch_tokens, mesh.dp_size, mesh.sp_size)
     # Sum of losses, and number of scored tokens that are not the likeliest.
     found = torch.zeros(len(requests), 2, dtype=torch.float64, device=device)
-    for pack in plan[mesh.dp_rank]:
-        rows = [requests[number].example for number in pack.numbers] or [_NOTHING.example]
-        reader = ExampleReader(rows.__getitem__, len(rows), mesh.split(pack.length, len(rows), segments=pack.segments))
-        segments = [reader.read(list(range(len(rows))), segment) for segment in range(pack.segments)]
+    for numbers, cut in plan[mesh.dp_rank]:
+        rows = [requests[number].example for number in numbers] or [_NOTHING.example]
+        segments = _read(rows, mesh.split(cut.length, len(rows), segments=cut.segments))
         for batch, scores in zip(segments, forward.scores(segments), strict=True):
             wrong = scores.predictions != batch.labels.to(device)
             both = torch.stack([scores.losses.sum(1, dtype=torch.float64), wrong.sum(1).double()], dim=1)
             # A padding batch has a row but no request.
-            found[pack.numbers] += both[: len(pack.numbers)]
+            found[numbers] += both[: len(numbers)]
     dist.all_reduce(found)
     return [Score(-loss, wrong == 0) for loss, wrong in found.tolist()]
 
 
-def _deal(requests: Sequence[ScoreRequest], batch_tokens: int, dp_size: int, sp_size: int) -> list[list[_Pack]]:
-    """Distribute packs over the groups of ranks that share sequences, with equally many forward passes each.
-
-    With sharded parameters, every forward pass is collective over all ranks.
-    """
-    # Longest first: a pack has the length of its first request, so similar lengths need little padding.
+def _deal(
+    requests: Sequence[ScoreRequest], batch_tokens: int, dp_size: int, sp_size: int
+) -> list[list[tuple[list[int], Cut]]]:
+    # Batches, of the numbers of their requests, for each group of ranks that share sequences. The groups have equally
+    # many forward passes: with sharded parameters, every one is collective over all ranks.
+    # Longest first: a batch has the length of its first request, so similar lengths need little padding.
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
-    packs: list[_Pack] = []
+    plan: list[list[tuple[list[int], Cut]]] = [[] for _ in range(dp_size)]
+    passes = [0] * dp_size
     while order:
         # The last token is never an input.
-        longest = max(len(requests[order[0]].tokens) - 1, 1)
-        cut = Cut.of(longest, sp_size, 1, batch_tokens)
-        packs.append(_Pack(order[: cut.batch], cut.length, cut.segments))
-        order = order[cut.batch :]
-    plan: list[list[_Pack]] = [[] for _ in range(dp_size)]
-    passes = [0] * dp_size
-    for pack in packs:
+        cut = Cut.of(max(len(requests[order[0]].tokens) - 1, 1), sp_size, 1, batch_tokens)
         least = passes.index(min(passes))
-        plan[least].append(pack)
-        passes[least] += pack.segments
+        plan[least].append((order[: cut.batch], cut))
+        passes[least] += cut.segments
+        order = order[cut.batch :]
     for own, done in zip(plan, passes, strict=True):
-        own += [_Pack([], sp_size, 1)] * (max(passes) - done)
+        own += [([], Cut(sp_size, 1, 1))] * (max(passes) - done)
     return plan
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of examples, the same on all ranks.
+    """Scores of examples, the same on all ranks."""
 
-    Attributes:
-        right: [examples, answers] bool.
-        losses: [examples] fp64, mean loss of the answers' tokens in nats.
-    """
-
-    right: Tensor
-    losses: Tensor
+    right: Tensor  # [examples, answers] bool
+    losses: Tensor  # [examples] fp64, mean loss of the answers' tokens in nats
 
 
 def score_examples(
-    examples: Sequence[Callable[[], Example]],
-    num_answers: int,
-    forward: SequenceForward,
-    cut: Cut,
-    enter: Callable[[str], None],
+    examples: Sequence[Callable[[], Example]], forward: SequenceForward, cut: Cut, enter: Callable[[str], None]
 ) -> Scores:
     """Score examples, distributed over the data-parallel ranks. Collective.
 
     Args:
-        examples: functions that generate them; all have the same length and `num_answers` answers.
-        num_answers: of each example.
+        examples: functions that generate them; all have the length of `cut` and the same number of answers.
         forward: of the model.
-        cut: of that length.
+        cut: how they are batched.
         enter: sets the name of this rank's current phase.
     """
     mesh = forward.mesh
-    wrong = torch.zeros(len(examples), num_answers, dtype=torch.int64)
+    wrong = torch.zeros(len(examples), len(examples[0]().answers), dtype=torch.int64)
     losses = torch.zeros(len(examples), 2, dtype=torch.float64)
     # At most a rank's share, so that few examples still occupy all data-parallel ranks.
     batch = min(cut.batch, -(-len(examples) // mesh.dp_size))
@@ -196,8 +150,7 @@ def score_examples(
         own = range(start + mesh.dp_rank * batch, min(start + (mesh.dp_rank + 1) * batch, len(examples)))
         # A rank without examples still takes part in the collectives.
         made = [examples[number]() for number in own] or [examples[0]()]
-        reader = ExampleReader(made.__getitem__, len(made), split)
-        segments = [reader.read(list(range(len(made))), segment) for segment in range(cut.segments)]
+        segments = _read(made, split)
         for part, scores in zip(segments, forward.scores(segments), strict=True):
             is_wrong = scores.predictions.cpu() != part.labels
             own_losses = scores.losses.double().sum(1).cpu()
@@ -212,7 +165,7 @@ def score_examples(
 
 
 def _by_answer(is_wrong: Tensor, example: Example, offset: int) -> Tensor:
-    """Number of wrong tokens per answer on this shard, [answers]; is_wrong [T] is of the labels from `offset` on."""
+    # Number of wrong tokens per answer on this shard, [answers]; is_wrong [T] is of the labels from `offset` on.
     total = torch.cat([torch.zeros(1, dtype=torch.int64), is_wrong.cumsum(0)])
     # − 1: the token at position p is the label of the input before it.
     borders = torch.tensor([[answer.start, answer.stop] for answer in example.answers]) - 1 - offset

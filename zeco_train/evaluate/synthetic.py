@@ -39,11 +39,11 @@ class ZeroedScan(TappedScan):
     """A scan that runs, but passes on zero states, to measure a model on its own shard alone."""
 
     def received(self, request: ScanRequest, state: Tensor) -> Tensor:
-        """See `TappedScan`."""
+        """Zeros in place of a state from other ranks."""
         return torch.zeros_like(state)
 
     def carried(self, request: ScanRequest, state: Tensor) -> Tensor:
-        """See `TappedScan`."""
+        """Zeros in place of a state from an earlier segment."""
         return torch.zeros_like(state)
 
 
@@ -83,7 +83,7 @@ class SyntheticTask:
             raise ConfigError("lengths", self.lengths, "names one twice")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """See `Task.prepare`: creates the task, and checks it and the lengths against model and ranks."""
+        """Create the task, and check it and the lengths against model and ranks."""
         config, mesh = evaluation.config, evaluation.mesh
         self._asked = self._configure(evaluation)
         tokenizer = evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer()
@@ -99,7 +99,7 @@ class SyntheticTask:
             raise ConfigError(f"{self.task.value}.zeroed", "true", allowed)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
-        """See `Task.run`."""
+        """Score the examples, and if wanted again with zeroed states."""
         tables = {"": self._table(evaluation, evaluation.forward)}
         if self.zeroed:
             zeroed = evaluation.exchange.wrapped(ZeroedScan)
@@ -108,7 +108,7 @@ class SyntheticTask:
         return self._result(evaluation, tables)
 
     def _configure(self, evaluation: Evaluation) -> SyntheticConfig:
-        """The task's configuration: as set, else as in the run's training on this task, else the defaults."""
+        # As set, else as in the run's training on this task, else the defaults.
         trained, data = SyntheticConfig(task=self.task), evaluation.config.data
         if data.kind is DataKind.synthetic and data.synthetic.task is self.task:
             trained = data.synthetic
@@ -134,8 +134,7 @@ class SyntheticTask:
         table = {}
         for length in self._lengths:
             examples = [partial(self._example, length, *place) for place in product(self._depths, range(self.examples))]
-            answers = len(examples[0]().answers)
-            table[length] = score_examples(examples, answers, forward, self._cut(length, evaluation), evaluation.enter)
+            table[length] = score_examples(examples, forward, self._cut(length, evaluation), evaluation.enter)
         return table
 
     def _example(self, length: int, depth: float | None, index: int) -> Example:
@@ -294,16 +293,9 @@ def heat_map(
     chance: float,
     caption: str,
 ) -> Figure:
-    """Draw accuracies from 0 to 1, indexed by depth, then length.
+    """Draw accuracies [depths][lengths] from 0 to 1; a depth of None is a random one.
 
-    Args:
-        title: of the figure.
-        lengths: of the sequences, one column each.
-        depths: one row each; None: random depths.
-        accuracies: [depths][lengths].
-        train_len: sequence length in training, marked if it is among the lengths.
-        chance: accuracy of a uniform guess.
-        caption: describes the samples behind a cell.
+    `train_len` is marked if it is among the lengths. `chance` is the accuracy of a uniform guess.
     """
     width = max(5.5, 2.6 + 0.75 * len(lengths))
     figure = new_figure(title, (width, max(2.9, 1.9 + 0.38 * len(depths))), dpi=130, title_size=12)
