@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.config import DataConfig, DataKind, check_seq_len, required_path, store_name
+from data.config import DataConfig, DataKind, StoreConfig, check_seq_len, required_path, store_name
 from data.loader import Source, as_integers
 from data.loader.batches import TRAINING, VALIDATION, OpenedData
 from data.sources.corpora import prepare_embedded
-from data.store import VALIDATION_FOLDER, TokenStore, check_vocabulary
+from data.store import VALIDATION_FOLDER, TokenStore
 from data.store.documents import Documents
 from data.synthetic.source import open_synthetic
 from data.tokenizer import comparable, same_tokenizer, tokenizer_files
@@ -136,27 +136,25 @@ def locate_stores(config: DataConfig) -> list[StorePaths]:
         ConfigError: `tokens` without a path.
         DataError: no corpus, or a cache folder that cannot be written.
     """
-    shortest = config.min_document_tokens
+    stores = config.stores
     if config.kind is DataKind.embedded:
         cache_dir = Path(config.cache_dir) if config.cache_dir else None
-        train = prepare_embedded(cache_dir, validation_fraction=config.validation_fraction)
-        return [StorePaths(train, _held_out(train), min_document_tokens=shortest)]
-    if config.kind is DataKind.tokens:
-        train = Path(required_path(config))
-        return [StorePaths(train, _held_out(train, config.validation_path), min_document_tokens=shortest)]
+        stores = [StoreConfig(str(prepare_embedded(cache_dir, validation_fraction=config.validation_fraction)))]
+    elif config.kind is DataKind.tokens:
+        stores = [StoreConfig(required_path(config), validation_path=config.validation_path)]
     return [
         StorePaths(
             Path(store.path),
             _held_out(Path(store.path), store.validation_path),
-            store_name(store),
+            store_name(store) if config.kind is DataKind.mixture else "",
             store.weight,
-            shortest if store.min_document_tokens is None else store.min_document_tokens,
+            config.min_document_tokens if store.min_document_tokens is None else store.min_document_tokens,
         )
-        for store in config.stores
+        for store in stores
     ]
 
 
-def _held_out(train: Path, validation_path: str | None = None) -> Path | None:
+def _held_out(train: Path, validation_path: str | None) -> Path | None:
     if validation_path is not None:
         return Path(validation_path)
     folder = train / VALIDATION_FOLDER
@@ -165,7 +163,9 @@ def _held_out(train: Path, validation_path: str | None = None) -> Path | None:
 
 def _open(folder: Path, paths: StorePaths, config: DataConfig, vocab_size: int, others: Sequence[Source]) -> Documents:
     store = TokenStore.open(folder)
-    check_vocabulary(store, vocab_size)
+    if store.vocab_size > vocab_size:
+        allowed = f"the token store {folder} has {store.vocab_size} ids; allowed: {store.vocab_size} or more"
+        raise ConfigError("model.vocab_size", vocab_size, allowed)
     if others:
         _check_same_ids(store, others[0].documents.store)
     return Documents(store, paths.min_document_tokens, Path(config.cache_dir) if config.cache_dir else None)
@@ -188,5 +188,5 @@ def _check_same_ids(store: TokenStore, first: TokenStore) -> None:
 
 
 def _tokenizer(store: TokenStore) -> tuple[Mapping[str, str], Sequence[Path]]:
-    """As `same_tokenizer` takes it; the files of a validation store lie in its training store."""
+    # The files of a validation store lie in its training store.
     return store.meta.tokenizer, (store.path, store.path.parent)

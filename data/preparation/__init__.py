@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from data.preparation.pipeline import CONTROL_IDS, Job, Part, PrepareOptions, ca
 from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, work_folder
 from data.sources import FileSource, Source, Unit
 from data.sources.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
-from data.sources.readers import LeftOut, SourceProblem
+from data.sources.readers import LeftOut
 from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, check_replaceable, read_meta
 from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import Tokenizer
@@ -104,8 +104,7 @@ class _Preparation:
         """Check that an interrupted run has read the same units. Raises DataError otherwise."""
         state, work = self._work.state, self._work
         count = state.unit + (state.first > 0)
-        with _source_errors():
-            units = list(itertools.islice(self.source.units(), count))
+        units = list(itertools.islice(self.source.units(), count))
         stamps = functools.reduce(_next_stamp, units, "")
         if len(units) == count and stamps == state.stamps:
             return
@@ -153,18 +152,17 @@ class _Preparation:
         self._made, self._state = {part.name: part for part in state.waiting}, state
         job = Job(source, self._work.parts, options)
         start = saved = time.monotonic()
-        with _source_errors():
-            parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
-            display = Display(source.total, source.amount, state.amount, state.writer.num_tokens)
-            with closing(parts), closing(display):
-                for part in parts:
-                    is_full = self._take(writer, part)
-                    display.advance(part.amount, writer.num_tokens)
-                    if is_full:  # do not save this state: a resumed run would read on
-                        break
-                    if time.monotonic() - saved >= options.save_seconds:
-                        self._save(writer)
-                        saved = time.monotonic()
+        parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
+        display = Display(source.total, source.amount, state.amount, state.writer.num_tokens)
+        with closing(parts), closing(display):
+            for part in parts:
+                is_full = self._take(writer, part)
+                display.advance(part.amount, writer.num_tokens)
+                if is_full:  # do not save this state: a resumed run would read on
+                    break
+                if time.monotonic() - saved >= options.save_seconds:
+                    self._save(writer)
+                    saved = time.monotonic()
         if writer.num_documents == 0:
             where = f"no text in {source.num_files} files" if isinstance(source, FileSource) else "no text"
             raise DataError(source.name, where, describe_left_out(self._state.counts, options))
@@ -237,14 +235,6 @@ def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -
     held_out = out / VALIDATION_FOLDER
     validation = read_meta(held_out) if held_out.exists() else None
     return Prepared(read_meta(out), validation, work.state.counts, work.state.counts.get(CONTROL_IDS, 0), **facts)
-
-
-@contextmanager
-def _source_errors() -> Iterator[None]:
-    try:
-        yield
-    except SourceProblem as problem:
-        raise DataError(*problem.args) from problem
 
 
 def describe_left_out(counts: Mapping[str, int], options: PrepareOptions) -> str:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from data.sources import DOCUMENT_BYTES, UNIT_BYTES, Source, Unit
 from data.sources.hugging_face import DatasetSpec
-from data.sources.readers import Document, LeftOut, SourceProblem
+from data.sources.readers import Document, LeftOut
 from data.store import token_dtype
 from data.store.writer import SHARD_TOKENS
 from data.tokenizer import BYTES, Tokenizer, load_tokenizer
@@ -111,7 +111,7 @@ class UnitTokenizer:
         self._open: dict[int, tuple[int, Iterator[Document]]] = {}
 
     def part(self, index: int, unit: Unit, first: int) -> Part:
-        """Write the part of unit `index` that begins with its document `first`. Raises SourceProblem.
+        """Write the part of unit `index` that begins with its document `first`. Raises DataError.
 
         Holds one document in memory, or about 262,144 characters of short ones.
         """
@@ -162,8 +162,8 @@ class UnitTokenizer:
             lengths.append(len(document))
         return counts
 
-    def _problem(self, problem: str, remedy: str) -> SourceProblem:
-        return SourceProblem(self._tokenizer.info.get("path", "tokenizer"), problem, remedy)
+    def _problem(self, problem: str, remedy: str) -> DataError:
+        return DataError(self._tokenizer.info.get("path", "tokenizer"), problem, remedy)
 
 
 @dataclass
@@ -199,8 +199,7 @@ def tokenize_units(
             The caller removes the parts it has consumed.
 
     Raises:
-        SourceProblem: the first unit, in order, with unusable text.
-        DataError: a worker process died.
+        DataError: unusable text, of the first such unit in their order; a worker process died.
     """
     lanes = _lanes(units, first, list(made.values()))
     if workers == 1:

@@ -22,7 +22,6 @@ from typing import Protocol
 from data.sources.readers import (
     Document,
     LeftOut,
-    SourceProblem,
     decode,
     open_parquet,
     read_arrow,
@@ -75,10 +74,10 @@ class Source(Protocol):
     manifest_sha256: str  # digest of the list of its contents
 
     def units(self) -> Iterator[Unit]:
-        """All units, in order; deterministic for an unchanged source. Raises SourceProblem."""
+        """All units, in order; deterministic for an unchanged source. Raises DataError."""
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """The documents of a unit, from number `first` on, those left out included. Raises SourceProblem."""
+        """The documents of a unit, from number `first` on, those left out included. Raises DataError."""
 
 
 class FileSource:
@@ -179,7 +178,7 @@ class FileSource:
                         yield LeftOut.large if is_large else decode(path.read_bytes(), path)
         except OSError as error:
             check_open_files(error)
-            raise SourceProblem(str(path), f"cannot be read ({error.strerror or error})", "") from error
+            raise DataError(path, f"cannot be read ({error.strerror or error})") from error
 
 
 def _named_file(source: Path) -> SourceFile:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.sources import UNIT_BYTES, Source, Unit
-from data.sources.readers import ROWS_AT_ONCE, Document, SourceProblem, check_column, listed, texts_of_column
+from data.sources.readers import ROWS_AT_ONCE, Document, check_column, texts_of_column
 from data.tokenizer import announce_hub
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.paths import check_path, is_within
@@ -126,14 +126,15 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
         commit = revision[1] if revision else None
         if spec.streaming:
             stream = builder.as_streaming_dataset(spec.split)
-            _check_features(spec, stream.features, text_field)
+            if stream.features is not None:
+                check_column(spec.name, stream.features.arrow_schema, text_field)
             if hasattr(builder.config, "columns"):  # parquet and similar formats can read just that column
                 builder = library.load_dataset_builder(spec.name, **options, columns=[text_field])
                 stream = builder.as_streaming_dataset(spec.split)
             return StreamSource(spec.name, stream, text_field, stamp, commit)
         builder.download_and_prepare()
         rows = builder.as_dataset(spec.split)
-    _check_features(spec, rows.features, text_field)
+    check_column(spec.name, rows.features.arrow_schema, text_field)
     return RowSource(spec.name, rows, text_field, stamp, unit_bytes, commit)
 
 
@@ -215,7 +216,7 @@ def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: in
         if spec.split not in rows:
             raise DataError(spec.name, f"no split {spec.split!r}", f"its splits: {', '.join(rows)} (--split)")
         rows = rows[spec.split]
-    _check_features(spec, rows.features, text_field)
+    check_column(spec.name, rows.features.arrow_schema, text_field)
     _check_places(spec, [file["filename"] for file in rows.cache_files])
     files = [Path(file["filename"]) for file in rows.cache_files]
     origin = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files] + [len(rows)])
@@ -245,17 +246,6 @@ def _library() -> Any:
     return datasets
 
 
-def _check_features(spec: DatasetSpec, features: Any, text_field: str) -> None:
-    if features is None:
-        return
-    if text_field not in features:
-        problem = f"no field {text_field!r}; fields there: {listed(list(features))}"
-        raise DataError(spec.name, problem, "choose one with --text-field")
-    kind = getattr(features[text_field], "dtype", None)
-    if kind not in ("string", "large_string", "null"):
-        raise DataError(spec.name, f"field {text_field!r} holds {kind or features[text_field]}, not text")
-
-
 @contextmanager
 def _load_errors(spec: DatasetSpec) -> Iterator[None]:
     try:
@@ -274,10 +264,10 @@ def _load_errors(spec: DatasetSpec) -> Iterator[None]:
 def _read_errors(name: str) -> Iterator[None]:
     try:
         yield
-    except SourceProblem:
+    except DataError:
         raise
     except Exception as error:  # see above
-        raise SourceProblem(name, f"cannot be read ({_reason(error)})", "") from error
+        raise DataError(name, f"cannot be read ({_reason(error)})") from error
 
 
 def _reason(error: BaseException) -> str:

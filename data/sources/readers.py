@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
+from zeco_train.errors import DataError
 from zeco_train.system.files import BYTE_ORDER_MARK, decode_text
 
 READ_BYTES = 1 << 21
@@ -33,20 +34,13 @@ class LeftOut(Enum):
 Document = str | LeftOut
 
 
-class SourceProblem(Exception):
-    """A problem of a source file: (subject, problem, remedy), the arguments of the DataError that it becomes.
-
-    It is pickled from a worker to the parent, so it must be reconstructible from its arguments.
-    """
-
-
 def decode(contents: bytes, path: Path, offset: int = 0) -> str:
     """`decode_text`; `offset` is the position of `contents` in the file, for the message."""
     try:
         return decode_text(contents)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 at byte {offset + error.start}"
-        raise SourceProblem(str(path), problem, "convert it, for example with iconv") from error
+        raise DataError(path, problem, "convert it, for example with iconv") from error
 
 
 def read_lines(path: Path, start: int, stop: int, text_field: str, most: int) -> Iterator[Document]:
@@ -99,11 +93,7 @@ def _arrow_errors(subject: object, problem: str, *others: type[Exception]) -> It
         yield
     except (pyarrow.ArrowException, *others) as error:
         reason = " ".join(str(error).split())[:200]
-        raise SourceProblem(str(subject), f"{problem} ({reason})", "") from error
-
-
-class _LineProblem(Exception):
-    """A problem of a JSON line: (problem, remedy)."""
+        raise DataError(subject, f"{problem} ({reason})") from error
 
 
 def _documents(
@@ -115,30 +105,32 @@ def _documents(
             yield LeftOut.large
         elif (text := decode(line, path, position)) and not text.isspace():
             try:
-                yield _field_of_line(text, text_field)
-            except _LineProblem as error:
-                raise SourceProblem(f"{path}, line {number_of(position, count)}", *error.args) from error
+                document = _field_of_line(text, text_field)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number_of(position, count)}", *error.args) from error
+            yield document
 
 
 def _field_of_line(line: str, text_field: str) -> Document:
+    # Its ValueErrors have the arguments (problem, remedy).
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise _LineProblem(f"not JSON ({reason})", "each line must be one JSON object") from error
+        raise ValueError(f"not JSON ({reason})", "each line must be one JSON object") from error
     if not isinstance(record, dict):
-        raise _LineProblem(f"a JSON {type(record).__name__}, not an object", "each line must be one JSON object")
+        raise ValueError(f"a JSON {type(record).__name__}, not an object", "each line must be one JSON object")
     if text_field not in record:
-        raise _LineProblem(f"no field {text_field!r}; fields there: {listed(record)}", "choose one with --text-field")
+        raise ValueError(f"no field {text_field!r}; fields there: {listed(record)}", "choose one with --text-field")
     text = record[text_field]
     if text is None:
         return LeftOut.null
     if not isinstance(text, str):
-        raise _LineProblem(f"field {text_field!r} is of type {type(text).__name__}, not text", "")
+        raise ValueError(f"field {text_field!r} is of type {type(text).__name__}, not text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, which is not a character
-        raise _LineProblem(f"field {text_field!r} has a lone surrogate at character {error.start}", "") from error
+        raise ValueError(f"field {text_field!r} has a lone surrogate at character {error.start}") from error
     return text.removeprefix(BYTE_ORDER_MARK)
 
 
@@ -158,7 +150,7 @@ def _line_number(path: Path, position: int) -> int:
 
 
 def open_parquet(path: Path) -> Any:
-    """A ParquetFile. Raises SourceProblem."""
+    """A ParquetFile. Raises DataError."""
     from pyarrow import parquet
 
     with _arrow_errors(path, "cannot be read as parquet", OSError):
@@ -193,12 +185,12 @@ def read_arrow(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def check_column(source: object, schema: Any, text_field: str) -> None:
-    """Raise SourceProblem, which names `source`, unless the Arrow schema has a text column of this name."""
+    """Raise DataError, which names `source`, unless the Arrow schema has a text column of this name."""
     if text_field not in schema.names:
         problem = f"no column {text_field!r}; columns there: {listed(schema.names)}"
-        raise SourceProblem(str(source), problem, "choose one with --text-field")
+        raise DataError(source, problem, "choose one with --text-field")
     if not _is_text(schema.field(text_field).type):
-        raise SourceProblem(str(source), f"column {text_field!r} holds {schema.field(text_field).type}, not text", "")
+        raise DataError(source, f"column {text_field!r} holds {schema.field(text_field).type}, not text")
 
 
 def _is_text(kind: Any) -> bool:
@@ -215,6 +207,5 @@ def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Itera
             text = value.as_py()
             yield LeftOut.null if text is None else text.removeprefix(BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
-            problem = f"not UTF-8 at byte {error.start} of column {text_field!r}"
-            raise SourceProblem(f"{place} {row}", problem, "") from error
+            raise DataError(f"{place} {row}", f"not UTF-8 at byte {error.start} of column {text_field!r}") from error
         row += 1

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from data.tokenizer import BYTES, TOKENIZER_FOLDER, info_problem
 from zeco_train import __version__
-from zeco_train.errors import ConfigError, DataError, check_open_files
+from zeco_train.errors import DataError, check_open_files
 from zeco_train.system.files import FILES_OF_A_PROCESS, OPEN_SHARDS, allow_open_files, read_errors, sha256_of
 from zeco_train.system.small_files import check_regular, read_json
 
@@ -201,12 +201,6 @@ class TokenStore:
             self.bytes_requested += tokens.nbytes
         return tokens.astype(np.int64)
 
-    def verify(self) -> None:
-        """Read all files whole. Raises DataError for the first one whose digest differs from meta.json."""
-        for index, shard in enumerate(self.meta.shards):
-            verify_file(self.shard_path(index), shard.sha256)
-        verify_file(self.path / OFFSETS_FILE, self.meta.doc_offsets_sha256)
-
     def shard_path(self, index: int) -> Path:
         """The file of a shard."""
         return self.path / self.meta.shards[index].name
@@ -260,13 +254,6 @@ class TokenStore:
             return
         with self.shard_path(index).open("rb", buffering=0) as file:
             yield file.fileno()
-
-
-def check_vocabulary(store: TokenStore, model_vocab_size: int) -> None:
-    """Raise ConfigError if the store's vocabulary exceeds the model's."""
-    if store.vocab_size > model_vocab_size:
-        allowed = f"the token store {store.path} has {store.vocab_size} ids; allowed: {store.vocab_size} or more"
-        raise ConfigError("model.vocab_size", model_vocab_size, allowed)
 
 
 def is_store(folder: Path) -> bool:
@@ -374,7 +361,10 @@ def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
     if problem:
         raise DataError(path, f"does not fit meta.json: {problem}", COPY_AGAIN)
     # The checks above accept wrong borders too, and this digest is the key of cached indices.
-    verify_file(path, meta.doc_offsets_sha256)
+    with read_errors(path, COPY_AGAIN):
+        digest = sha256_of(path)
+    if digest != meta.doc_offsets_sha256:
+        raise DataError(path, "its contents differ from what was prepared", COPY_AGAIN)
     return offsets
 
 
@@ -386,14 +376,6 @@ def _length_blocks(offsets: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 def file_version(stat: os.stat_result) -> Version:
     """(inode number, size, modification time in ns): changes with a write or a replacement."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def verify_file(path: Path, expected: str) -> None:
-    """Read a file whole. Raises DataError if its sha256 is not `expected`."""
-    with read_errors(path, COPY_AGAIN):
-        digest = sha256_of(path)
-    if digest != expected:
-        raise DataError(path, "its contents differ from what was prepared", COPY_AGAIN)
 
 
 def hash_in_parts(path: Path, version: Version) -> Generator[int, None, str]:

@@ -18,7 +18,7 @@ from zeco_train.config.rules import check_documents
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.evaluate import command as evaluate
-from zeco_train.evaluate.requests import ScoreRequest
+from zeco_train.evaluate.scoring import ScoreRequest
 from zeco_train.evaluate.service import Service
 from zeco_train.generate import command as generate
 

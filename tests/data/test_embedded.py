@@ -14,6 +14,7 @@ import pytest
 from data.sources import corpora
 from data.sources.corpora import prepare_embedded, standard_library_documents
 from data.store import TokenStore, is_store, shard_name
+from tests.support.stores import verify
 from zeco_train.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def test_embedded_corpus_is_split_and_reused(library: Path, tmp_path: Path) -> N
     assert prepare_embedded(tmp_path / "cache", 0.5, corpus) != path
     os.truncate(path / shard_name(0), 10)
     assert prepare_embedded(tmp_path / "cache", 0.25, corpus) == path
-    TokenStore.open(path).verify()
+    verify(TokenStore.open(path))
     without = prepare_embedded(tmp_path / "cache", 0.0, corpus)
     assert not (without / "validation").exists()
     assert not [folder for folder in (tmp_path / "cache").iterdir() if not is_store(folder)]
@@ -111,7 +112,7 @@ def test_concurrent_processes_share_embedded_cache(library: Path, tmp_path: Path
     paths = {process.communicate()[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(paths) == 1
-    TokenStore.open(paths.pop()).verify()
+    verify(TokenStore.open(paths.pop()))
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

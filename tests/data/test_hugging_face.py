@@ -190,8 +190,8 @@ def test_files_outside_of_a_data_set_are_refused(kind: str, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--text-field", "body"], "no field 'body'; fields there: text, id; choose one with --text-field"),
-        (["--text-field", "id"], "field 'id' holds int64, not text"),
+        (["--text-field", "body"], "no column 'body'; columns there: text, id; choose one with --text-field"),
+        (["--text-field", "id"], "column 'id' holds int64, not text"),
         (["--split", "test"], "--config, --split, --data-dir and --data-files"),
         (["--config", "other"], "cannot be loaded (BuilderConfig 'other' not found. Available: ['default']); check"),
         (["--data-files", "no/*"], "cannot be loaded ("),

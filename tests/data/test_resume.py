@@ -21,7 +21,7 @@ from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
 from data.store import TokenStore, read_meta
 from data.store.writer import StoreWriter
-from tests.support.stores import documents, write_lines
+from tests.support.stores import documents, verify, write_lines
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import DataError
 
@@ -405,4 +405,4 @@ def test_preparation_killed_at_random_equals_unbroken_one(tmp_path: Path) -> Non
     if not store.exists():  # no kill came after the last rename
         subprocess.run([*command, str(store)], cwd=REPOSITORY, check=True, timeout=ENOUGH)
     assert contents(store) == contents(tmp_path / "unbroken")
-    TokenStore.open(store).verify()
+    verify(TokenStore.open(store))

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from data import store as store_module
+from data.inspect import check_shard
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import META_FILE, TokenStore, shard_name
 from data.store.documents import Documents
 from data.store.writer import StoreWriter, WriterState
+from tests.support.stores import verify
 from zeco_train.errors import DataError
 
 LENGTHS = [3, 1, 7, 20, 5, 14]
@@ -54,7 +56,7 @@ def test_reads_cross_shard_borders(tmp_path: Path, shard_tokens: int) -> None:
         for stop in range(start, NUM_TOKENS + 1):
             np.testing.assert_array_equal(opened.read(start, stop), TOKENS[start:stop])
     assert opened.doc_offsets.tolist() == [0, *np.cumsum(LENGTHS).tolist()]
-    opened.verify()
+    verify(opened)
 
 
 def test_number_of_open_shards_of_all_stores_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +110,7 @@ def test_version_1_store_opens_as_one_shard(tmp_path: Path) -> None:
     (folder / META_FILE).write_text(json.dumps(record | {"version": 1, "tokens_sha256": shard["sha256"]}))
     (folder / shard_name(0)).rename(folder / "tokens.bin")
     opened = TokenStore.open(folder)
-    opened.verify()
+    verify(opened)
     np.testing.assert_array_equal(opened.read(0, NUM_TOKENS), TOKENS)
     assert (opened.num_shards, opened.meta.tokens_sha256) == (1, shard["sha256"])
     (folder / "tokens.bin").unlink()
@@ -122,9 +124,9 @@ def test_damaged_or_missing_shard_is_named(tmp_path: Path) -> None:
     data = bytearray((folder / shard_name(3)).read_bytes())
     data[4] ^= 1  # still a valid id: only the digest differs
     (folder / shard_name(3)).write_bytes(data)
-    for verify in (opened.verify, TokenStore.open(folder).verify):
+    for store in (opened, TokenStore.open(folder)):
         with pytest.raises(DataError, match=r"tokens-00003\.bin: its contents differ from what was prepared; copy the"):
-            verify()
+            check_shard(store, 3, [])
     (folder / shard_name(5)).unlink()
     with pytest.raises(DataError, match=r"tokens-00005\.bin.*: cannot be read \(No such file or directory\); copy the"):
         TokenStore.open(folder)
@@ -188,6 +190,6 @@ def test_tail_is_split_off_across_shards(tmp_path: Path, shard_tokens: int) -> N
     kept, held_out = TokenStore.open(tmp_path / "store"), TokenStore.open(tmp_path / "store" / "validation")
     # 40 % of 50 tokens are 20: the last two documents (19) fit, the one before does not.
     assert (kept.doc_offsets.tolist(), held_out.doc_offsets.tolist()) == ([0, 3, 4, 11, 31], [0, 5, 19])
-    kept.verify()
-    held_out.verify()
+    verify(kept)
+    verify(held_out)
     np.testing.assert_array_equal(np.concatenate([kept.read(0, 31), held_out.read(0, 19)]), TOKENS)

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from data import store
-from data.store import META_FILE, OFFSETS_FILE, TokenStore, check_vocabulary, shard_name
+from data.store import META_FILE, OFFSETS_FILE, TokenStore, shard_name
 from data.store.writer import StoreWriter
-from zeco_train.errors import ConfigError, DataError, OpenFilesError
+from tests.support.stores import verify
+from zeco_train.errors import DataError, OpenFilesError
 from zeco_train.system import files
 from zeco_train.system.files import atomic_folder
 
@@ -65,7 +66,7 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str, itemsize: int) 
         assert got.dtype == np.int64
         np.testing.assert_array_equal(got, tokens[start:stop])
     assert opened.bytes_requested == itemsize * (31 + 0 + 1 + 1 + 0 + 16)
-    opened.verify()
+    verify(opened)
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == sorted(
         [META_FILE, OFFSETS_FILE, shard_name(0)]
     )
@@ -112,7 +113,7 @@ def test_limit_of_open_files_is_no_damage(number: int, tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "open", mock.Mock(side_effect=OSError(number, os.strerror(number))))
     monkeypatch.setattr(Path, "open", os.open)
     limit = "ulimit -n" if number == errno.EMFILE else "fs.file-max"
-    for act in (lambda: opened.read(0, 10), lambda: TokenStore.open(tmp_path / "store"), opened.verify):
+    for act in (lambda: opened.read(0, 10), lambda: TokenStore.open(tmp_path / "store")):
         with pytest.raises(OpenFilesError, match=limit):
             act()
 
@@ -229,14 +230,6 @@ def test_shard_changed_after_opening_fails_the_read(
     remedy = "copy the store again or prepare it again" if "cannot" in problem else "leave a store alone while a run"
     where = f"{tmp_path / 'store' / shard_name(0)}, bytes 60 to 180"
     assert str(caught.value).startswith(f"{where}: {problem}; {remedy}")
-
-
-def test_model_vocabulary_smaller_than_store_is_refused(tmp_path: Path) -> None:
-    write_store(tmp_path / "store", [10], vocab_size=259)
-    opened = TokenStore.open(tmp_path / "store")
-    check_vocabulary(opened, 259)
-    with pytest.raises(ConfigError, match=r"^model\.vocab_size=258: .*/store has 259 ids; allowed: 259 or more$"):
-        check_vocabulary(opened, 258)
 
 
 def test_atomic_folder_leaves_nothing_after_exception(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY, make_mesh
 from zeco_train.distributed.parallelize import Strategy, parallelize
-from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
+from zeco_train.evaluate.scoring import Score, ScoreRequest, _deal, score
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.training.forward import SequenceForward, connect_model
@@ -104,10 +104,10 @@ def test_scores_equal_one_by_one_reference(world_size: int) -> None:
 def test_requests_are_dealt_once_with_equal_passes_per_group(dp_size: int, sp_size: int, batch_tokens: int) -> None:
     work = requests()
     plan = _deal(work, batch_tokens, dp_size, sp_size)
-    assert sorted(number for own in plan for pack in own for number in pack.numbers) == list(range(len(work)))
-    assert len({sum(pack.segments for pack in own) for own in plan}) == 1
-    for pack in itertools.chain(*plan):
-        assert pack.length >= pack.segments * sp_size
-        per_rank = -(-pack.length // (pack.segments * sp_size))
-        assert max(len(pack.numbers), 1) * per_rank <= batch_tokens
-        assert all(len(work[number].tokens) - 1 <= pack.length for number in pack.numbers)
+    assert sorted(number for own in plan for numbers, _ in own for number in numbers) == list(range(len(work)))
+    assert len({sum(cut.segments for _, cut in own) for own in plan}) == 1
+    for numbers, cut in itertools.chain(*plan):
+        assert cut.length >= cut.segments * sp_size
+        per_rank = -(-cut.length // (cut.segments * sp_size))
+        assert max(len(numbers), 1) * per_rank <= batch_tokens
+        assert all(len(work[number].tokens) - 1 <= cut.length for number in numbers)

@@ -22,8 +22,8 @@ from tests.support.steps import TINY
 from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
-from zeco_train.evaluate.tasks.scores import Cut, Scores, score
-from zeco_train.evaluate.tasks.synthetic import ZeroedScan
+from zeco_train.evaluate.scoring import Cut, Scores, score_examples
+from zeco_train.evaluate.synthetic import ZeroedScan
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import connect, local_exchange
@@ -96,11 +96,11 @@ def _check_splits(rank: int, world_size: int) -> None:
         scan = connect(SPConfig(backend), mesh.scan_groups, mesh.timeout)
         # The last one has parts of different lengths.
         for cut in (Cut(LENGTH, 1, 2), Cut(LENGTH, SHARDS // sp_size, 3), Cut.of(LENGTH, sp_size, 1, 11)):
-            plain = score(made, len(ANSWERS), SequenceForward(model, scan, mesh), cut, lambda activity: None)
+            plain = score_examples(made, SequenceForward(model, scan, mesh), cut, lambda activity: None)
             _assert_same(plain, expected_scores(whole, examples), f"sp {sp_size}, {cut}")
             assert plain.right[0].tolist() == [False, True] * 3, plain.right
             zeroed = SequenceForward(model, scan.wrapped(ZeroedScan), mesh)
-            alone = score(made, len(ANSWERS), zeroed, cut, lambda activity: None)
+            alone = score_examples(made, zeroed, cut, lambda activity: None)
             parts = sp_size * cut.segments
             _assert_same(alone, expected_scores(whole, examples, parts), f"zeroed, sp {sp_size}, {cut}")
         scan.drain()

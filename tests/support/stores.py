@@ -12,15 +12,21 @@ import numpy as np
 from data.store import TokenStore
 from data.store.writer import StoreWriter
 from data.tokenizer import ByteTokenizer
+from zeco_train.system.files import sha256_of
 
 
 def documents(path: Path) -> list[str]:
     """The texts of a byte store."""
     opened = TokenStore.open(path)
-    opened.verify()
+    verify(opened)
     ids = [opened.read(start, stop) for start, stop in itertools.pairwise(opened.doc_offsets.tolist())]
     assert all(tokens[-1] == 1 and not (tokens[:-1] == 1).any() for tokens in ids)
     return [ByteTokenizer().decode(tokens) for tokens in ids]
+
+
+def verify(store: TokenStore) -> None:
+    """The shards are as their digests in meta.json say; those of the offsets are checked when a store is opened."""
+    assert [sha256_of(store.path / shard.name) for shard in store.meta.shards] == [s.sha256 for s in store.meta.shards]
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:

@@ -22,7 +22,7 @@ from data import inspect
 from zeco_train import compare
 from zeco_train.tracking import charts
 from zeco_train.bench import figures
-from zeco_train.evaluate.tasks.heat_map import heat_map
+from zeco_train.evaluate.synthetic import heat_map
 from zeco_train.report import panels
 
 run, other, store = sys.argv[1:]

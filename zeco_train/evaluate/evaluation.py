@@ -25,21 +25,13 @@ _WHICH_TEXT = ("data.kind", "data.path", "data.stores")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Context of an evaluation, shared by its tasks.
-
-    Attributes:
-        trained: the model to evaluate.
-        config: of the run, with the command line's overrides and resolved parallelism.
-        mesh: the ranks.
-        enter: sets the name of this rank's current phase, for error messages.
-        standard: names of the requested lm_eval tasks.
-    """
+    """Context of an evaluation, shared by its tasks."""
 
     trained: Trained
-    config: Config
+    config: Config  # of the run, with the command line's overrides and resolved parallelism
     mesh: ProcessMesh
-    enter: Callable[[str], None]
-    standard: Sequence[str] = ()
+    enter: Callable[[str], None]  # sets the name of this rank's current phase, for error messages
+    standard: Sequence[str] = ()  # names of the requested lm_eval tasks
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -50,11 +42,7 @@ class Evaluation:
 
     @cached_property
     def forward(self) -> SequenceForward:
-        """The model, loaded lazily. The first use is collective.
-
-        Raises:
-            CheckpointError: its weights are damaged.
-        """
+        """The model. The first use is collective, and raises CheckpointError if its weights are damaged."""
         self.enter("loading the weights")
         dtype, parallel = self.config.train.dtype, self.config.parallel
         model = load_trained(
@@ -92,12 +80,9 @@ def check_read(overrides: Sequence[str]) -> None:
 
 
 def replaced(before: Config, config: Config, overrides: Sequence[str]) -> str | None:
-    """Describe the run's settings, other than the text itself, that a config file of group `data` changes; or None.
+    """Describe the settings of a run, other than the text, that a config file of group `data` changes; or None.
 
-    Args:
-        before: the run's configuration.
-        config: with the overrides.
-        overrides: of the command line; keys that they set are left out.
+    Keys that `overrides`, of the command line, set themselves are left out.
     """
     files = [text for text in overrides if text.startswith("data=")]
     own, now = (dict(flatten(to_plain(each.data), "data")) for each in (before, config))

@@ -47,7 +47,7 @@ class HeldOut:
             raise ConfigError("lengths", self.lengths, "names one twice")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """See `Task.prepare`: opens the held-out stores, and checks the lengths against them and the ranks."""
+        """Open the held-out stores, and check the lengths against them and the ranks."""
         config, mesh, trained = evaluation.config, evaluation.mesh, evaluation.trained
         if config.data.kind is DataKind.synthetic:
             task = config.data.synthetic.task.value
@@ -78,7 +78,7 @@ class HeldOut:
                 raise ConfigError(setting, length, allowed)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
-        """See `Task.run`."""
+        """Compute the losses of each length."""
         by_length = {}
         for length in self.lengths or [evaluation.config.data.seq_len]:
             validation, lines = self._validation(evaluation, length)

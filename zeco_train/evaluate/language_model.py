@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from data.tokenizer import Tokenizer
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.evaluate.requests import ScoreRequest
+from zeco_train.evaluate.scoring import ScoreRequest
 from zeco_train.evaluate.service import Service
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling
@@ -30,11 +30,7 @@ class Tasks(TaskManager):
     """lm_eval's task manager; loading errors become one-line DataErrors."""
 
     def load(self, task_list: Any) -> Any:
-        """Create tasks, which loads their data sets.
-
-        Raises:
-            DataError: a task or its data set cannot be loaded.
-        """
+        """Create tasks, which loads their data sets. Raises DataError for one that cannot be loaded."""
         try:
             return super().load(task_list)
         except Exception as error:
@@ -45,13 +41,7 @@ class Tasks(TaskManager):
 
 
 class LanguageModel(TemplateLM):
-    """The interface of lm_eval to the trained model.
-
-    Args:
-        service: processes requests on all ranks.
-        tokenizer: of the model.
-        seed: of sampled texts.
-    """
+    """The interface of lm_eval to the trained model; `seed` is of sampled texts."""
 
     def __init__(self, service: Service, tokenizer: Tokenizer, seed: int) -> None:
         super().__init__()

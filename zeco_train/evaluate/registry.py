@@ -1,8 +1,7 @@
 """Registry of the built-in tasks of `zeco_train.evaluate`; any other name is a task of lm_eval.
 
 A task is a dataclass of its settings with a `run` method: `--tasks needle needle.lengths=[4096,65536]` creates
-`Needle(lengths=[4096, 65536])`. To add a task, write its class and register it in `TASKS`; its module is imported only
-when the task is requested.
+`Needle(lengths=[4096, 65536])`. Its module is imported only when the task is requested.
 """
 
 from __future__ import annotations
@@ -23,19 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Result of a task. Only rank 0's is used.
-
-    Attributes:
-        metrics: main metrics by name.
-        lines: text to print under the task's name.
-        details: further results for results.json: dictionaries, lists, strings and numbers.
-        figures: plots by file name (`needle.png`).
-    """
+    """Result of a task. Only rank 0's is used."""
 
     metrics: Mapping[str, float]
-    lines: Sequence[str] = ()
-    details: Mapping[str, Any] = field(default_factory=dict)
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    lines: Sequence[str] = ()  # to print under the task's name
+    details: Mapping[str, Any] = field(default_factory=dict)  # further results for results.json
+    figures: Mapping[str, Figure] = field(default_factory=dict)  # by file name (`needle.png`)
 
 
 class Task(Protocol):
@@ -47,10 +39,9 @@ class Task(Protocol):
         """Raise `ConfigError` for a value out of range, the field named without the task's name."""
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """Run the checks that need the model and the ranks; called for all tasks before the first one runs. Collective.
+        """Run the checks that need the model and the ranks, for all tasks before the first one runs. Collective.
 
-        Raises:
-            ConfigError, DataError: on all ranks.
+        Raises ConfigError or DataError on all ranks.
         """
 
     def run(self, evaluation: Evaluation) -> TaskResult:
@@ -59,15 +50,10 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A task in the registry, imported when it is requested.
+    """A task in the registry, imported when it is requested."""
 
-    Attributes:
-        summary: a line for `--help`.
-        where: MODULE:CLASS.
-    """
-
-    summary: str
-    where: str
+    summary: str  # a line for `--help`
+    where: str  # MODULE:CLASS
 
     def load(self) -> type[Task]:
         """The task's class."""
@@ -80,7 +66,7 @@ TASKS: dict[str, TaskKind] = {
         "held-out loss and perplexity, and the loss by position (PNG)", "zeco_train.evaluate.held_out:HeldOut"
     ),
     **{
-        name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.tasks.synthetic:{kind}")
+        name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.synthetic:{kind}")
         for name, kind, summary in (
             ("recall", "Recall", "values by their keys"),
             ("needle", "Needle", "a number by its name, in text"),
@@ -97,15 +83,9 @@ STANDARD = TaskKind("lm_eval's tasks", "zeco_train.evaluate.standard:StandardTas
 
 
 def build_tasks(names: Sequence[str], standard: Sequence[str], settings: Sequence[str]) -> dict[str, Task]:
-    """Create tasks with their settings, by name; all lm_eval tasks together are one `Task`.
+    """Create the tasks `names`, and one for all of lm_eval's tasks `standard`, with TASK.KEY=VALUE settings, by name.
 
-    Args:
-        names: of `TASKS`.
-        standard: names of lm_eval's tasks.
-        settings: TASK.KEY=VALUE arguments of these tasks, in Hydra's syntax.
-
-    Raises:
-        ConfigError: an unknown key, or a value of the wrong type or out of range; the field is named with its task.
+    Raises ConfigError for an unknown key, or a value of the wrong type or out of range.
     """
     kinds = {name: TASKS[name] for name in names} | ({LM_EVAL: STANDARD} if standard else {})
     tasks = {}

@@ -26,12 +26,12 @@ class ResultsFolder:
     """A new folder, created with the first results; earlier evaluations are never overwritten.
 
     Args:
-        out: the folder; None for `evaluation/step_…` beside the model (or `….1`, `….2`, … if that exists).
+        out: None for `evaluation/step_…` beside the model (or `….1`, `….2`, … if that exists).
         trained: the model.
         facts: of the evaluation as a whole, for results.json.
 
     Attributes:
-        path: the folder; None before the first results.
+        path: None before the first results.
 
     Raises:
         ConfigError: it cannot be created, exists and is not empty, or lies beside the model behind a link.
@@ -52,9 +52,7 @@ class ResultsFolder:
     def add(self, name: str, result: TaskResult) -> None:
         """Add a task's results to results.json, and write its plots.
 
-        Raises:
-            ConfigError: the folder cannot be created.
-            DataError: a file cannot be written.
+        Raises ConfigError if the folder cannot be created, DataError if a file cannot be written.
         """
         if self.path is None:
             with self._refused():

@@ -18,7 +18,7 @@ from models.spec import spec_of
 from zeco_train.distributed.mesh import host_group
 from zeco_train.errors import ZecoError
 from zeco_train.evaluate.evaluation import Evaluation
-from zeco_train.evaluate.requests import Score, ScoreRequest, score
+from zeco_train.evaluate.scoring import Score, ScoreRequest, score
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.trained import load_trained
@@ -32,9 +32,7 @@ _END = "end"
 class Service:
     """Scoring and generation on all ranks, driven by rank 0. The constructor is collective.
 
-    Args:
-        evaluation: of the model.
-        batch_tokens: see `requests.score`.
+    A rank has at most `batch_tokens` in a forward pass.
     """
 
     def __init__(self, evaluation: Evaluation, batch_tokens: int) -> None:
@@ -47,11 +45,7 @@ class Service:
     def run(self, harness: Callable[[], T]) -> T | None:
         """Run `harness` on rank 0, where it may call `score` and `generate`, while the other ranks serve. Collective.
 
-        Returns:
-            The harness's result on rank 0; None elsewhere.
-
-        Raises:
-            ZecoError: the harness's, on every rank.
+        Returns its result on rank 0, None elsewhere; raises its ZecoErrors on every rank.
         """
         if not self._evaluation.mesh.is_main:
             self._serve()
@@ -67,17 +61,13 @@ class Service:
         return result
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """See `requests.score`. On rank 0.
-
-        Raises:
-            ConfigError: a text is longer than the model's longest document.
-        """
+        """Score requests, from rank 0. Raises ConfigError for a text longer than the model's longest document."""
         longest = max((len(request.tokens) - 1 for request in requests), default=0)
         check_document(self._evaluation.config.model, "tokens of a text", longest)
         return self._work("score", list(requests))
 
     def generate(self, prompts: Sequence[str], sampling: Sampling, limits: Limits) -> list[Completion]:
-        """See `Generator.generate`. On rank 0."""
+        """Generate texts, from rank 0."""
         return self._work("generate", (list(prompts), sampling, limits))
 
     def _work(self, what: str, work: Any) -> Any:
@@ -114,7 +104,7 @@ class Service:
 
     @cached_property
     def _generator(self) -> Generator:
-        """Uses a copy of the model replicated on every rank, as decode steps need. The first use is collective."""
+        # Of a copy of the model on every rank, as decode steps need. The first use is collective.
         evaluation, train = self._evaluation, self._evaluation.config.train
         steps = spec_of(evaluation.trained.model).calls(train.dtype.compute, steps=True)
         slow = check_kernels("train.kernels", train.kernels, steps, Target.of(evaluation.mesh.device))

@@ -46,12 +46,12 @@ class StandardTasks:
                 raise ConfigError("include_path", self.include_path, "no such folder")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """See `Task.prepare`: checks the tasks' names, and finds the tokenizer."""
+        """Check the tasks' names, and find the tokenizer."""
         agree(evaluation.mesh, lambda: self._check_names(evaluation) if evaluation.mesh.is_main else None)
         agree(evaluation.mesh, lambda: evaluation.trained.tokenizer)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
-        """See `Task.run`."""
+        """Run lm_eval on rank 0."""
         # Imported late: it pulls in transformers and the generation modules.
         from zeco_train.evaluate.service import Service
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,14 +21,16 @@ from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import TaskResult
-from zeco_train.evaluate.requests import Cut
-from zeco_train.evaluate.tasks.heat_map import heat_map
-from zeco_train.evaluate.tasks.scores import Scores, score
+from zeco_train.evaluate.scoring import Cut, Scores, score_examples
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.backend import TappedScan
 from zeco_train.system.command import docstring
+from zeco_train.system.figures import GREY, ORANGE, new_figure
 from zeco_train.system.numbers import check_least, length_name
 from zeco_train.training.forward import SequenceForward
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Table = dict[int, Scores]
 
@@ -37,11 +39,11 @@ class ZeroedScan(TappedScan):
     """A scan that runs, but passes on zero states, to measure a model on its own shard alone."""
 
     def received(self, request: ScanRequest, state: Tensor) -> Tensor:
-        """See `TappedScan`."""
+        """Zeros in place of a state from other ranks."""
         return torch.zeros_like(state)
 
     def carried(self, request: ScanRequest, state: Tensor) -> Tensor:
-        """See `TappedScan`."""
+        """Zeros in place of a state from an earlier segment."""
         return torch.zeros_like(state)
 
 
@@ -81,7 +83,7 @@ class SyntheticTask:
             raise ConfigError("lengths", self.lengths, "names one twice")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """See `Task.prepare`: creates the task, and checks it and the lengths against model and ranks."""
+        """Create the task, and check it and the lengths against model and ranks."""
         config, mesh = evaluation.config, evaluation.mesh
         self._asked = self._configure(evaluation)
         tokenizer = evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer()
@@ -97,7 +99,7 @@ class SyntheticTask:
             raise ConfigError(f"{self.task.value}.zeroed", "true", allowed)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
-        """See `Task.run`."""
+        """Score the examples, and if wanted again with zeroed states."""
         tables = {"": self._table(evaluation, evaluation.forward)}
         if self.zeroed:
             zeroed = evaluation.exchange.wrapped(ZeroedScan)
@@ -106,7 +108,7 @@ class SyntheticTask:
         return self._result(evaluation, tables)
 
     def _configure(self, evaluation: Evaluation) -> SyntheticConfig:
-        """The task's configuration: as set, else as in the run's training on this task, else the defaults."""
+        # As set, else as in the run's training on this task, else the defaults.
         trained, data = SyntheticConfig(task=self.task), evaluation.config.data
         if data.kind is DataKind.synthetic and data.synthetic.task is self.task:
             trained = data.synthetic
@@ -132,8 +134,7 @@ class SyntheticTask:
         table = {}
         for length in self._lengths:
             examples = [partial(self._example, length, *place) for place in product(self._depths, range(self.examples))]
-            answers = len(examples[0]().answers)
-            table[length] = score(examples, answers, forward, self._cut(length, evaluation), evaluation.enter)
+            table[length] = score_examples(examples, forward, self._cut(length, evaluation), evaluation.enter)
         return table
 
     def _example(self, length: int, depth: float | None, index: int) -> Example:
@@ -280,3 +281,43 @@ def _spoken(depths: Sequence[float | None], lengths: Sequence[int], cells: Seque
         for depth, row in zip(depths, cells, strict=True)
     ]
     return [head, *rows]
+
+
+def heat_map(
+    title: str,
+    lengths: Sequence[int],
+    depths: Sequence[float | None],
+    accuracies: Sequence[Sequence[float]],
+    *,
+    train_len: int | None,
+    chance: float,
+    caption: str,
+) -> Figure:
+    """Draw accuracies [depths][lengths] from 0 to 1; a depth of None is a random one.
+
+    `train_len` is marked if it is among the lengths. `chance` is the accuracy of a uniform guess.
+    """
+    width = max(5.5, 2.6 + 0.75 * len(lengths))
+    figure = new_figure(title, (width, max(2.9, 1.9 + 0.38 * len(depths))), dpi=130, title_size=12)
+    from matplotlib.patches import Rectangle
+
+    axes = figure.subplots()
+    image = axes.imshow(accuracies, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [length_name(length) for length in lengths])
+    axes.set_yticks(range(len(depths)), ["random" if depth is None else f"{depth:.0%}" for depth in depths])
+    axes.set_xlabel("tokens of the sequence")
+    axes.set_ylabel("depth")
+    for row, of_depth in enumerate(accuracies):
+        for column, accuracy in enumerate(of_depth):
+            color = "black" if accuracy > 0.6 else "white"
+            axes.text(column, row, f"{100 * accuracy:.0f}", ha="center", va="center", color=color, fontsize=9)
+    if train_len in lengths:
+        box = Rectangle((lengths.index(train_len) - 0.5, -0.5), 1, len(depths), fill=False, clip_on=False)
+        box.set(edgecolor=ORANGE, linewidth=2.5)
+        axes.add_patch(box)
+        caption = f"{caption}; framed: the length of the training"
+    bar = figure.colorbar(image, ax=axes, label="answers right")
+    bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0 %", "25 %", "50 %", "75 %", "100 %"])
+    bar.ax.axhline(chance, color=ORANGE, linewidth=2)
+    figure.supxlabel(f"{caption}; orange on the scale: chance, {100 * chance:.2g} %", fontsize=8, color=GREY)
+    return figure

@@ -1,1 +1,0 @@
-"""Recall evaluations, by depth and sequence length."""
