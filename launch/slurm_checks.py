@@ -1,12 +1,11 @@
 """Health check of a Slurm job's nodes, one task per node: `srun … python launch/slurm_checks.py --ranks R …`.
 
-Each node collects its facts and sends them to the first, over the network that the ranks will use; the first evaluates
-them and prints one line per finding. Versions and GPUs are compared with those of most nodes, so no reference values
-are needed. Exit code 1 on the first node if too few healthy nodes remain to train. `--address` only prints this node's
-address on CLUSTER_INTERFACE.
+Each node sends its facts to the first over the network that the ranks will use. The first compares them with those of
+most nodes, prints one line per finding, and ends with exit code 1 if too few healthy nodes remain to train. `--address`
+only prints this node's address on CLUSTER_INTERFACE.
 
-The batch script makes a new RENDEZVOUS_KEY for each start and passes it in the environment of its steps, which only the
-user and root can read. The key itself is never sent; reports carry a token made with it.
+The batch script passes a new RENDEZVOUS_KEY for each start in the environment of its steps, which only the user and
+root can read. The key itself is never sent; reports carry a token made with it.
 """
 
 from __future__ import annotations
@@ -43,24 +42,23 @@ SECONDS_TO_REPORT = 120.0
 SKEW_LIMIT_SECONDS = 2.0
 # Free GB below which a node is not used, and below which it is reported.
 DISK_LIMITS_GB = {"run_dir": (1.0, 50.0), "cache": (0.5, 5.0), "/dev/shm": (0.05, 1.0)}
-# Threshold relative to the median GPU's throughput: one slower GPU holds up all others.
+# Of the median GPU's throughput: one slower GPU holds up all others.
 SLOW_SHARE = 0.9
-_ECC_ERRORS = "ecc.errors.uncorrected.volatile.total"
-_QUERY = (
-    "name", "driver_version", "uuid", "memory.total", "memory.used", "clocks.max.sm", "power.limit", "mig.mode.current",
-    _ECC_ERRORS, "clocks_throttle_reasons.hw_slowdown",
-    "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
-    "clocks_throttle_reasons.sw_thermal_slowdown",
-)  # fmt: skip
-# (Name in findings, nvidia-smi query, whether a difference is fatal.)
-_COMPARED = (
-    ("GPU", "name", True),
-    ("GPU memory, MiB,", "memory.total", True),
-    ("driver", "driver_version", True),
-    ("power limit", "power.limit", False),
-    ("max SM clock", "clocks.max.sm", False),
-)
 _MEMORY_IN_USE_MIB = 2000
+_ECC_ERRORS = "ecc.errors.uncorrected.volatile.total"
+_THROTTLE = tuple(
+    f"clocks_throttle_reasons.{name}"
+    for name in ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+)
+# Queries of nvidia-smi that nodes are compared by: (name in findings, whether a difference is fatal).
+_COMPARED = {
+    "name": ("GPU", True),
+    "memory.total": ("GPU memory, MiB,", True),
+    "driver_version": ("driver", True),
+    "power.limit": ("power limit", False),
+    "clocks.max.sm": ("max SM clock", False),
+}
+_QUERY = (*_COMPARED, "uuid", "memory.used", "mig.mode.current", _ECC_ERRORS, *_THROTTLE)
 # Limit for a node's facts, far more than 16 GPUs need.
 _LONGEST_LINE = 1 << 22
 _SIOCGIFADDR = 0x8915
@@ -75,16 +73,12 @@ class Finding(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The finding as a line for the user."""
+        """For the user."""
         return f"check: {self.node}: {'error' if self.fatal else 'warning'}: {self.text}"
 
 
 def own_address() -> str | None:
-    """This node's IPv4 address on CLUSTER_INTERFACE; None if that is not set.
-
-    Raises:
-        ConfigError: no such interface, or it has no IPv4 address.
-    """
+    """This node's IPv4 address on CLUSTER_INTERFACE, None if that is not set; `ConfigError` if it has none."""
     name = os.environ.get("CLUSTER_INTERFACE", "")
     if not name:
         return None
@@ -100,8 +94,7 @@ def own_address() -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def collect(run_dir: Path, cache: Path, ranks: int) -> Facts:
-    """Collect this node's facts."""
+def _collect(run_dir: Path, cache: Path, ranks: int) -> Facts:
     software = installation()
     versions = {"python": software["python"], **software["packages"], "source": software["commit"]}
     gpus = _gpus() if shutil.which("nvidia-smi") else []
@@ -123,13 +116,7 @@ def collect(run_dir: Path, cache: Path, ranks: int) -> Facts:
 
 
 def judge(facts: dict[str, Facts], expected: list[str], uses_gpus: bool) -> list[Finding]:
-    """Evaluate the facts of all nodes.
-
-    Args:
-        facts: by node, of those that reported; `skew` is its clock offset from the first node's, in seconds.
-        expected: all nodes of the job.
-        uses_gpus: whether each rank needs a GPU.
-    """
+    """Findings about all `expected` nodes, from the facts of those that reported, by node."""
     findings = [Finding(node, True, "unreachable: did not report in time") for node in expected if node not in facts]
     findings += [Finding(node, True, fact["problem"]) for node, fact in facts.items() if "problem" in fact]
     sound = {node: fact for node, fact in facts.items() if "problem" not in fact}
@@ -141,7 +128,7 @@ def judge(facts: dict[str, Facts], expected: list[str], uses_gpus: bool) -> list
     for node, fact in sound.items():
         findings += [Finding(node, *found) for found in _judge_node(fact)]
         findings += [Finding(node, *found) for found in (_judge_gpus(fact, middle) if uses_gpus else ())]
-    for name, key, fatal in _COMPARED if uses_gpus else ():
+    for key, (name, fatal) in _COMPARED.items() if uses_gpus else ():
         kinds = {node: sorted({gpu[key] for gpu in fact["gpus"]}) for node, fact in sound.items() if fact["gpus"]}
         compared.append((name, fatal, {node: "/".join(values) for node, values in kinds.items()}))
     for name, fatal, by_node in compared:
@@ -174,8 +161,7 @@ def _judge_gpus(fact: Facts, median_throughput: float) -> Iterator[tuple[bool, s
             yield True, f"GPU {number}: {errors} uncorrected memory errors since its last reset"
         if used > _MEMORY_IN_USE_MIB:
             yield False, f"GPU {number}: {used} MiB in use by another process"
-        active = [name.rpartition(".")[2] for name in _QUERY if "throttle" in name and gpu.get(name) == "Active"]
-        if active:
+        if active := [name.rpartition(".")[2] for name in _THROTTLE if gpu.get(name) == "Active"]:
             yield False, f"GPU {number}: slowed down ({', '.join(active)})"
         if gpu.get("mig.mode.current") == "Enabled":
             yield True, f"GPU {number}: MIG is on"
@@ -186,19 +172,19 @@ def _judge_gpus(fact: Facts, median_throughput: float) -> Iterator[tuple[bool, s
 
 
 def _gpus() -> list[dict[str, str]]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-    command += [f"--id={visible}"] if visible else []
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     rows = [[value.strip() for value in line.split(",")] for line in output.splitlines() if line.strip()]
     return [dict(zip(_QUERY, row, strict=True)) for row in rows]
 
 
 def _throughput(count: int) -> list[float]:
-    """TFLOP/s of each GPU over about a second of large bf16 matmuls, on all GPUs at once, as in training."""
+    # TFLOP/s of each GPU over about a second of large bf16 matmuls, on all GPUs at once, as in training.
     import torch
 
-    size, warm_up, products, rates = 8192, 20, 200, []
+    size, warm_up, products = 8192, 20, 200
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for number, (start, end) in enumerate(events):
         with torch.cuda.device(number):
@@ -208,28 +194,23 @@ def _throughput(count: int) -> list[float]:
                     start.record()
                 torch.mm(a, a)
             end.record()
-    for start, end in events:
+    for _, end in events:
         end.synchronize()
-        rates.append(2 * size**3 * products / (start.elapsed_time(end) * 1e-3) / 1e12)
-    return rates
+    return [2e-12 * size**3 * products / (1e-3 * start.elapsed_time(end)) for start, end in events]
 
 
 def _free(path: Path) -> float | None:
-    """Free GB at `path` or its nearest existing parent; None if it is not writable."""
+    # Free GB at `path` or its nearest existing parent; None if it is not writable.
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free / 1e9 if os.access(path, os.W_OK) else None
 
 
 def gather(port: int, token: str, expected: int, deadline: float, address: str = "") -> dict[str, Facts]:
-    """On the first node: the other nodes' facts by node, with the clock offset `skew` in seconds.
+    """On the first node: the facts of other nodes, with `skew`, the offset of each one's clock in seconds.
 
-    Args:
-        port: to listen on.
-        token: of the job; messages with another token are ignored.
-        expected: number of the other nodes.
-        deadline: on the monotonic clock; nodes that have not reported by then are left out.
-        address: to listen on; empty for all interfaces.
+    Nodes that are late by the monotonic clock are left out, messages without the job's token ignored. Without an
+    address it listens on all interfaces.
     """
     facts: dict[str, Facts] = {}
     with socket.create_server((address, port), backlog=expected) as server:
@@ -253,13 +234,11 @@ def _receive(connection: socket.socket, token: str) -> Facts:
         answers = []
         for _ in range(5):
             asked = time.time()
-            lines.write("time?\n")
-            lines.flush()
+            print("time?", file=lines, flush=True)
             theirs, now = float(lines.readline()), time.time()
             # The other node read its clock halfway through the round trip, give or take half of it.
             answers.append((now - asked, theirs - (asked + now) / 2))
-        lines.write("done\n")
-        lines.flush()
+        print("done", file=lines, flush=True)
     # The fastest answer counts.
     return message | {"skew": min(answers)[1]}
 
@@ -277,22 +256,19 @@ def send(address: tuple[str, int], facts: Facts, deadline: float, clock: Callabl
     # The first node serves connections one after the other.
     connection.settimeout(max(10.0, deadline - time.monotonic()))
     with connection, connection.makefile("rw", encoding="utf-8") as lines:
-        lines.write(json.dumps(facts) + "\n")
-        lines.flush()
+        print(json.dumps(facts), file=lines, flush=True)
         while lines.readline() == "time?\n":
-            lines.write(f"{clock()!r}\n")
-            lines.flush()
+            print(repr(clock()), file=lines, flush=True)
 
 
 def _summary(facts: dict[str, Facts], expected: int, bad: int, findings: int) -> str:
     known = next((fact for fact in facts.values() if "versions" in fact), None)
     if known is None:
         return f"check: {expected} nodes, none fit"
-    versions = known["versions"]
-    counts = Counter(f"{gpu['name']} {gpu['memory.total']} MiB" for gpu in known["gpus"])
+    versions, counts = known["versions"], Counter(f"{gpu['name']} {gpu['memory.total']} MiB" for gpu in known["gpus"])
     gpus = " + ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
-    gpus = gpus or f"{known['cpus']} CPUs, no GPUs"
-    parts = [f"{expected} nodes with {gpus}"] + [f"driver {g['driver_version']}" for g in known["gpus"][:1]]
+    parts = [f"{expected} nodes with " + (gpus or f"{known['cpus']} CPUs, no GPUs")]
+    parts += [f"driver {gpu['driver_version']}" for gpu in known["gpus"][:1]]
     parts += [f"{name} {versions[name]}" for name in ("nccl", "torch", "triton", "python") if versions.get(name)]
     if known["throughput"]:
         parts.append(f"{median(v for f in facts.values() for v in f.get('throughput', [])):.0f} TFLOP/s a GPU")
@@ -315,7 +291,7 @@ def main() -> int:
     options = parser.parse_args()
     deadline = time.monotonic() + float(os.environ.get("CHECK_SECONDS", SECONDS_TO_REPORT))
     try:
-        own = collect(options.run_dir, Path(os.environ["CACHE_DIR"]), options.ranks)
+        own = _collect(options.run_dir, Path(os.environ["CACHE_DIR"]), options.ranks)
     except Exception as error:  # any error becomes a finding of this node
         own = {"problem": f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"}
     own["node"] = node = os.environ["SLURMD_NODENAME"]

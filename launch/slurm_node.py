@@ -1,21 +1,18 @@
 """torchrun on one node of a Slurm job: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`.
 
-This is torchrun with c10d rendezvous, and the following changes for batch scripts: the rendezvous is signed, SIGUSR1
-does not end it, compiled kernels go to the node's own disk, a rank's output goes to a file named by its global rank
-(rank 0: to the job's output), and the exit code is the reason why the ranks ended. srun reports the largest code of all
-nodes, so the codes are ordered by priority:
+What differs from torchrun: the rendezvous is signed, SIGUSR1 does not end it, compiled kernels go to the node's own
+disk, a rank's output goes to a file named by its global rank (rank 0: to the job's output), and the exit code is the
+reason why the ranks ended. srun reports the largest code of all nodes, so the codes are ordered by priority:
 
     0     the ranks have finished
     70    a rank failed or was killed: the run can resume from its last checkpoint
     75    the ranks received a stop signal, and have saved
     100+n a rank's exit code n: a permanent error (a wrong setting, data, a loss that is not finite)
 
-The agents of all nodes keep the rendezvous state in a TCPStore on the first node, as a pickle. A TCPStore has no
-authentication: anyone who can connect can list and set its keys, so a random job id is no protection, and
-`pickle.loads` of untrusted bytes can run any code. Here the state carries an HMAC with RENDEZVOUS_KEY, and a state
-without a valid HMAC is rejected before unpickling. This does not protect the ranks: their own store, gloo and NCCL have
-no authentication either, and ranks exchange pickled objects through them. Train in trusted networks only;
-CLUSTER_INTERFACE keeps other networks out.
+The agents of all nodes keep the rendezvous state in a TCPStore on the first node, as a pickle, which can run any code
+when it is read. Anyone who can connect can set the store's keys, so the state carries an HMAC with RENDEZVOUS_KEY,
+which is checked before unpickling. This does not protect the ranks, whose own connections have no authentication: train
+in trusted networks only; CLUSTER_INTERFACE keeps other networks out.
 """
 
 from __future__ import annotations
@@ -70,10 +67,7 @@ _BACKEND, _MAC_BYTES = "zeco-c10d", 32
 
 
 class SignedBackend(dynamic.RendezvousBackend):
-    """The c10d backend `backend` with a state signed by `key`, the secret of the job's agents.
-
-    Its methods raise RendezvousStateError for a state without a valid HMAC.
-    """
+    """A backend whose state is signed by `key`; raises RendezvousStateError for a state without a valid HMAC."""
 
     name = _BACKEND
 
@@ -81,12 +75,12 @@ class SignedBackend(dynamic.RendezvousBackend):
         self._backend, self._key = backend, key
 
     def get_state(self) -> tuple[bytes, dynamic.Token] | None:
-        """See `RendezvousBackend`."""
+        """The verified state."""
         found = self._backend.get_state()
         return None if found is None else (self._open(found[0]), found[1])
 
     def set_state(self, state: bytes, token: dynamic.Token | None = None) -> tuple[bytes, dynamic.Token, bool] | None:
-        """See `RendezvousBackend`."""
+        """Sign and set the state; returns the verified one."""
         found = self._backend.set_state(hmac.digest(self._key, state, "sha256") + state, token)
         return None if found is None else (self._open(found[0]), *found[1:])
 
@@ -98,8 +92,7 @@ class SignedBackend(dynamic.RendezvousBackend):
 
 
 class _Handler(dynamic.DynamicRendezvousHandler):
-    """Makes the ranks' store, on rank 0's node, listen on a single address."""
-
+    # Makes the ranks' store, on rank 0's node, listen on a single address.
     listen_address: str | None = None
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
@@ -107,8 +100,7 @@ class _Handler(dynamic.DynamicRendezvousHandler):
 
 
 def _serve(listen_address: str | None, name: str, port: int) -> TCPStore:
-    """A store on this node, which it connects to by `name`; without `listen_address` it listens on all interfaces."""
-    if listen_address is None:
+    if listen_address is None:  # on all interfaces
         return TCPStore(name, port, is_master=True, multi_tenant=True, timeout=_STORE_TIMEOUT)
     # TCPStore has no listen address, but takes a socket that listens already. Port 0: a free one.
     listening = socket.create_server((listen_address, port))
@@ -117,7 +109,7 @@ def _serve(listen_address: str | None, name: str, port: int) -> TCPStore:
 
 
 def _meet(key: bytes, is_host: bool, host: str, port: int, parameters: RendezvousParameters) -> _Handler:
-    """Torchrun's rendezvous. The key is not one of the parameters, since torchrun logs those."""
+    # The key is not one of the parameters, since torchrun logs those.
     address = parameters.local_addr
     try:
         if is_host:
@@ -127,8 +119,7 @@ def _meet(key: bytes, is_host: bool, host: str, port: int, parameters: Rendezvou
     except (OSError, ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(str(error)) from error
     backend = SignedBackend(C10dRendezvousBackend(store, parameters.run_id), key)
-    sizes = parameters.min_nodes, parameters.max_nodes
-    timeout = dynamic.RendezvousTimeout(join=_JOIN_TIMEOUT)
+    sizes, timeout = (parameters.min_nodes, parameters.max_nodes), dynamic.RendezvousTimeout(join=_JOIN_TIMEOUT)
     handler = _Handler.from_backend(parameters.run_id, store, backend, *sizes, address, timeout)
     handler.listen_address = address
     return handler
@@ -143,21 +134,21 @@ class RankFiles(DefaultLogsSpecs):
         self.ranks: list[int] = []
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """See `LogsSpecs.reify`."""
-        destinations = super().reify(envs)
+        """The streams of each rank."""
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         self.ranks = sorted(ranks.values())
         # For torchrun "" is its own stream; its stderr has been redirected, so name the job's stderr.
-        out = {local: self._path(rank, "out") if rank else "" for local, rank in ranks.items()}
-        err = {local: self._path(rank, "err") if rank else f"/dev/fd/{self._console}" for local, rank in ranks.items()}
-        return dataclasses.replace(destinations, stdouts=out, stderrs=err)
+        out = {local: str(self._path(rank, "out")) if rank else "" for local, rank in ranks.items()}
+        console = f"/dev/fd/{self._console}"
+        err = {local: str(self._path(rank, "err")) if rank else console for local, rank in ranks.items()}
+        return dataclasses.replace(super().reify(envs), stdouts=out, stderrs=err)
 
-    def _path(self, rank: int, kind: str) -> str:
-        return str(self.folder / f"rank_{rank:04d}.{kind}")
+    def _path(self, rank: int, kind: str) -> Path:
+        return self.folder / f"rank_{rank:04d}.{kind}"
 
     def errors(self, rank: int) -> list[str]:
         """The lines of a rank's stderr."""
-        path = Path(self._path(rank, "err"))
+        path = self._path(rank, "err")
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
@@ -188,10 +179,12 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
         lines, code = _explain(*error.get_first_failure(), files)
         ended.touch()
         if node == 0 or 0 in files.ranks:
-            # Wait inside the handler: `error` keeps the agent and its stores alive, the rendezvous store on the first
-            # node and the ranks' store on rank 0's node. Without them the other ranks could not find out which rank
-            # failed and whether it has been reported, and torchrun on other nodes would kill ranks that are exiting.
-            _wait_for_others(output, nodes)
+            # Wait inside the handler: `error` keeps the agent and its stores alive. Without them the other ranks could
+            # not find out which rank failed and whether it has been reported, and torchrun on other nodes would kill
+            # ranks that are exiting.
+            deadline = time.monotonic() + _SECONDS_FOR_OTHERS
+            while len(list(output.glob("node_*.ended"))) < nodes and time.monotonic() < deadline:
+                time.sleep(0.2)
     except SignalException as error:
         lines, code = [f"{error.sigval.name}: the ranks of node {node} were told to stop"], SAVED
     except (RendezvousError, dist.DistError) as error:
@@ -205,7 +198,7 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
 
 
 def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list[str], int]:
-    """Lines about the failure of the node's ranks, in addition to rank 0's own output, and the exit code."""
+    # Lines about the failure of the node's ranks, in addition to rank 0's own output, and the exit code.
     code = failure.exitcode
     if code == SAVED:
         return [], SAVED
@@ -220,12 +213,6 @@ def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines.append(f"rank {rank} on {os.environ.get('SLURMD_NODENAME')} {how}; its output is in {files.folder}")
     return lines, FINAL + code if code in _FINAL_CODES else FAILED
-
-
-def _wait_for_others(output: Path, nodes: int) -> None:
-    deadline = time.monotonic() + _SECONDS_FOR_OTHERS
-    while len(list(output.glob("node_*.ended"))) < nodes and time.monotonic() < deadline:
-        time.sleep(0.2)
 
 
 def main() -> int:

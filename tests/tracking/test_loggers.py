@@ -17,7 +17,7 @@ from tests.support.waiting import ENOUGH
 from tests.support.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
-from zeco_train.tracking.loggers import NoLogger, TensorBoardLogger, WandbLogger, build_logger
+from zeco_train.tracking.loggers import ExperimentLogger, TensorBoardLogger, WandbLogger, build_logger
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.starts import Layout, Start, length_name, read_starts
 
@@ -72,7 +72,7 @@ def test_logger_timeout_must_be_below_parallel_timeout() -> None:
 def test_only_rank_0_tracks(tmp_path: Path) -> None:
     for kind, expected in ((LoggerKind.wandb, WandbLogger), (LoggerKind.tensorboard, TensorBoardLogger)):
         assert isinstance(build_logger(LoggerConfig(kind=kind), tmp_path, 0), expected)
-        assert isinstance(build_logger(LoggerConfig(kind=kind), tmp_path, 1), NoLogger)
+        assert type(build_logger(LoggerConfig(kind=kind), tmp_path, 1)) is ExperimentLogger
     untracked = build_logger(LoggerConfig(), tmp_path, 0)
     assert untracked.begin({}, Start(0, LAYOUT, {}), "kept") == "kept"
     untracked.log(1, {"loss": 1.0})

@@ -19,7 +19,7 @@ from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import load_config, to_plain
 from zeco_train.errors import DataError
 from zeco_train.tracking.charts import plot_run
-from zeco_train.tracking.loggers import NoLogger
+from zeco_train.tracking.loggers import ExperimentLogger
 from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics
 from zeco_train.tracking.recorder import Recorder, StepResult, peak_flops
 
@@ -172,7 +172,9 @@ def make_recorder(
     run_dir: Path, total_steps: int, rank: int = 0, world_size: int = 1, device: str = "cpu", **settings: Any
 ) -> Recorder:
     mesh: Any = SimpleNamespace(rank=rank, world_size=world_size, is_main=rank == 0, device=torch.device(device))
-    return Recorder(run_dir, mesh, NoLogger(), total_steps, tokens_per_step=1000, flops_per_token=3e9, **settings)
+    return Recorder(
+        run_dir, mesh, ExperimentLogger(), total_steps, tokens_per_step=1000, flops_per_token=3e9, **settings
+    )
 
 
 def record(

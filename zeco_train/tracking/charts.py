@@ -10,9 +10,21 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import DataError
-from zeco_train.system.figures import BLUE, CURVES, GREY, ORANGE, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.figures import (
+    BLUE,
+    CURVES,
+    GREY,
+    ORANGE,
+    amount_ticks,
+    finish_axes,
+    length_ticks,
+    new_figure,
+    plain,
+    save_figure,
+    step_ticks,
+)
 from zeco_train.system.files import METRICS_FILE
-from zeco_train.system.numbers import compact, length_name
+from zeco_train.system.numbers import compact
 from zeco_train.tracking.metrics import read_lines, read_metrics, step_of_row
 from zeco_train.tracking.positions import PositionLosses
 
@@ -28,10 +40,7 @@ _ROWS_TO_SMOOTH = 200
 
 
 def plot_run(run_dir: str | Path) -> Path | None:
-    """Draw `run_dir/metrics.jsonl` into `run_dir/loss.png`: losses above, tokens/s below.
-
-    Returns:
-        The plot's path; None if there are no rows.
+    """Draw `run_dir/metrics.jsonl` into `run_dir/loss.png`: losses above, tokens/s below; None if there are no rows.
 
     Raises:
         DataError: metrics.jsonl cannot be read, or the plot cannot be written.
@@ -49,8 +58,6 @@ def plot_run(run_dir: str | Path) -> Path | None:
 
 
 def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import EngFormatter
-
     steps, losses = _series(rows, "loss")
     if len(steps) < _ROWS_TO_SMOOTH:
         axes.plot(steps, losses, color=BLUE, linewidth=1.8, marker=_marker(steps), label="training")
@@ -72,12 +79,10 @@ def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
         top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
         top.set_xlabel("tokens", color=GREY)
         top.tick_params(colors=GREY)
-        top.xaxis.set_major_formatter(EngFormatter(sep=""))
+        amount_ticks(top.xaxis)
 
 
 def _draw_throughput(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
     steps, rates = _series(rows, "tokens_per_second")
     axes.plot(steps, rates, color=BLUE, linewidth=1.5, marker=_marker(steps), label="throughput")
     if len(rates) > 1:
@@ -86,29 +91,26 @@ def _draw_throughput(axes: Axes, rows: list[dict[str, Any]]) -> None:
         axes.legend(frameon=False, loc="lower right")
     axes.set_xlim(0, 1.02 * max(rows[-1]["step"], 1))
     axes.set_ylim(0, 1.15 * max(rates, default=1.0) or 1.0)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    step_ticks(axes.xaxis)
+    amount_ticks(axes.yaxis)
     axes.set_xlabel("step")
     axes.set_ylabel("tokens per second")
     finish_axes(axes)
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have this column."""
+    # Of the rows that have this column.
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def _marker(steps: list[int]) -> str:
-    """Markers if the series has few points: a line alone would be hard to see, or empty for one point."""
+    # A line alone would be hard to see with few points, or empty for one.
     return "o" if len(steps) == 1 else "." if len(steps) <= 30 else ""
 
 
 def smoothed(values: list[float]) -> tuple[list[float], int]:
-    """Running means of many values (few are returned unchanged), and the window size.
-
-    The window is centred, so that the means do not lag, and shorter at the ends.
-    """
+    """Centred running means of many values, which do not lag, and the window size; few values stay as they are."""
     count, sums = len(values), [0.0, *accumulate(values)]
     half = count // 100 if count >= _ROWS_TO_SMOOTH else 0
     bounds = [(max(0, index - half), min(count, index + half + 1)) for index in range(count)]
@@ -121,13 +123,7 @@ _MOST_CURVES = 8
 
 
 def position_figure(title: str, by_length: Mapping[int, PositionLosses], train_len: int | None = None) -> Figure:
-    """Plot an evaluation, one curve per sequence length.
-
-    Args:
-        title: of the plot.
-        by_length: losses, keyed by sequence length in tokens.
-        train_len: sequence length in training, if known.
-    """
+    """Plot an evaluation, one curve per sequence length in tokens; `train_len` is that in training, if known."""
     figure = new_figure(title, (8, 5), dpi=130, title_size=13)
     axes = figure.subplots()
     longest = max(by_length)
@@ -148,9 +144,11 @@ def plot_validations(run_dir: Path) -> Path | None:
         DataError: validation.jsonl cannot be read, or the plot cannot be written.
     """
     path = run_dir / VALIDATION_FILE
-    curves = _some(read_validations(path))
+    curves = read_validations(path)
     if not curves:
         return None
+    if len(curves) > _MOST_CURVES:  # evenly spaced, with the first and the last
+        curves = [curves[round(index * (len(curves) - 1) / (_MOST_CURVES - 1))] for index in range(_MOST_CURVES)]
     figure = new_figure(f"{run_dir.resolve().name}: validation loss by position", (8, 5), dpi=130, title_size=13)
     axes = figure.subplots()
     from matplotlib import colormaps
@@ -183,13 +181,6 @@ def read_validations(path: Path) -> list[tuple[int, PositionLosses]]:
     return sorted(found.items())
 
 
-def _some(curves: list[tuple[int, PositionLosses]]) -> list[tuple[int, PositionLosses]]:
-    """At most _MOST_CURVES curves, evenly spaced, including the first and the last."""
-    if len(curves) <= _MOST_CURVES:
-        return curves
-    return [curves[round(index * (len(curves) - 1) / (_MOST_CURVES - 1))] for index in range(_MOST_CURVES)]
-
-
 def _draw_curve(axes: Axes, losses: PositionLosses, *, color: Any, label: str, with_errors: bool = True) -> None:
     # Geometric centres, with positions counted from 1: the axis is logarithmic.
     centres = [math.sqrt((a + 1) * b) for a, b in zip(losses.edges, losses.edges[1:], strict=False)]
@@ -201,12 +192,12 @@ def _draw_curve(axes: Axes, losses: PositionLosses, *, color: Any, label: str, w
 
 
 def _finish(axes: Axes, seq_len: int) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
     axes.set_xlim(0.9, seq_len * 1.1)
     axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
+    length_ticks(axes.xaxis)
     axes.set_xlabel("position in the sequence (log-spaced buckets; shaded: ± a standard error over sequences)")
     axes.set_ylabel("loss (nats per token)")
     finish_axes(axes)

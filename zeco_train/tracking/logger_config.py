@@ -63,10 +63,7 @@ class LoggerConfig:
             yield name, "logger=wandb", self.kind is LoggerKind.wandb
 
     def validate(self) -> None:
-        """Raise `ConfigError` for values that the tracker would reject, or if it is not installed.
-
-        Every rank checks this alone, so no rank waits for one that has already failed.
-        """
+        """Raise `ConfigError` for values that the tracker would reject, or if it is missing: on every rank alone."""
         if self.kind is LoggerKind.none:
             return
         if not 1 <= len(self.project) <= 128 or set(self.project) & set("/\\#?%:"):

@@ -1,8 +1,8 @@
 """Experiment trackers on rank 0, by the settings of `logger_config`.
 
-`logger=tensorboard` writes event files to `run_dir/tensorboard`; `tensorboard --logdir runs` shows them. `logger=wandb`
-is Weights & Biases, offline or online: its service process writes everything to the run's folder first and uploads it
-from there, so after a lost connection unsent data is still on disk, for `wandb sync`.
+`logger=tensorboard` writes event files to `run_dir/tensorboard`. `logger=wandb` is Weights & Biases: its service
+process writes everything to the run's folder first and uploads it from there, so after a lost connection unsent data is
+still on disk, for `wandb sync`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from zeco_train.errors import ConfigError
 from zeco_train.system.files import write_durably, write_errors
@@ -28,7 +28,24 @@ logger = logging.getLogger(__name__)
 FOLDER = "tensorboard"
 
 
-class TensorBoardLogger:
+class ExperimentLogger:
+    """Metrics sink besides metrics.jsonl: `begin` is first and once, and errors after it must not end the run.
+
+    This one records nothing, but keeps the run id, so that a run can be resumed with or without its tracker.
+    """
+
+    def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
+        """Begin or resume a tracked run, by the id in its checkpoints; returns the id, None without ids."""
+        return run_id
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of a step."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Flush and end; an `exit_code` ≠ 0 marks the run as failed. May be called again."""
+
+
+class TensorBoardLogger(ExperimentLogger):
     """One event file per start of a run; each purges repeated steps from the earlier files."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -36,11 +53,7 @@ class TensorBoardLogger:
         self._writer: Any = None
 
     def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
-        """As `ExperimentLogger.begin`; TensorBoard has no ids, so `run_id` is returned unchanged.
-
-        Raises:
-            DataError: the folder cannot be written.
-        """
+        """As `ExperimentLogger.begin`, without ids; raises `DataError` if the folder cannot be written."""
         from torch.utils.tensorboard import SummaryWriter
 
         with write_errors(self.folder):
@@ -64,7 +77,7 @@ class TensorBoardLogger:
             self._give_up(f"did not record step {step}", error)
 
     def finish(self, exit_code: int = 0) -> None:
-        """End the event file. A failure is logged; may be called again."""
+        """End the event file."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -99,12 +112,11 @@ _RUN_ID_FILE = "wandb_run_id"
 _REFUSALS = tuple(f"returned error {status}" for status in (400, 401, 403, 404))
 
 
-class WandbLogger:
+class WandbLogger(ExperimentLogger):
     """Weights & Biases, writing to `run_dir/wandb`.
 
     Offline, each start of a run leaves one folder `offline-run-*`, all with the same run id, which `wandb sync` joins.
-    Metrics are plotted over their own `step`, not over W&B's call counter: that is monotonic, and would drop the rows
-    of steps repeated by a resumed run.
+    Metrics are plotted over their own `step`: W&B's call counter is monotonic, and would drop repeated steps.
     """
 
     def __init__(self, config: LoggerConfig, run_dir: Path) -> None:
@@ -150,7 +162,7 @@ class WandbLogger:
             self._warn(f"did not record step {step}", error)
 
     def finish(self, exit_code: int = 0) -> None:
-        """End W&B's run and its service process. A failure is logged; may be called again."""
+        """End W&B's run and its service process. A failure is logged."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -214,7 +226,6 @@ class WandbLogger:
             return self._init(LoggerMode.offline, config, start, run_id)
 
     def _derived(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Derived metrics for multi-run charts, from a row."""
         found = {}
         if (rate := metrics.get(RATE)) is not None:
             self._rows += 1
@@ -241,46 +252,10 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class ExperimentLogger(Protocol):
-    """Metrics sink besides metrics.jsonl. `begin` is called first and once; errors after it must not end the run."""
-
-    def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
-        """Begin or resume a tracked run.
-
-        Args:
-            config: the resolved configuration as plain values.
-            start: layout and first step of this start.
-            run_id: returned by `begin` when the run began (stored in its checkpoints), None for a new run.
-
-        Returns:
-            The run's id; None if this tracker has no ids.
-        """
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step."""
-
-    def finish(self, exit_code: int = 0) -> None:
-        """Flush and end; an `exit_code` ≠ 0 marks the run as failed. May be called again."""
-
-
 def build_logger(config: LoggerConfig, run_dir: str | Path, rank: int) -> ExperimentLogger:
     """The configured tracker on rank 0; a no-op on other ranks."""
     if rank != 0 or config.kind is LoggerKind.none:
-        return NoLogger()
+        return ExperimentLogger()
     if config.kind is LoggerKind.tensorboard:
         return TensorBoardLogger(Path(run_dir))
     return WandbLogger(config, Path(run_dir))
-
-
-class NoLogger:
-    """Records nothing, but keeps the run id, so that a run can be resumed with or without its tracker."""
-
-    def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
-        """Return the run's id, unchanged."""
-        return run_id
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def finish(self, exit_code: int = 0) -> None:
-        """Do nothing."""

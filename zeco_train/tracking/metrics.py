@@ -68,7 +68,6 @@ class StepMetrics(StepNumbers[float]):
 
     Attributes:
         step: optimizer steps done, from 1.
-        lr: learning rate of this step.
         tokens: tokens trained on since the start of the run, over all ranks.
         tokens_per_second, tokens_per_second_per_device: throughput of the steps over all ranks, and divided by them.
         step_seconds: wall-clock time per step, without validation and saves.
@@ -77,16 +76,14 @@ class StepMetrics(StepNumbers[float]):
             saves, and all else between the steps.
         validation_seconds: time per step spent on validation, maximum over ranks.
         save_seconds: time per step that training waited for checkpoints, maximum over ranks.
-        val_loss: mean token loss over the held-out sequences, if measured; for a mixture, the weighted mean of its
-            stores' losses (`val_loss/NAME` in `extra`). `val_perplexity` in `extra` is its exponential; losses by
-            position are in validation.jsonl.
+        val_loss: mean token loss over the held-out sequences; for a mixture, the weighted mean of its stores' losses
+            (`val_loss/NAME` in `extra`). `val_perplexity` in `extra` is its exponential.
         memory_gb: peak device memory allocated by PyTorch since this process started, in 10^9 bytes, maximum over
-            ranks. It never decreases: the last row is the run's peak. GPUs only.
+            ranks; it never decreases. GPUs only.
         mfu: model FLOPs over the device's peak; hfu: the same including recomputation. GPUs only, and for dtypes and
             devices with a known peak (`zeco_train.tracking.recorder.peak_flops`).
         comm_exposed_seconds: exposed communication: time per step that compute waited for scans over ranks and for
-            messages of softmax attention, maximum over ranks (`zeco_train.sp.exposed`); absent if none cross ranks, as
-            with sp=dp. Excludes parameter all-gathers and gradient reductions.
+            messages of softmax attention, maximum over ranks (`zeco_train.sp.exposed`); absent if none cross ranks.
         extra: further values by name, JSON types only; each becomes a column. With `train.nonfinite=skip:N`,
             `skipped_steps` is the number of steps skipped so far, if any, and the row of a skipped step has
             `nonfinite`: the non-finite quantity, and the first tensor concerned.
@@ -112,11 +109,7 @@ class StepMetrics(StepNumbers[float]):
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The columns that have a value, `step` first and `extra` last.
-
-        Raises:
-            ValueError: a name in `extra` clashes with a column.
-        """
+        """The columns that have a value, `step` first, `extra` last; `ValueError` if a name in `extra` is a column."""
         names = ["step", *(column.name for column in fields(self) if column.name not in ("step", "extra"))]
         if clash := sorted({*names} & {*self.extra}):
             raise ValueError(f"extra metrics may not be named {', '.join(clash)}")
@@ -132,17 +125,11 @@ _LARGEST = 1e100
 class LineWriter:
     """Appends JSON objects to a file, one system call per row, so a kill can tear only the last line.
 
-    Opening an existing file truncates a torn last line, and nothing else.
+    Opening an existing file, which is created if missing, truncates a torn last line, and nothing else.
 
-    Floats are written with all digits (`float(text)` restores the same value). NaN and infinities, which JSON lacks,
-    are written as `null`.
-
-    A resumed run appends: a repeated step has two rows, of which the last counts (`read_metrics`).
-
-    While the disk is full, rows are kept in memory and written later; a warning is logged when this begins.
-
-    Args:
-        path: the file; created, with its folder, if missing.
+    Floats are written with all digits; NaN and infinities, which JSON lacks, as `null`. A resumed run appends: a
+    repeated step has two rows, of which the last counts (`read_metrics`). While the disk is full, rows are kept in
+    memory and written later; a warning is logged when this begins.
 
     Raises:
         DataError: it cannot be written, here or in `flush`.
@@ -248,10 +235,8 @@ def wrong_value(number: int, name: str, value: object, expected: str) -> str:
 
 
 def _number(path: str | Path, number: int, name: str, value: object) -> float | None:
-    """A column's value; None for null, NaN and infinities.
-
-    Magnitudes beyond 1e±100, from diverged or corrupted runs, become None or zero: ratios and plot axes would overflow.
-    """
+    # None for null, NaN and infinities. Magnitudes beyond 1e±100, from diverged or corrupted runs, become None or zero:
+    # ratios and plot axes would overflow.
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -265,7 +250,7 @@ def _number(path: str | Path, number: int, name: str, value: object) -> float | 
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON-lines file, numbered from 1; for an incomplete last line see `read_metrics`.
+    """The objects of a JSON-lines file, numbered from 1; without an incomplete last line.
 
     Raises:
         DataError: a line is not a JSON object, or the file cannot be read.

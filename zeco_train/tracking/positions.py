@@ -55,11 +55,7 @@ class PositionLosses:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> PositionLosses:
-        """Inverse of `as_dict`; null stands for NaN.
-
-        Raises:
-            ValueError: names the malformed list.
-        """
+        """Inverse of `as_dict`; null stands for NaN. `ValueError` names a malformed list."""
         edges = record.get("edges")
         if not isinstance(edges, list) or not all(type(edge) is int and 0 <= edge <= _LONGEST for edge in edges):
             raise ValueError("edges is not a list of positions")
@@ -79,7 +75,6 @@ class ValidationLoss:
 
     Attributes:
         mean: over all stores with their training weights; the training loss estimates the same quantity.
-        by_position: the same by position in the sequence.
         by_store: per store of a mixture; empty for a single store.
         error: standard error of `mean` over sequences; None if a store has only one sequence.
     """
@@ -97,36 +92,19 @@ class ValidationLoss:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "loss": self.mean,
-            "error": self.error,
-            "perplexity": self.perplexity,
-            "by_store": self.by_store,
-            "by_position": self.by_position.as_dict(),
-        }
+        own = {"loss": self.mean, "error": self.error, "perplexity": self.perplexity, "by_store": self.by_store}
+        return own | {"by_position": self.by_position.as_dict()}
 
 
 class PositionSums:
-    """Sums of token losses and counts of labels, by sequence and bucket, over this rank's tokens.
-
-    Args:
-        num_sequences: total number of sequences to be added.
-        seq_len: of each sequence.
-        device: of the losses.
-    """
+    """Sums of token losses and counts of labels, by sequence and bucket, over this rank's tokens."""
 
     def __init__(self, num_sequences: int, seq_len: int, device: torch.device) -> None:
         self.edges = bucket_edges(seq_len)
         self._sums = torch.zeros(2, num_sequences, len(self.edges) - 1, dtype=torch.float64, device=device)
 
     def add(self, sequences: Sequence[int], offset: int, scores: TokenScores) -> None:
-        """Add a shard of some sequences.
-
-        Args:
-            sequences: B numbers, from 0.
-            offset: position of the shard's first token in each sequence.
-            scores: of [B, T].
-        """
+        """Add a shard of sequences of these numbers: `scores` of [B, T], from `offset` on in each."""
         stop, rows = offset + scores.losses.shape[1], list(sequences)
         for bucket, (before, after) in enumerate(pairwise(self.edges)):
             piece = slice(max(before, offset) - offset, min(after, stop) - offset)
@@ -149,7 +127,6 @@ class PositionSums:
 
 
 def _numbers(values: object, name: str, count: int) -> list[float]:
-    """`count` numbers from JSON; null and infinities become NaN. Raises ValueError for anything else."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"{name} is not a list of {count} numbers")
     for value in values:
@@ -160,15 +137,8 @@ def _numbers(values: object, name: str, count: int) -> list[float]:
 
 
 def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
-    """Mean over tokens, and its standard error over sequences (a ratio estimator: label counts differ).
-
-    Args:
-        sums: [sequences, …], of losses.
-        counts: [sequences, …], of labels.
-
-    Returns:
-        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for 0 / 0 and for n = 1.
-    """
+    # Of [sequences, …], over tokens: m = Σ s / Σ c, and its standard error over sequences, a ratio estimator since
+    # label counts differ: √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for 0 / 0 and for n = 1.
     number, labels = len(sums), counts.sum(0)
     # Of one sequence the squares are 0 up to rounding, and rounding over 0 would be infinite.
     scale = number / (number - 1) if number > 1 else math.nan

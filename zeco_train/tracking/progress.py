@@ -29,13 +29,7 @@ class ProgressDisplay:
     """Shows the steps of a run on stdout, whether or not it is a terminal.
 
     If the output breaks (closed pipe, lost terminal), a warning is logged and the display is disabled; the run goes on.
-
-    Args:
-        total_steps: steps of the whole run.
-        step: steps already done, in a resumed run.
-        enabled: False on ranks > 0, to show nothing.
-        stream: output stream; stdout by default.
-        clock: time in seconds, for the ETA.
+    `step`: already done, in a resumed run; `enabled`: False on ranks > 0; `clock`: seconds, for the ETA.
     """
 
     def __init__(
@@ -53,7 +47,10 @@ class ProgressDisplay:
         self._first: tuple[int, float] | None = None
         self._bar: tqdm | None = None
         if self._stream is not None and self._stream.isatty():
-            known_size = _has_size(self._stream)
+            try:  # in containers and job launchers it may be 0 × 0
+                known_size = min(os.get_terminal_size(self._stream.fileno())) > 0
+            except OSError:
+                known_size = False
             # No tqdm rate: it would count steps, and include checkpoints and validations.
             self._bar = tqdm(
                 total=total_steps,
@@ -97,7 +94,7 @@ class ProgressDisplay:
             self._bar = None
 
     def _seconds_left(self, row: Mapping[str, Any]) -> float:
-        """Remaining wall-clock time at the pace since the first report, which excludes start-up in the first steps."""
+        # At the pace since the first report, which excludes start-up in the first steps.
         step, now = row["step"], self._clock()
         if self._first is None or step <= self._first[0]:
             self._first = (step, now)
@@ -127,10 +124,7 @@ class ProgressDisplay:
 def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path, rate: float) -> str:
     """One-line summary of a run: steps, first → last loss, throughput, results folder.
 
-    Args:
-        rows: of its metrics.
-        run_dir: its folder.
-        rate: tokens/s of this start of the run, over all its time; beside it stands the median of the steps' rates.
+    `rate`: tokens/s of this start, over all its time; beside it stands the median of the steps' rates.
     """
     where = f"results in {run_dir}"
     if not rows:
@@ -144,11 +138,3 @@ def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path, rate: f
         loss += f" (validation {last['val_loss']:.2f})"
     in_steps = median(row.get("tokens_per_second") or 0.0 for row in rows)
     return f"{steps}, {loss}, {rate:,.0f} tokens/s ({in_steps:,.0f} within steps), {where}"
-
-
-def _has_size(terminal: TextIO) -> bool:
-    """Whether a terminal reports its size; in containers and job launchers it may be 0 × 0."""
-    try:
-        return min(os.get_terminal_size(terminal.fileno())) > 0
-    except OSError:
-        return False

@@ -44,8 +44,7 @@ _PEAK_FLOPS = {
 def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
     """Peak dense matmul throughput of a device for a dtype, in FLOP/s; None if unknown.
 
-    bf16 only: fp32 matmuls run partly on tensor cores, as three tf32 products, and partly not, so no single peak
-    applies, and against the bf16 peak a healthy fp32 run would look slow.
+    bf16 only: fp32 matmuls run partly on tensor cores, as tf32 products, so no single peak applies.
     """
     if dtype is not torch.bfloat16:
         return None
@@ -58,7 +57,6 @@ class StepResult:
 
     Attributes:
         numbers: the same on every rank.
-        lr: learning rate.
         seconds: of the whole step; data_seconds: time this rank waited for the loader.
         sequence_ids: sequences processed by this rank.
         comm_exposed_seconds: time this rank's compute waited for scans and softmax attention; None if not measured.
@@ -114,15 +112,9 @@ class Recorder:
         self.exit_code = 1
 
     def start(self, progress: Progress, config: dict[str, Any], facts: dict[str, Any]) -> str | None:
-        """Open the files and start or resume the tracker's run, on rank 0.
+        """Open the files and start or resume the tracker's run on rank 0; returns the tracker's run id.
 
-        Args:
-            progress: of the earlier starts of this run.
-            config: the resolved configuration as plain values.
-            facts: machine, versions and commit (`zeco_train.system.environment`), on rank 0.
-
-        Returns:
-            The tracker's run id.
+        `progress`: of earlier starts; `config`: resolved, as plain values; `facts`: `zeco_train.system.environment`.
         """
         layout = layout_of(config, self._mesh.world_size, facts.get("device_name", ""))
         start = Start(progress.step, layout, facts)
@@ -161,11 +153,11 @@ class Recorder:
         steps, self._since_row = self._since_row, []
         if not steps:
             return
-        spent, self._spent = self._spent, defaultdict(float)
+        spent, self._spent, device = self._spent, defaultdict(float), self._mesh.device
         longest = self._most(
             data_seconds=_mean([s.data_seconds for s in steps]),
             comm_exposed_seconds=_mean([s.comm_exposed_seconds for s in steps]),
-            memory_gb=self._memory_gb(),
+            memory_gb=torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
             validation_seconds=spent["validation_seconds"] / len(steps),
             save_seconds=spent["save_seconds"] / len(steps),
         )
@@ -175,6 +167,9 @@ class Recorder:
         seconds = sum(s.seconds for s in steps) / len(steps)
         rate = self._tokens_per_step / seconds
         per_device = rate / self._mesh.world_size
+        extra: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
+        if steps[-1].nonfinite is not None:
+            extra["nonfinite"] = steps[-1].nonfinite
         row = StepMetrics(
             step=progress.step,
             **vars(steps[-1].numbers),
@@ -188,7 +183,7 @@ class Recorder:
             mfu=self._utilisation(per_device, self._flops),
             hfu=self._utilisation(per_device, self._hardware_flops),
             **longest,
-            extra=_skipped(steps[-1], progress) | _of_validation(validation),
+            extra=extra | _of_validation(validation),
         )
         self._put(row.as_dict(), validation)
 
@@ -231,11 +226,7 @@ class Recorder:
         self._tracker.finish(self.exit_code)
 
     def summarise(self) -> str | None:
-        """End a successful run: draw its plots and return its summary line, on rank 0.
-
-        Raises:
-            DataError: the last rows or the plots cannot be written.
-        """
+        """End a successful run: draw its plots and return its summary line, on rank 0."""
         for writer in (self._writer, self._validations):
             if writer is not None:
                 writer.flush()
@@ -249,16 +240,11 @@ class Recorder:
         return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir, rate)
 
     def _most(self, **values: float | None) -> dict[str, Any]:
-        """Maximum of each value over the ranks that have it; None if none has. Collective."""
+        # Over the ranks that have a value.
         most = torch.tensor([-math.inf if value is None else value for value in values.values()], dtype=torch.float64)
         if self._mesh.world_size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return {name: None if value == -math.inf else value for name, value in zip(values, most.tolist(), strict=True)}
-
-    def _memory_gb(self) -> float | None:
-        if self._mesh.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self._mesh.device) / 1e9
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: float | None) -> float | None:
         if self._mesh.device.type != "cuda" or flops_per_token is None:
@@ -270,19 +256,12 @@ class Recorder:
 def check_records(run_dir: Path) -> None:
     """Check at the start that the records of earlier starts are readable, rather than fail at the end of the run.
 
-    A last line torn by a kill is not an error: `LineWriter` drops it.
-
     Raises:
         DataError: names the file, the line and the field.
     """
     read_metrics(run_dir / METRICS_FILE)
     read_validations(run_dir / VALIDATION_FILE)
     written_starts(run_dir)
-
-
-def _skipped(last: StepResult, progress: Progress) -> dict[str, Any]:
-    columns: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
-    return columns if last.nonfinite is None else {**columns, "nonfinite": last.nonfinite}
 
 
 def _of_validation(validation: ValidationLoss | None) -> dict[str, float]:

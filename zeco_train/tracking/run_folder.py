@@ -49,11 +49,7 @@ class RunFolder:
     """A run's folder, locked by this process until `release`: a second start of a live run is refused.
 
     Opening creates the folder, or checks that it belongs to this run. Before `begin` it writes only `mark`, to the lock
-    file.
-
-    Args:
-        path: the folder.
-        identity: settings that must not change between the starts of a run, by configuration key.
+    file. `identity` has the settings that must not change between the starts of a run, by configuration key.
 
     Attributes:
         mark: random text by which other ranks recognise the folder (see `check_shared`).
@@ -92,11 +88,7 @@ class RunFolder:
                 raise
 
     def begin(self, config: Mapping[str, Any], overrides: list[str]) -> None:
-        """Initialise the folder: write the identity, `config.yaml`, and a line in `overrides.txt`.
-
-        Args:
-            config: the resolved configuration.
-            overrides: the command line; written with shell quoting.
+        """Initialise the folder: write the identity, `config.yaml`, and the command line to `overrides.txt`.
 
         Raises:
             ConfigError: the folder cannot be written, or its checkpoints are another run's.
@@ -124,9 +116,7 @@ class RunFolder:
                 file.write(shlex.join(overrides) + "\n")
 
     def keep_tokenizer(self, files: Path | None) -> None:
-        """Copy the tokenizer's files here, if there are any.
-
-        The token store may be gone when the model is used for text.
+        """Copy the tokenizer's files here, if there are any: the token store may be gone when the model is used.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -145,10 +135,7 @@ class RunFolder:
             partial.rename(kept)
 
     def release(self) -> None:
-        """Unlock the folder and its checkpoints. If no start has initialised it, remove its lock file, and it if new.
-
-        The system also releases the lock when the process ends.
-        """
+        """Unlock the folder and its checkpoints; remove what was made if no start has initialised it."""
         if self._lock is None:
             return
         with contextlib.suppress(OSError):
@@ -165,16 +152,7 @@ class RunFolder:
 
 
 def check_shared(path: Path, mark: str, rank: int) -> None:
-    """Check by its mark that `path` on this machine is rank 0's folder.
-
-    Args:
-        path: the run's folder, as named on this machine.
-        mark: of rank 0's `RunFolder`.
-        rank: this rank, for the message.
-
-    Raises:
-        ConfigError: it is another folder, or missing.
-    """
+    """Check by rank 0's mark that `path` on this machine is rank 0's folder; `ConfigError` for this `rank` if not."""
     deadline = time.monotonic() + _SECONDS_TO_APPEAR
     while _read_mark(path) != mark:
         if time.monotonic() > deadline:
@@ -193,7 +171,6 @@ def _read_mark(path: Path) -> str | None:
 
 
 def _check_owner(path: Path) -> None:
-    """Refuse a folder that is neither empty nor a run's, before anything is written to it."""
     # List first, then look for the identity: a concurrent start writes its identity before other files.
     names = {entry.name for entry in path.iterdir() if not entry.name.startswith(f".{IDENTITY_FILE}.")}
     if names - {_LOCK, _JOBS} and not (path / IDENTITY_FILE).exists():
@@ -201,10 +178,8 @@ def _check_owner(path: Path) -> None:
 
 
 def _check_links(path: Path) -> None:
-    """Refuse links that lead out of a run's folder: an untrusted one would redirect its writes to any file of its user.
-
-    The folder of checkpoints may be a link, for example to a larger disk; see `take_checkpoints`.
-    """
+    # Links out of an untrusted folder would redirect its writes to any file of its user. Only the folder of checkpoints
+    # may be a link, for example to a larger disk; see `take_checkpoints`.
     root = os.path.realpath(path)
     for link in _links(path, path):
         if not Path(os.path.realpath(link)).is_relative_to(root):
@@ -226,12 +201,13 @@ def _links(folder: Path, run: Path) -> Iterator[Path]:
 
 
 def _system_errors(path: Path) -> AbstractContextManager[None]:
-    way = "name another folder"
-    return system_errors(lambda reason: ConfigError("run_dir", path, f"cannot be written ({reason}); {way}"))
+    return system_errors(
+        lambda reason: ConfigError("run_dir", path, f"cannot be written ({reason}); name another folder")
+    )
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
-    """The settings that must not change between the starts of a run; see `RunFolder`.
+    """The settings that must not change between the starts of a run.
 
     Raises:
         CheckpointError: it cannot be read, another version wrote it, or its tokenizer is none.
@@ -245,11 +221,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
 
 
 def begun_with(run_dir: Path, key: str) -> Any:
-    """The value of a key of the identity with which the run in a folder began; None if no run has begun there.
-
-    Raises:
-        CheckpointError: the identity cannot be read.
-    """
+    """The value of a key of the identity with which the run in a folder began; None if no run has begun there."""
     # `RunFolder` reports a folder that cannot be read.
     if not os.access(run_dir / IDENTITY_FILE, os.R_OK):
         return None
@@ -257,9 +229,9 @@ def begun_with(run_dir: Path, key: str) -> Any:
 
 
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
-    """A warning for a new run that loads its weights from `run_dir`, if they are of another model or tokenizer.
+    """A warning for a new run that loads weights of another model or tokenizer, which shapes alone do not show.
 
-    Shapes alone do not show that. None if they match, or if the identity cannot be read.
+    None if they match, or if the identity of `run_dir` cannot be read.
     """
     try:
         stored = read_identity(run_dir)
@@ -286,7 +258,6 @@ def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]
 
 
 def _last_settings(run_dir: Path) -> dict[str, Any]:
-    """The settings of the last start, by key; none if they cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return dict(flatten(read_values(run_dir / _CONFIG_FILE), lists=False))
     return {}
@@ -297,7 +268,7 @@ def _text(value: Any) -> str:
 
 
 def _write_config(path: Path, text: str) -> None:
-    """Write the configuration; a different one of an earlier start is kept as config.N.yaml."""
+    # A different one of an earlier start is kept as config.N.yaml.
     if path.exists() and read_small(path) != text.encode():
         number = 1
         while (older := path.with_name(f"config.{number}.yaml")).exists():

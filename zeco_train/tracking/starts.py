@@ -25,12 +25,9 @@ class Layout:
     """The conditions of a throughput measurement; the columns of every comparison, of training runs and benchmarks.
 
     Attributes:
-        backend: sequence-parallel backend, `sp=`.
-        model: its name.
         seq_len: tokens of a whole sequence.
         sp_size: ranks that share a sequence.
         devices: number of all ranks.
-        strategy: sharding of parameters, `parallel=`.
         segments: parts of a sequence, in time.
         dtype: of the compute.
         device_name: of rank 0's device; empty if unknown.
@@ -76,11 +73,7 @@ class Layout:
 
 
 def layout_of(config: Mapping[str, Any], devices: int, device_name: str = "") -> Layout:
-    """The layout of a run from its resolved configuration (as in config.yaml).
-
-    Raises:
-        KeyError, TypeError: not a run's configuration.
-    """
+    """The layout of a run from its resolved configuration; `KeyError` or `TypeError` for another one."""
     return Layout(
         backend=config["sp"]["backend"],
         model=config["model"]["name"],
@@ -96,13 +89,7 @@ def layout_of(config: Mapping[str, Any], devices: int, device_name: str = "") ->
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run.
-
-    Attributes:
-        step: optimizer steps done before it.
-        layout: of the steps after it.
-        environment: machine, versions and commit (`zeco_train.system.environment`).
-    """
+    """One start of a run, after `step` optimizer steps; `environment` has machine, versions and commit."""
 
     step: int
     layout: Layout
@@ -110,11 +97,7 @@ class Start:
 
 
 def append_start(run_dir: Path, start: Start) -> None:
-    """Add a line to starts.jsonl.
-
-    Raises:
-        DataError: it cannot be written.
-    """
+    """Add a line to starts.jsonl; `DataError` if it cannot be written."""
     row = {
         "step": start.step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -128,9 +111,7 @@ def append_start(run_dir: Path, start: Start) -> None:
 def read_starts(run_dir: Path, devices: int) -> list[Start]:
     """The starts of a run, in order.
 
-    Args:
-        run_dir: its folder.
-        devices: number of devices of an old run without starts.jsonl; the rest is then read from config.yaml.
+    Without starts.jsonl, an old run has one: of `devices`, and the rest is read from config.yaml.
 
     Raises:
         DataError: neither file can be used.
