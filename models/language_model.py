@@ -21,16 +21,30 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer, Shared
-from models.mlp import MLP
-from models.modules import Embedding, RMSNorm
+from models.mixers.base import Mixer, Shared, StateOf, TokenCache
+from models.modules import Embedding, RMSNorm, swiglu
 from models.parameters import MATRIX, ParameterRule, parameter_rules
-from models.states import StateOf, TokenCache
+from models.projections import Projection, project
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import LossParts, TokenScores, linear_cross_entropy, linear_token_scores
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute, recomputed
 from zeco_train.ops.seam import LayerStates, StateInput, StateOutput
+
+
+class MLP(nn.Module):
+    """SwiGLU: x [B, T, D] → (swish(x Wgate) ⊙ x Wup) Wdown."""
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
+        """With `is_read=False` the last product is skipped: the output is NaN, only the gradients are valid."""
+        inner = swiglu(*project(x, self.gate_proj, self.up_proj))
+        return self.down_proj(inner, is_read)
 
 
 class Block(nn.Module):

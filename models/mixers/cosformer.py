@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from models.config import LanguageModelConfig
-from models.mixers.linear_base import FeatureMapAttention, HeadWidths
+from models.mixers.linear import FeatureMapAttention, HeadWidths
 from zeco_train.ops import accumulation_dtype
 
 

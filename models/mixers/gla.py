@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.heads import ExpandedHeadsConfig
+from models.config import ExpandedHeadsConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import GatedRMSNorm, RMSNorm
 from models.projections import Projection, project

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, OperatorFLOPs, Shared
-from models.mixers.hgrn_base import forget_gate, lower_bounds
+from models.mixers.hgrn import forget_gate, lower_bounds
 from models.modules import RMSNorm
 from models.parameters import ParameterRule
 from models.projections import Projection, project

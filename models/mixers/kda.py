@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.decays import StepDecay, step_log_decays
-from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
+from models.mixers.delta_net import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import project
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.mixers.fixed_decay_base import FixedDecayAttention, FixedDecayConfig
+from models.mixers.retnet import FixedDecayAttention, FixedDecayConfig
 from models.modules import GatedRMSNorm, GateFunction
 
 

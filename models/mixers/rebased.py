@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.mixers.quadratic import Polynomial, QuadraticAttention, QuadraticConfig, keep_inputs
+from models.mixers.based import Polynomial, QuadraticAttention, QuadraticConfig, keep_inputs
 from models.parameters import BIAS, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 

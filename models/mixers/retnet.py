@@ -10,14 +10,111 @@ frequencies of base 10000 only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from models.mixers.fixed_decay_base import FixedDecayAttention, FixedDecayConfig
-from models.modules import GatedRMSNorm
+from models.config import ExpandedHeadsConfig
+from models.mixers.base import Mixer, OperatorFLOPs
+from models.modules import GatedRMSNorm, check_rotary, rotate
+from models.projections import Projection, project
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import StateInput, StateOutput
+
+
+@dataclass
+class FixedDecayConfig(ExpandedHeadsConfig):
+    """Shape of a model with fixed decays.
+
+    Attributes:
+        rope_theta: base of the frequencies of the rotary position embeddings; None: no position embeddings.
+    """
+
+    rope_theta: float | None = None
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        super().validate()
+        check_rotary(self.rope_theta, self.head_k_dim)
+
+
+class FixedDecayAttention(Mixer):
+    """One layer: x [B, T, D] → [B, T, D]. A subclass has the log-decays (`constants`), f, and the gated norm.
+
+    q, k, v   = f(x Wq), f(x Wk), f(x Wv), cut into heads; q and k rotated if there is a `rope_theta`
+    o         = linear attention with the heads' decays, over the whole sequence, all shards
+    y         = (o, normed and gated by x Wg) Wo
+
+    Args:
+        config: of the model.
+        layer: number of the layer.
+        scale: of the operator.
+    """
+
+    # [H], of `constants`.
+    log_decay: Tensor
+
+    def __init__(self, config: FixedDecayConfig, layer: int, *, scale: float) -> None:
+        super().__init__(config, layer)
+        self.config, self.rope_theta, self.scale = config, config.rope_theta, scale
+        self.reads_positions = config.rope_theta is not None
+        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
+        width, keys, values = config.hidden_size, config.key_dim, config.value_dim
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.q_proj = Projection(width, keys)
+        self.k_proj = Projection(width, keys)
+        self.v_proj = Projection(width, values)
+        self.g_proj = Projection(width, values)
+        self.o_proj = Projection(values, width)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """f, of the projections of q, k and v; elementwise."""
+        return x
+
+    @abstractmethod
+    def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
+        """The operator's outputs o [B, T, H, V], normed and gated by x Wg [B, T, H·V]: [B, T, H·V]."""
+
+    def forward(
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
+        """See `Mixer.forward`."""
+        *operands, gate = self._operands(x, position.positions)
+        o, state_output = mix_at("fixed_decay", operands, self.scale, position, state_inputs[0])
+        return self.o_proj(self.norm_and_gate(o, gate)), (state_output,)
+
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """See `Mixer.step`."""
+        *operands, gate = self._operands(x, positions[:, None])
+        o = OPERATORS["fixed_decay"].step(*operands, states[0], self.scale)
+        return self.o_proj(self.norm_and_gate(o, gate))
+
+    def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+        """q, k [B, T, H, K], v [B, T, H, V], the log-decays [H], and x Wg [B, T, H·V]."""
+        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj
+        *projected, gate = project(x, *projections)
+        sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
+        q, k, v = (self.activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
+        if self.rope_theta is not None:
+            assert positions is not None, "the model asks for positions"
+            q, k = rotate(q, k, positions, self.rope_theta)
+        return q, k, v, self.log_decay.to(accumulation_dtype(x.dtype)), gate
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """One state."""
+        return ((self.config.num_heads, self.head_k_dim, self.head_v_dim),)
+
+    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
+        """FLOPs of the operator; independent of the sequence length."""
+        operator, (shape,) = OPERATORS["fixed_decay"], self.state_shapes
+        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
 
 
 @dataclass

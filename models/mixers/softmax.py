@@ -12,11 +12,9 @@ from torch import Tensor
 
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer, OperatorFLOPs
-from models.modules import RMSNorm
+from models.mixers.base import Mixer, OperatorFLOPs, TokenCache
+from models.modules import RMSNorm, rotate
 from models.projections import Projection, project
-from models.rotary import rotate
-from models.states import TokenCache
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import StateInput, StateOutput

@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.config import LanguageModelConfig
-from models.heads import ExpandedHeadsConfig
+from models.config import ExpandedHeadsConfig, LanguageModelConfig
 from models.mixers import hgrn_base, lightning, retnet
 from models.mixers.base import Mixer
-from models.mixers.hgrn import HGRNConfig
+from models.mixers.hgrn import HGRNConfig, forget_gate
 from models.mixers.hgrn2 import HGRN2Config
-from models.mixers.hgrn_base import forget_gate
 from models.mixers.lightning import LightningConfig
 from models.mixers.retnet import RetNetConfig
-from models.modules import GatedRMSNorm, GateFunction
+from models.modules import GatedRMSNorm, GateFunction, rotate
 from models.registry import mixer_of
-from models.rotary import rotate
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import StateInput
