@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.config import ExpandedHeadsConfig, LanguageModelConfig
-from models.mixers import hgrn_base, lightning, retnet
+from models.mixers import hgrn, lightning, retnet
 from models.mixers.base import Mixer
 from models.mixers.hgrn import HGRNConfig, forget_gate
 from models.mixers.hgrn2 import HGRN2Config
@@ -272,15 +272,15 @@ def test_lightning_slopes_are_those_of_alibi_and_fall_over_layers() -> None:
 
 def test_hgrn2_lower_bounds_rise_from_zero_over_the_layers() -> None:
     parameter = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    bounds = hgrn_base.lower_bounds(parameter)
+    bounds = hgrn.lower_bounds(parameter)
     softmax = torch.exp(parameter) / torch.exp(parameter).sum(0)
     torch.testing.assert_close(bounds, softmax.cumsum(0) - softmax[0], rtol=1e-14, atol=1e-15)
     assert (bounds[0] == 0).all()
     assert (bounds.diff(dim=0) > 0).all()
-    torch.testing.assert_close(hgrn_base.lower_bounds(torch.zeros(4, 1)).flatten(), torch.tensor([0, 0.25, 0.5, 0.75]))
+    torch.testing.assert_close(hgrn.lower_bounds(torch.zeros(4, 1)).flatten(), torch.tensor([0, 0.25, 0.5, 0.75]))
     # Rounding must not make a decay larger than 1.
     skewed = torch.randn(48, 4096, generator=torch.Generator().manual_seed(1)) * 9
-    assert hgrn_base.lower_bounds(skewed).max() <= 1
+    assert hgrn.lower_bounds(skewed).max() <= 1
 
 
 @pytest.mark.parametrize("bound", [0.0, 1e-9, 0.3, 0.999999])

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import mlp
+from models import language_model
 from models.language_model import LanguageModel
 from models.mixers import gla
 from models.mixers.gla import FeatureMap, GLAConfig
@@ -50,7 +50,7 @@ SCAN = local_exchange()
 
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace projections that share an input by separate products: counters do not see inside custom ops."""
-    for module in (gla, mlp):
+    for module in (gla, language_model):
         monkeypatch.setattr(module, "project", lambda x, *layers: [F.linear(x, layer.weight) for layer in layers])
 
 
