@@ -20,8 +20,7 @@ class LanguageModelConfig:
     """Shape of a language model. With the fields of its mixer these are the keys of `configs/model/*.yaml`.
 
     Attributes:
-        mixer: name of the token mixer (`models.registry`). Each mixer has its own class, which sets the default and
-            takes no other value.
+        mixer: name of the token mixer (`models.registry`); each has its own class, which takes no other value.
         mlp_optional: whether `intermediate_size` may be 0, for blocks without an MLP; of the class.
         name: shown in logs.
         vocab_size: rows of the embedding and of the head.
@@ -89,7 +88,15 @@ class LanguageModelConfig:
 
     def describe(self) -> Mapping[str, str]:
         """Model-card rows that are specific to this kind of model, by name."""
+        variants = [*self._variants(), *["tied embeddings"] * self.tie_word_embeddings]
+        return {**self._shape_rows(), "variants": "; ".join(variants) or "none"}
+
+    def _shape_rows(self) -> Mapping[str, str]:
         return {}
+
+    # What differs from the mixer's default model, in words.
+    def _variants(self) -> list[str]:
+        return []
 
     def _require_positive(self, *fields: str) -> None:
         for name in fields:
@@ -102,8 +109,8 @@ class LanguageModelConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"model.{name}", value, "must be finite and > 0")
 
+    # Total widths of all heads, by their names in the message.
     def _require_heads_divide(self, widths: Mapping[str, int]) -> None:
-        """`widths`: total widths of all heads, by their names in the message."""
         common = math.gcd(*widths.values())
         if common % self.num_heads:
             nearest = min(divisors(common), key=lambda n: abs(n - self.num_heads))
@@ -128,18 +135,15 @@ class ExpandedHeadsConfig(LanguageModelConfig):
         super().validate()
         self._require_finite("expand_k", "expand_v")
         for name in ("expand_k", "expand_v"):
-            self._require_whole_width(name)
+            factor = getattr(self, name)
+            width = self.hidden_size * factor
+            # The factor is a float, so an exact product may still differ from a whole number in its last digits.
+            if round(width) < 1 or not math.isclose(width, round(width)):
+                nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
+                allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads"
+                raise ConfigError(f"model.{name}", factor, f"{allowed} ({self.num_heads}); nearest: {nearest}")
         widths = {"hidden_size · expand_k": self.key_dim, "hidden_size · expand_v": self.value_dim}
         self._require_heads_divide(widths)
-
-    def _require_whole_width(self, field: str) -> None:
-        """`field` is a multiple of hidden_size: their product must be a whole number."""
-        width = self.hidden_size * getattr(self, field)
-        # The factor is a float, so an exact product may still differ from a whole number in its last digits.
-        if round(width) < 1 or not math.isclose(width, round(width)):
-            nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
-            allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads ({self.num_heads})"
-            raise ConfigError(f"model.{field}", getattr(self, field), f"{allowed}; nearest: {nearest}")
 
     @property
     def key_dim(self) -> int:
@@ -160,3 +164,6 @@ class ExpandedHeadsConfig(LanguageModelConfig):
     def head_v_dim(self) -> int:
         """V."""
         return self.value_dim // self.num_heads
+
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"heads": f"{self.num_heads} of K {self.head_k_dim} and V {self.head_v_dim}"}

@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norms)
         self.attn = mixer(config, layer)
         self.norm_after = self.attn.norm_after
-        self.num_states = self.attn.num_state_outputs
+        self.num_states = len(self.attn.states)
         self.wide_residual = config.has_wide_residual
         self.has_mlp = config.intermediate_size > 0
         if self.has_mlp:

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.parameters import BIAS, SCALE, ParameterRule
-from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.gated_norm import gated_norm, norm_grads, normalise, swish_and_slope
 
@@ -354,14 +353,3 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), dim=-1)
     rotated = first * cos - second * sin, first * sin + second * cos
     return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1).to(x.dtype)
-
-
-def check_rotary(theta: float | None, size: int) -> None:
-    """Raise `ConfigError` for a `model.rope_theta` or a head dimension that cannot be rotated; None: no rotation."""
-    if theta is None:
-        return
-    if not (math.isfinite(theta) and theta > 1):
-        raise ConfigError("model.rope_theta", theta, "must be finite and > 1, or null for no position embedding")
-    if size % 2:
-        allowed = f"rotates pairs of channels: a head's keys must be of even width, not {size}; or null"
-        raise ConfigError("model.rope_theta", theta, allowed)

@@ -5,9 +5,9 @@
 Queries and keys are short, d = 16, and the state is large: K = 1 + d + d² = 273 in the paper, 153 with each
 product of two channels once. The weights are at least 1/2.
 
-Names and shapes of the parameters equal those of fla's layer `BasedLinearAttention` 0.6.0; fla has no language model of
-it. fla adds 1e-6 to the normaliser (1e-10 in its chunked form), this layer adds nothing. The paper's models also have
-layers of sliding-window attention and of short convolutions; this is its linear attention alone.
+Parameters have the names and shapes of fla's layer `BasedLinearAttention` 0.6.0; fla has no language model of it, and
+adds 1e-6 to the normaliser (1e-10 in its chunked form), this layer nothing. The paper's models also have layers of
+sliding-window attention and of short convolutions; this is its linear attention alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Polynomial(NamedTuple):
 
     Attributes:
         constant, linear, quadratic: c0, c1, c2; a part whose coefficient is 0 is left out.
-        symmetric: have each product x_i x_j, i < j, once, times √2, instead of twice. The products of features are the
-            same, with d(d + 1)/2 features in the place of d².
+        symmetric: have each product x_i x_j, i < j, once, times √2, instead of twice: d(d + 1)/2 features for d².
     """
 
     constant: float
@@ -107,54 +106,14 @@ class QuadraticConfig(LanguageModelConfig):
         value = self.hidden_size // self.num_heads
         return HeadWidths(size, polynomial.num_features(size), polynomial.padded(size), value)
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = ["every product twice"] * (not self.symmetric) + ["tied embeddings"] * self.tie_word_embeddings
+    def _shape_rows(self) -> Mapping[str, str]:
         return {
             "heads": f"{self.num_heads} of V {self.head.value}",
             "features": f"{self.head.features} of {self.feature_dim} channels",
-            "variants": "; ".join(variants) or "none",
         }
 
-
-class QuadraticAttention(FeatureMapAttention):
-    """`FeatureMapAttention` with the normaliser, without a norm of the outputs; its map keeps its inputs only."""
-
-    def __init__(self, config: QuadraticConfig, layer: int) -> None:
-        super().__init__(config, layer, config.head, scale=1.0, has_normaliser=True, has_norm=False)
-
-
-def keep_inputs(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`function(*tensors)`, keeping only the tensors: the backward pass computes the function once more.
-
-    A map to many features has intermediate results that are as large as the features.
-
-    Args:
-        function: from tensors to a tensor; elementwise over tokens, without randomness.
-        tensors: its arguments; all get gradients.
-    """
-    # A compiler decides by itself what it computes again.
-    if torch.compiler.is_compiling():
-        return function(*tensors)
-    return _KeepInputs.apply(function, *tensors)
-
-
-class _KeepInputs(torch.autograd.Function):
-    """y = f(x₁, …);  dxᵢ by autograd through f, computed again."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*tensors)
-        return function(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-            y = ctx.function(*leaves)
-        return None, *torch.autograd.grad(y, leaves, dy)
+    def _variants(self) -> list[str]:
+        return ["every product twice"] * (not self.symmetric)
 
 
 @dataclass
@@ -173,11 +132,8 @@ class BasedConfig(QuadraticConfig):
         return Polynomial(1.0, self.feature_dim**-0.25, (2 * self.feature_dim) ** -0.5, self.symmetric)
 
 
-class Based(QuadraticAttention):
-    """Based (Arora et al., 2024, arXiv 2402.18668).
-
-    One layer: `QuadraticAttention` with the Taylor polynomial.
-    """
+class Based(FeatureMapAttention):
+    """Based (Arora et al., 2024, arXiv 2402.18668)."""
 
     config_class = BasedConfig
 
@@ -186,9 +142,36 @@ class Based(QuadraticAttention):
         self.polynomial = config.polynomial
 
     def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `FeatureMapAttention`."""
-        del positions
+        """The Taylor polynomial; without positions."""
         return keep_inputs(self._features, q), keep_inputs(self._features, k)
 
     def _features(self, x: Tensor) -> Tensor:
         return self.polynomial(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
+
+
+def keep_inputs(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`function(*tensors)`, keeping only the tensors: the backward pass computes the function once more.
+
+    A map to many features has intermediate results that are as large as the features. The function is without
+    randomness, and all tensors get gradients.
+    """
+    # A compiler decides by itself what it computes again.
+    if torch.compiler.is_compiling():
+        return function(*tensors)
+    return _KeepInputs.apply(function, *tensors)
+
+
+class _KeepInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        return function(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+            y = ctx.function(*leaves)
+        return None, *torch.autograd.grad(y, leaves, dy)

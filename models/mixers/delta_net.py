@@ -1,9 +1,7 @@
-"""DeltaNet (Yang et al., 2024, arXiv 2406.06484; Schlag et al., 2021, arXiv 2102.11174): layer and configuration.
+"""DeltaNet (Yang et al., 2024, arXiv 2406.06484; Schlag et al., 2021, 2102.11174), and what all delta rules share.
 
-Names and shapes of its parameters equal those of `fla.models.DeltaNetForCausalLM` 0.6.0 (with short convolutions, β,
-silu and L2 norms of queries and keys), so a checkpoint maps one to one, in both directions (`zeco_train.hf`).
-
-There is no positional embedding: order enters through the convolutions and the rule.
+Parameters have the names and shapes of `fla.models.DeltaNetForCausalLM` 0.6.0 (with short convolutions, β, silu and L2
+norms of queries and keys). Order enters through the convolutions and the rule.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ExpandedHeadsConfig, LanguageModelConfig
-from models.mixers.base import Mixer, OperatorFLOPs
+from models.mixers.base import Mixer
 from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution, l2_normalised
 from models.parameters import MATRIX, ParameterRule
 from models.projections import Projection, project
@@ -60,6 +58,11 @@ class DeltaHeads(NamedTuple):
     def conv_width(self) -> int:
         """Channels of the convolutions: queries, keys, values."""
         return 2 * self.key_width + self.value_width
+
+    def in_words(self) -> str:
+        """Of the model card."""
+        shared = "" if self.keys == self.values else f", queries and keys shared by {self.values // self.keys}"
+        return f"{self.values} of K {self.key_dim} and V {self.value_dim}{shared}"
 
 
 @dataclass
@@ -104,32 +107,22 @@ class DeltaHeadsConfig(LanguageModelConfig):
         return DeltaHeads(self.num_heads, values, self.head_dim, round(self.head_dim * self.expand_v))
 
     def canonical(self) -> Self:
-        """See `LanguageModelConfig`; `num_v_heads` equal to `num_heads` becomes None, `expand_v` the exact quotient."""
+        """As for all models; `num_v_heads` equal to `num_heads` becomes None, `expand_v` the exact quotient."""
         model, heads = super().canonical(), self.heads
         values = None if heads.values == heads.keys else heads.values
         return replace(model, num_v_heads=values, expand_v=heads.value_dim / heads.key_dim)
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        return describe_heads(self.heads, self.variants())
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"heads": self.heads.in_words()}
 
-    def variants(self) -> list[str]:
-        """What differs from the default model, in words."""
-        found = ["negative eigenvalues"] * self.allow_neg_eigval
-        return found + ["tied embeddings"] * self.tie_word_embeddings
+    def _variants(self) -> list[str]:
+        return ["negative eigenvalues"] * self.allow_neg_eigval
 
 
 def check_conv_size(conv_size: int) -> None:
     """Raise `ConfigError` if a convolution would have no inputs before its own."""
     if conv_size < 2:
         raise ConfigError("model.conv_size", conv_size, "must be a whole number ≥ 2")
-
-
-def describe_heads(heads: DeltaHeads, variants: Sequence[str]) -> Mapping[str, str]:
-    """Model-card rows, see `LanguageModelConfig.describe`."""
-    shared = "" if heads.keys == heads.values else f", queries and keys shared by {heads.values // heads.keys}"
-    text = f"{heads.values} of K {heads.key_dim} and V {heads.value_dim}{shared}"
-    return {"heads": text, "variants": "; ".join(variants) or "none"}
 
 
 class Projected(NamedTuple):
@@ -149,13 +142,11 @@ class Projected(NamedTuple):
 
 
 class _Convolution(ShortConvolution):
-    """A short convolution without bias, initialised as a matrix, as in flash-linear-attention."""
-
+    # Initialised as a matrix, as in flash-linear-attention.
     def __init__(self, channels: int, width: int) -> None:
         super().__init__(channels, width, bias=False)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
         return {"weight": MATRIX}
 
 
@@ -169,22 +160,21 @@ class DeltaMixer(Mixer):
     y         = (RMSNorm over a head of o, gated) Wo
 
     The convolutions are one operator over all channels, so a layer sends one message to the next rank beside its scan.
-
-    Args:
-        config: of the model.
-        layer: number of the layer.
-        heads: of the layer.
+    A subclass names its operator and has the projections; its configuration has `heads: DeltaHeads`.
     """
 
     needs_halo = True
     operator: ClassVar[str]
 
-    def __init__(self, config: Any, layer: int, heads: DeltaHeads) -> None:
+    def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer)
-        self.config, self.heads = config, heads
+        self.heads: DeltaHeads = config.heads
+        heads, self.operators = self.heads, ("short_conv", self.operator)
+        of_operator = heads.values, heads.key_dim, heads.value_dim
+        self.state_shapes = (1, config.conv_size - 1, heads.conv_width), of_operator
 
+    # `init_weights` draws in the order in which a subclass adds these modules and its own.
     def _add_projections(self) -> None:
-        """Add the modules that all have; `init_weights` draws in the order in which a subclass adds its own."""
         width, heads = self.config.hidden_size, self.heads
         self.q_proj = Projection(width, heads.key_width)
         self.k_proj = Projection(width, heads.key_width)
@@ -194,8 +184,8 @@ class DeltaMixer(Mixer):
         self.k_conv1d = _Convolution(heads.key_width, self.config.conv_size)
         self.v_conv1d = _Convolution(heads.value_width, self.config.conv_size)
 
+    # The norm of o over a head, gated by a function or not, and the last projection.
     def _add_output(self, gate_function: GateFunction | None, eps: float | None = None) -> None:
-        """Add the norm of o over a head, gated by a function or not, and the last projection; eps: not `norm_eps`."""
         value_dim, eps = self.heads.value_dim, self.config.norm_eps if eps is None else eps
         self.o_norm: nn.Module = (
             RMSNorm(value_dim, eps) if gate_function is None else GatedRMSNorm(value_dim, eps, gate_function)
@@ -213,7 +203,7 @@ class DeltaMixer(Mixer):
     def forward(
         self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
     ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """See `Mixer.forward`."""
+        """Mix this rank's tokens, see `Mixer`."""
         projected = self.projections(x)
         inputs, tail = mix_at("short_conv", (projected.inputs, *self._taps()), 1.0, position, state_inputs[0])
         operands = self._operands(inputs, projected, shared)
@@ -221,20 +211,19 @@ class DeltaMixer(Mixer):
         return self._output(o, projected.gate), (tail, state)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """See `Mixer.step`."""
+        """One more token of each sequence, see `Mixer`."""
         tail, state = states
         projected = self.projections(x)
         inputs = OPERATORS["short_conv"].step(projected.inputs, *self._taps(), tail, 1.0)
         o = OPERATORS[self.operator].step(*self._operands(inputs, projected, shared), state)
         return self._output(o, projected.gate)
 
+    # Weight and bias of the operator `short_conv` over all channels.
     def _taps(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the operator `short_conv` over all channels."""
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         return weight, weight.new_zeros(len(weight))
 
     def _operands(self, inputs: Tensor, projected: Projected, shared: Tensor | None) -> tuple[Tensor, ...]:
-        """The operator's operands, from the convolutions' outputs [B, T, 2·G·K + H·V]."""
         heads = self.heads
         # Each by itself: of silu of all, the values' part would keep the whole.
         q, k, v = map(F.silu, inputs.split((heads.key_width, heads.key_width, heads.value_width), dim=-1))
@@ -249,26 +238,6 @@ class DeltaMixer(Mixer):
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         gates = () if gate is None else (gate.unflatten(-1, o.shape[-2:]),)
         return self.o_proj(self.o_norm(o, *gates).flatten(-2))
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """The last inputs of the convolutions, and the operator's state."""
-        heads = self.heads
-        return (1, self.config.conv_size - 1, heads.conv_width), (heads.values, heads.key_dim, heads.value_dim)
-
-    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """FLOPs of both operators; independent of the sequence length."""
-        pairs = zip((OPERATORS["short_conv"], OPERATORS[self.operator]), self.state_shapes, strict=True)
-        both = [(one.forward_flops(*shape), one.recomputed_flops(*shape)) for one, shape in pairs]
-        return OperatorFLOPs(*map(sum, zip(*both, strict=True)))
-
-    def decay_width(self) -> int:
-        """Log-decays of a token."""
-        return 0
-
-    def gate_width(self) -> int:
-        """Width of the output's gate, 0 without one."""
-        return self.heads.value_width
 
 
 @dataclass
@@ -297,10 +266,11 @@ class DeltaNetConfig(ExpandedHeadsConfig):
         """Heads of a layer."""
         return DeltaHeads(self.num_heads, self.num_heads, self.head_k_dim, self.head_v_dim)
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = ["output gate"] * self.use_gate + ["negative eigenvalues"] * self.allow_neg_eigval
-        return describe_heads(self.heads, variants + ["tied embeddings"] * self.tie_word_embeddings)
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"heads": self.heads.in_words()}
+
+    def _variants(self) -> list[str]:
+        return ["output gate"] * self.use_gate + ["negative eigenvalues"] * self.allow_neg_eigval
 
 
 class DeltaNet(DeltaMixer):
@@ -315,7 +285,7 @@ class DeltaNet(DeltaMixer):
     title = "DeltaNet (Yang et al., 2024, arXiv 2406.06484)"
 
     def __init__(self, config: DeltaNetConfig, layer: int) -> None:
-        super().__init__(config, layer, config.heads)
+        super().__init__(config, layer)
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self._add_projections()
         if config.use_gate:
@@ -323,12 +293,7 @@ class DeltaNet(DeltaMixer):
         self._add_output(GateFunction.swish if config.use_gate else None)
 
     def projections(self, x: Tensor) -> Projected:
-        """See `DeltaMixer`."""
+        """Without decays."""
         gates = (self.g_proj,) if self.config.use_gate else ()
-        layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, *gates
-        q, k, v, strengths, *gate = project(x, *layers)
+        q, k, v, strengths, *gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, *gates)
         return Projected(torch.cat([q, k, v], -1), strengths, None, gate[0] if gate else None)
-
-    def gate_width(self) -> int:
-        """See `DeltaMixer`."""
-        return self.heads.value_width * self.config.use_gate

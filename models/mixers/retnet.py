@@ -1,31 +1,28 @@
-"""Retention (Sun et al., 2023, arXiv 2307.08621): the layer and its configuration.
+"""Retention (Sun et al., 2023, arXiv 2307.08621), and what layers with fixed decays share with it.
 
 Each head has one decay that is no parameter, so its memory has one length: that of head h is about 2^(5 + h) tokens.
 Queries and keys have rotary position embeddings.
 
-Names and shapes of its parameters equal those of `fla.models.RetNetForCausalLM` 0.6.0 (with fused norms, no short
-convolution, as many heads of keys and values as of queries), so a checkpoint maps one to one. fla rotates with
-frequencies of base 10000 only.
+Parameters have the names and shapes of `fla.models.RetNetForCausalLM` 0.6.0 (with fused norms, no short convolution, as
+many heads of keys and values as of queries). fla rotates with frequencies of base 10000 only.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from models.config import ExpandedHeadsConfig
-from models.mixers.base import Mixer, OperatorFLOPs
-from models.modules import GatedRMSNorm, check_rotary, rotate
+from models.mixers.base import OperatorMixer
+from models.modules import GatedRMSNorm, rotate
 from models.projections import Projection, project
+from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.mix import mix_at
-from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput, StateOutput
 
 
 @dataclass
@@ -41,30 +38,34 @@ class FixedDecayConfig(ExpandedHeadsConfig):
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
         super().validate()
-        check_rotary(self.rope_theta, self.head_k_dim)
+        theta, size = self.rope_theta, self.head_k_dim
+        if theta is None:
+            return
+        if not (math.isfinite(theta) and theta > 1):
+            raise ConfigError("model.rope_theta", theta, "must be finite and > 1, or null for no position embedding")
+        if size % 2:
+            allowed = f"rotates pairs of channels: a head's keys must be of even width, not {size}; or null"
+            raise ConfigError("model.rope_theta", theta, allowed)
 
 
-class FixedDecayAttention(Mixer):
+class FixedDecayAttention(OperatorMixer):
     """One layer: x [B, T, D] → [B, T, D]. A subclass has the log-decays (`constants`), f, and the gated norm.
 
     q, k, v   = f(x Wq), f(x Wk), f(x Wv), cut into heads; q and k rotated if there is a `rope_theta`
     o         = linear attention with the heads' decays, over the whole sequence, all shards
     y         = (o, normed and gated by x Wg) Wo
-
-    Args:
-        config: of the model.
-        layer: number of the layer.
-        scale: of the operator.
     """
 
+    operators = ("fixed_decay",)
     # [H], of `constants`.
     log_decay: Tensor
 
     def __init__(self, config: FixedDecayConfig, layer: int, *, scale: float) -> None:
         super().__init__(config, layer)
-        self.config, self.rope_theta, self.scale = config, config.rope_theta, scale
+        self.rope_theta, self.scale = config.rope_theta, scale
         self.reads_positions = config.rope_theta is not None
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
+        self.state_shapes = ((config.num_heads, self.head_k_dim, self.head_v_dim),)
         width, keys, values = config.hidden_size, config.key_dim, config.value_dim
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = Projection(width, keys)
@@ -81,40 +82,20 @@ class FixedDecayAttention(Mixer):
     def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         """The operator's outputs o [B, T, H, V], normed and gated by x Wg [B, T, H·V]: [B, T, H·V]."""
 
-    def forward(
-        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """See `Mixer.forward`."""
-        *operands, gate = self._operands(x, position.positions)
-        o, state_output = mix_at("fixed_decay", operands, self.scale, position, state_inputs[0])
-        return self.o_proj(self.norm_and_gate(o, gate)), (state_output,)
-
-    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """See `Mixer.step`."""
-        *operands, gate = self._operands(x, positions[:, None])
-        o = OPERATORS["fixed_decay"].step(*operands, states[0], self.scale)
-        return self.o_proj(self.norm_and_gate(o, gate))
-
-    def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """q, k [B, T, H, K], v [B, T, H, V], the log-decays [H], and x Wg [B, T, H·V]."""
-        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj
-        *projected, gate = project(x, *projections)
+    def _operands(
+        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
         q, k, v = (self.activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
         if self.rope_theta is not None:
             assert positions is not None, "the model asks for positions"
             q, k = rotate(q, k, positions, self.rope_theta)
-        return q, k, v, self.log_decay.to(accumulation_dtype(x.dtype)), gate
+        return (q, k, v, self.log_decay.to(accumulation_dtype(x.dtype))), gate
 
-    @property
-    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """One state."""
-        return ((self.config.num_heads, self.head_k_dim, self.head_v_dim),)
-
-    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """FLOPs of the operator; independent of the sequence length."""
-        operator, (shape,) = OPERATORS["fixed_decay"], self.state_shapes
-        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        assert gate is not None
+        return self.o_proj(self.norm_and_gate(o, gate))
 
 
 @dataclass
@@ -126,12 +107,8 @@ class RetNetConfig(FixedDecayConfig):
     expand_v: float = 2.0
     rope_theta: float | None = 10000.0
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = ["no position embeddings"] if self.rope_theta is None else []
-        variants += ["tied embeddings"] if self.tie_word_embeddings else []
-        heads = f"{self.num_heads} of K {self.head_k_dim} and V {self.head_v_dim}"
-        return {"heads": heads, "variants": "; ".join(variants) or "none"}
+    def _variants(self) -> list[str]:
+        return ["no position embeddings"] if self.rope_theta is None else []
 
 
 def log_decays(num_heads: int) -> Tensor:
@@ -155,10 +132,9 @@ class MultiScaleRetention(FixedDecayAttention):
         super().__init__(config, layer, scale=config.head_k_dim**-0.5)
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
-    @classmethod
-    def constants(cls, config: RetNetConfig, layer: int) -> Mapping[str, Tensor]:
+    def constants(self) -> Mapping[str, Tensor]:
         """The heads' log-decays."""
-        return {"log_decay": log_decays(config.num_heads)}
+        return {"log_decay": log_decays(self.config.num_heads)}
 
     def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         """A norm over each head."""
