@@ -19,7 +19,7 @@ from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningConfig
 from models.mixers.retnet import RetNetConfig
 from models.modules import GatedRMSNorm, GateFunction, rotate
-from models.registry import mixer_of
+from models.registry import MIXERS
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import StateInput
@@ -54,7 +54,7 @@ Parameters = Mapping[str, Tensor]
 def build(config: LanguageModelConfig) -> tuple[Mixer, Tensor, Tensor | None]:
     """A layer in the middle of a model with large random weights, tokens, and its part of the shared parameter."""
     generator = torch.Generator().manual_seed(0)
-    mixer = mixer_of(config)(config, LAYER).double()
+    mixer = MIXERS[config.mixer](config, LAYER).double()
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) * 0.4)
@@ -238,9 +238,9 @@ def test_bf16_stays_close_to_fp64(name: str) -> None:
     """The decays are neither parameters nor buffers, so casting the model does not round them."""
     config = CONFIGS[name]
     mixer, x, bounds = build(config)
-    narrow = mixer_of(config)(config, LAYER).to(torch.bfloat16)
+    narrow = MIXERS[config.mixer](config, LAYER).to(torch.bfloat16)
     narrow.load_state_dict(mixer.state_dict())
-    wide = mixer_of(config)(config, LAYER).double()
+    wide = MIXERS[config.mixer](config, LAYER).double()
     wide.load_state_dict(narrow.state_dict())
     shared = part(mixer, bounds)
     with torch.no_grad():
@@ -254,7 +254,7 @@ def test_bf16_stays_close_to_fp64(name: str) -> None:
 def test_retnet_decays_are_those_of_the_paper() -> None:
     expected = torch.tensor([31 / 32, 63 / 64, 127 / 128, 255 / 256], dtype=torch.float64)
     torch.testing.assert_close(retnet.log_decays(4).exp(), expected, rtol=1e-15, atol=0)
-    mixer = mixer_of(RETNET)(RETNET, 0)
+    mixer = MIXERS[RETNET.mixer](RETNET, 0)
     assert isinstance(mixer.log_decay, Tensor)
     assert mixer.to(torch.bfloat16).log_decay.dtype == torch.float64
 
