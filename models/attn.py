@@ -44,7 +44,7 @@ class AttnConfig:
     norm_after: bool = False
 
     def chosen(self, num_layers: int) -> range | list[int]:
-        """The softmax layers of a model, ascending. No loop over layers, since a mistyped `num_layers` can be huge."""
+        """The softmax layers, ascending. No loop over layers, since a mistyped `num_layers` can be huge."""
         if self.layers is not None:
             return self.layers
         if self.every is None:
@@ -127,7 +127,7 @@ class AttnShape:
 
     @classmethod
     def of(cls, config: AttnConfig, num_heads: int, hidden_size: int) -> AttnShape:
-        """The shape in a model of `num_heads` and `hidden_size`."""
+        """In a model of this shape."""
         heads = num_heads if config.num_heads is None else config.num_heads
         key_heads = heads if config.num_kv_heads is None else config.num_kv_heads
         return cls(heads, key_heads, hidden_size // heads if config.head_dim is None else config.head_dim)

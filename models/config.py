@@ -20,8 +20,7 @@ class LanguageModelConfig:
     """Shape of a language model. With the fields of its mixer these are the keys of `configs/model/*.yaml`.
 
     Attributes:
-        mixer: name of the token mixer (`models.registry`). Each mixer has its own class, which sets the default and
-            takes no other value.
+        mixer: name of the token mixer (`models.registry`); each has its own class, which takes no other value.
         mlp_optional: whether `intermediate_size` may be 0, for blocks without an MLP; of the class.
         name: shown in logs.
         vocab_size: rows of the embedding and of the head.
@@ -89,7 +88,15 @@ class LanguageModelConfig:
 
     def describe(self) -> Mapping[str, str]:
         """Model-card rows that are specific to this kind of model, by name."""
+        variants = [*self._variants(), *["tied embeddings"] * self.tie_word_embeddings]
+        return {**self._shape_rows(), "variants": "; ".join(variants) or "none"}
+
+    def _shape_rows(self) -> Mapping[str, str]:
         return {}
+
+    # What differs from the mixer's default model, in words.
+    def _variants(self) -> list[str]:
+        return []
 
     def _require_positive(self, *fields: str) -> None:
         for name in fields:
@@ -102,10 +109,61 @@ class LanguageModelConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"model.{name}", value, "must be finite and > 0")
 
+    # Total widths of all heads, by their names in the message.
     def _require_heads_divide(self, widths: Mapping[str, int]) -> None:
-        """`widths`: total widths of all heads, by their names in the message."""
         common = math.gcd(*widths.values())
         if common % self.num_heads:
             nearest = min(divisors(common), key=lambda n: abs(n - self.num_heads))
             names = " and ".join(f"{name} = {width}" for name, width in widths.items())
             raise ConfigError("model.num_heads", self.num_heads, f"must divide {names}; nearest: {nearest}")
+
+
+@dataclass
+class ExpandedHeadsConfig(LanguageModelConfig):
+    """A model whose heads of keys and of values each divide a multiple of its width.
+
+    Attributes:
+        num_heads: H; it divides both hidden_size · expand_k = H·K and hidden_size · expand_v = H·V.
+        expand_k, expand_v: width of all keys and of all values, as multiples of hidden_size.
+    """
+
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
+        super().validate()
+        self._require_finite("expand_k", "expand_v")
+        for name in ("expand_k", "expand_v"):
+            factor = getattr(self, name)
+            width = self.hidden_size * factor
+            # The factor is a float, so an exact product may still differ from a whole number in its last digits.
+            if round(width) < 1 or not math.isclose(width, round(width)):
+                nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
+                allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads"
+                raise ConfigError(f"model.{name}", factor, f"{allowed} ({self.num_heads}); nearest: {nearest}")
+        widths = {"hidden_size · expand_k": self.key_dim, "hidden_size · expand_v": self.value_dim}
+        self._require_heads_divide(widths)
+
+    @property
+    def key_dim(self) -> int:
+        """H·K, total width of the keys."""
+        return round(self.hidden_size * self.expand_k)
+
+    @property
+    def value_dim(self) -> int:
+        """H·V, total width of the values."""
+        return round(self.hidden_size * self.expand_v)
+
+    @property
+    def head_k_dim(self) -> int:
+        """K."""
+        return self.key_dim // self.num_heads
+
+    @property
+    def head_v_dim(self) -> int:
+        """V."""
+        return self.value_dim // self.num_heads
+
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"heads": f"{self.num_heads} of K {self.head_k_dim} and V {self.head_v_dim}"}

@@ -44,15 +44,9 @@ def initial_rates(low: float, high: float) -> Init:
 
 
 class StepDecay(nn.Module):
-    """A_log [H] and dt_bias [H] or [H·K], which stay in fp32: they act on log-decays summed over the whole sequence.
+    """`Mixer.wide_parameters` A_log [H] and dt_bias [H·channels]: they act on decays summed over the sequence.
 
-    They lie in a module of their own, so that FSDP2 keeps those of all layers in one fp32 unit
-    (`LanguageModel.sharding_units`). The model calls it before the first layer and passes the result to the layer.
-
-    Args:
-        heads: H.
-        channels: 1, or K.
-        rates: range of the initial exp(A_log).
+    `rates` is the range of the initial exp(A_log).
     """
 
     def __init__(self, heads: int, channels: int, rates: tuple[float, float]) -> None:
@@ -62,11 +56,11 @@ class StepDecay(nn.Module):
         self.dt_bias = nn.Parameter(torch.zeros(heads * channels))
 
     def forward(self) -> Tensor:
-        """[H + H·channels]: A_log, dt_bias."""
+        """A_log, dt_bias: [H + H·channels]."""
         return torch.cat((self.A_log, self.dt_bias))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
+        """Initial values as in flash-linear-attention."""
         return {
             "A_log": ParameterRule(initial_rates(*self._rates), decays=False, wide=True),
             "dt_bias": ParameterRule(initial_steps(*_STEPS), decays=False, wide=True),
@@ -74,23 +68,17 @@ class StepDecay(nn.Module):
 
 
 def step_log_decays(logits: Tensor, parameters: Tensor, heads: int) -> Tensor:
-    """Log-decays −exp(A_log) · softplus(logits + dt_bias), in fp32 (fp64 for fp64 logits).
+    """Log-decays −exp(A_log) · softplus(logits + dt_bias), [..., H] or [..., H, K] in fp32 (fp64 for fp64 logits).
 
-    Args:
-        logits: [..., H] or [..., H·K].
-        parameters: [H + H] or [H + H·K], of `StepDecay`.
-        heads: H.
-
-    Returns:
-        [..., H] or [..., H, K].
+    Logits are [..., H] or [..., H·K], the parameters those of `StepDecay`, [H + H] or [H + H·K].
     """
     if torch.compiler.is_compiling():
         return _log_decays(logits, parameters, heads)[0]
     return _LogDecays.apply(logits, parameters, heads)
 
 
+# With softplus' argument in the same shape.
 def _log_decays(logits: Tensor, parameters: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Log-decays [..., H] or [..., H, K], and softplus' argument in the same shape, in the accumulation dtype."""
     a_log, dt_bias = parameters[:heads], parameters[heads:]
     # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
     shifted = logits.to(accumulation_dtype(logits.dtype)) + dt_bias
@@ -101,13 +89,8 @@ def _log_decays(logits: Tensor, parameters: Tensor, heads: int) -> tuple[Tensor,
 
 
 class _LogDecays(torch.autograd.Function):
-    """x [..., n], (a [H], b [n]) → g = −e^a softplus(x + b).
-
-    Keeps x alone, where autograd would keep three tensors in fp32:
-
-    dx = db by token = −dg e^a σ(x + b)
-    da = Σ dg ⊙ g over all but the heads
-    """
+    # Keeps the logits x alone, where autograd would keep three tensors in fp32:
+    # dx = db by token = −dg e^a σ(x + b);  da = Σ dg ⊙ g over all but the heads
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, parameters: Tensor, heads: int) -> Tensor:

@@ -1,11 +1,7 @@
 """The language model: embedding, blocks of a token mixer and an MLP, norm, head.
 
-The configuration sets the mixer of each layer.
-
-With packed documents (`SequencePosition.documents`) only the mixer's state restarts at each document; the rest of the
-model acts on each token separately.
-
-The model itself is rank-agnostic: all communication happens in `zeco_train.ops.mix`, through the position's `Exchange`.
+With packed documents only the mixer's state restarts at each document; the rest of the model acts on each token
+separately. All communication happens in `zeco_train.ops.mix`, through the position's `Exchange`.
 """
 
 from __future__ import annotations
@@ -21,11 +17,10 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer, Shared
-from models.mlp import MLP
-from models.modules import Embedding, RMSNorm
+from models.mixers.base import Mixer, Shared, StateOf, TokenCache
+from models.modules import Embedding, RMSNorm, swiglu
 from models.parameters import MATRIX, ParameterRule, parameter_rules
-from models.states import StateOf, TokenCache
+from models.projections import Projection, project
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import LossParts, TokenScores, linear_cross_entropy, linear_token_scores
 from zeco_train.ops.position import SequencePosition
@@ -33,22 +28,31 @@ from zeco_train.ops.recompute import Recompute, recomputed
 from zeco_train.ops.seam import LayerStates, StateInput, StateOutput
 
 
+class MLP(nn.Module):
+    """SwiGLU: x [B, T, D] → (swish(x Wgate) ⊙ x Wup) Wdown."""
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
+        """See `Projection.forward` for `is_read`."""
+        inner = swiglu(*project(x, self.gate_proj, self.up_proj))
+        return self.down_proj(inner, is_read)
+
+
 class Block(nn.Module):
     """Pre-norm residual block: h = x + attn(norm(x)), y = h + mlp(norm(h)). Without an MLP y = h.
 
-    With norms after instead: h = x + norm(attn(x)), y = h + norm(mlp(h)).
-
-    Args:
-        config: of the model.
-        mixer: class of `attn`.
-        layer: index of the layer.
+    If the mixer asks for it, with norms after instead: h = x + norm(attn(x)), y = h + norm(mlp(h)).
 
     Attributes:
-        norm_after: whether it normalises outputs instead of inputs.
+        attn: the mixer.
         recompute: what the backward pass recomputes.
-        num_states: of its mixer's state outputs (`Mixer.num_state_outputs`), and of what it keeps (`Mixer.states`).
+        num_states: what the mixer keeps between tokens (`Mixer.states`).
         wide_residual: whether x, h and y are fp32 even if the block computes in bf16.
-        has_mlp: whether it has an MLP.
     """
 
     def __init__(self, config: LanguageModelConfig, mixer: type[Mixer], layer: int) -> None:
@@ -57,7 +61,7 @@ class Block(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norms)
         self.attn = mixer(config, layer)
         self.norm_after = self.attn.norm_after
-        self.num_states = self.attn.num_state_outputs
+        self.num_states = len(self.attn.states)
         self.wide_residual = config.has_wide_residual
         self.has_mlp = config.intermediate_size > 0
         if self.has_mlp:
@@ -75,7 +79,7 @@ class Block(nn.Module):
         state_inputs: Sequence[StateInput] = (),
         shared: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Map x [B, T, D] → y [B, T, D], then the tensors of each state's `StateOutput`; see `Mixer.forward`."""
+        """Map x [B, T, D] → y [B, T, D], then the tensors of each state's `StateOutput`."""
         state_inputs = state_inputs or (StateInput(),) * self.num_states
         if self.recompute is Recompute.full and torch.is_grad_enabled():
             return recomputed(self._compute, x, position, state_inputs, shared)
@@ -98,7 +102,7 @@ class Block(nn.Module):
         return self._mlp(x, is_read), *states
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """Map x [B, 1, D] → y [B, 1, D]; see `Mixer.step`."""
+        """One more token of each sequence: x [B, 1, D] → y [B, 1, D]."""
         y = self.attn.step(self._before(self.attn_norm, x), states, positions, shared)
         return self._mlp(x + self._after(self.attn_norm, y))
 
@@ -109,14 +113,13 @@ class Block(nn.Module):
         y = self.mlp(self._before(self.mlp_norm, x), is_read or self.norm_after)
         return x + self._after(self.mlp_norm, y)
 
+    # The residual stream as mixer and MLP read it, in the compute dtype.
     def _before(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """The residual stream as mixer and MLP read it: normed, or as it is; in the compute dtype."""
         if self.norm_after:
             return x.to(norm.weight.dtype) if self.wide_residual else x
         return norm(x, norm.weight.dtype if self.wide_residual else None)
 
     def _after(self, norm: RMSNorm, y: Tensor) -> Tensor:
-        """What mixer and MLP add to the residual stream."""
         return norm(y) if self.norm_after else y
 
 
@@ -140,7 +143,7 @@ class Backbone(nn.Module):
         return [cast(Block, layer) for layer in self.layers]
 
     def forward(self, input_ids: Tensor, position: SequencePosition, states: LayerStates | None = None) -> Tensor:
-        """See `LanguageModel.forward`."""
+        """Map input_ids [B, T] → hidden [B, T, D]."""
         with_positions = any(layer.attn.reads_positions for layer in self.blocks())
         position = position.on(input_ids, with_positions=with_positions)
         x, first = self._embedded(input_ids), 0
@@ -154,7 +157,7 @@ class Backbone(nn.Module):
         return self._normed(x)
 
     def step(self, input_ids: Tensor, states: Sequence[Tensor], positions: Tensor) -> Tensor:
-        """The next token of each sequence: input_ids [B] → hidden [B, D]; see `LanguageModel.step`."""
+        """The next token of each sequence: input_ids [B] → hidden [B, D]."""
         x, remaining = self._embedded(input_ids[:, None]), iter(states)
         for layer, part in zip(self.blocks(), self.shared_parts(), strict=True):
             x = layer.step(x, list(itertools.islice(remaining, layer.num_states)), positions, part)
@@ -168,7 +171,7 @@ class Backbone(nn.Module):
         return self.norm(x, self.norm.weight.dtype if self.wide_residual else None)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
+        """Rules of the shared parameters."""
         return {name: shared.rule for name, shared in self._shared.items()}
 
     def shared_parts(self) -> list[Tensor | None]:
@@ -188,16 +191,12 @@ class Backbone(nn.Module):
 
 
 class LMHead(nn.Linear):
-    """The LM head and its loss. The loss is computed inside `forward` so that FSDP2 unshards the weight around it.
-
-    Attributes:
-        loss_parts: see `zeco_train.ops.loss`; compiled or eager.
-    """
+    """The LM head and its loss, which is computed inside `forward` so that FSDP2 unshards the weight around it."""
 
     loss_parts = LossParts()
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
+        """A matrix that is no projection."""
         return {"weight": MATRIX}
 
     def forward(  # type: ignore[override]
@@ -212,13 +211,9 @@ class LMHead(nn.Linear):
 
 
 class LanguageModel(nn.Module):
-    """The language model. Order of construction: `models.spec.ModelSpec.build`, `init_weights(seed)`, then sharding.
+    """The language model, with a mixer class for each layer.
 
-    Args:
-        config: shape of the model.
-        mixers: mixer class of each layer.
-
-    On the meta device: construct under `torch.device("meta")`, `to_empty(device=...)`, `init_weights(seed)`.
+    Order of construction: `ModelSpec.build`, on the meta device then `to_empty`, `init_weights(seed)`, sharding.
     """
 
     def __init__(self, config: LanguageModelConfig, mixers: Sequence[type[Mixer]]) -> None:
@@ -241,8 +236,7 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: [B, T] int64, this rank's tokens.
-            position: of the tokens in the sequence, with an exchange. Collective: all ranks of a sequence must call
-                together.
+            position: of the tokens, with an exchange. Collective: all ranks of a sequence call together.
             labels: [B, T] int64, the *next* token of each (shifted before sharding), or of a masked token the original
                 one; −100 for ignored tokens.
             states: state_input states of a segment of a longer sequence; the layers' results are written into it.
@@ -259,9 +253,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def step(self, input_ids: Tensor, states: Sequence[Tensor], positions: Tensor, states_only: bool = False) -> Tensor:
-        """Recurrent form: process one more token of each sequence.
-
-        The cost is independent of the context length, but for softmax layers, which read their whole caches.
+        """Recurrent form: process one more token of each sequence. Only softmax layers read more for more context.
 
         Not for models sharded by FSDP2: their parameters are gathered around `forward` only.
 
@@ -283,15 +275,9 @@ class LanguageModel(nn.Module):
         return [state for layer in self.model.blocks() for state in layer.attn.states]
 
     def zero_states(self, batch_size: int, device: torch.device, capacity: int | None = None) -> list[Tensor]:
-        """Initial states of sequences, layer by layer.
+        """Initial states of B sequences, layer by layer: [B, H, K, V] each, caches [B, G, tokens, D].
 
-        Args:
-            batch_size: B.
-            device: of the states.
-            capacity: of the caches of softmax layers, in tokens of a sequence; needed if the model has some.
-
-        Returns:
-            [B, H, K, V] each, fp32 (fp64 for an fp64 model); caches [B, G, tokens, D] in the model's dtype.
+        `capacity` is that of the caches of softmax layers, in tokens of a sequence; needed if the model has some.
         """
         # Under FSDP2 the weight's dtype alternates between master and compute dtype; states have the same for both.
         compute = self.model.norm.weight.dtype
@@ -329,10 +315,7 @@ class LanguageModel(nn.Module):
             layer.recompute = recompute
 
     def compile_parts(self, **options: Any) -> None:
-        """Compile the blocks (once, since they are identical), the final norm and the loss.
-
-        Args:
-            **options: of `torch.compile`.
+        """Compile the blocks (once, since they are identical), the final norm and the loss, by `torch.compile`.
 
         The model as a whole is not compiled, since FSDP2 gathers parameters between its parts.
         """

@@ -1,14 +1,14 @@
-"""Building blocks: norms and the SwiGLU product, with backward passes written out, and holders of parameters.
+"""Building blocks: norms, the SwiGLU product and rotary embeddings, and holders of parameters.
 
 Their statistics and products are computed in fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, and rounded
 once, as in flash-linear-attention. Plain autograd would keep three to five intermediates of the size of the input for
 each module; these Functions keep only their inputs, which saves most of a layer's memory at long sequences. A compiler
-does the same, with more fusion, so under `torch.compile` the plain operations are used. The gated norm is an operator
-(`zeco_train.ops.gated_norm`), compiled or not.
+does the same, with more fusion, so under `torch.compile` the plain operations are used.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -35,30 +35,19 @@ class Embedding(nn.Embedding):
 
 
 class _Norm(nn.Module):
-    """A norm over the last dimension, with a weight.
-
-    Args:
-        size: length of the last dimension.
-        eps: added to the mean square.
-    """
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
         return {"weight": SCALE}
 
 
 class RMSNorm(_Norm):
     """Root-mean-square norm over the last dimension, y = w ⊙ x / sqrt(mean(x²) + eps) (Zhang and Sennrich, 2019).
 
-    Args:
-        size: length of the last dimension.
-        eps: added to the mean square.
-        zero_centred: the factor is 1 + weight in place of the weight, which begins at 0.
+    `zero_centred`: the factor is 1 + weight in place of the weight, which begins at 0.
     """
 
     def __init__(self, size: int, eps: float, zero_centred: bool = False) -> None:
@@ -68,7 +57,7 @@ class RMSNorm(_Norm):
             nn.init.zeros_(self.weight)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
+        """The weight begins where the factor is 1."""
         return {"weight": BIAS if self.zero_centred else SCALE}
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -87,16 +76,7 @@ class GateFunction(Enum):
 
 
 class GatedRMSNorm(_Norm):
-    """RMS norm of x times a gate: y = w ⊙ x / sqrt(mean(x²) + eps) ⊙ f(gate).
-
-    With swish and a head's value dim as `size` it is the GLA layer's output gate (Yang et al., 2023, arXiv 2312.06635,
-    section 4.4).
-
-    Args:
-        size: length of the last dimension.
-        eps: added to the mean square.
-        gate_function: f.
-    """
+    """RMS norm of x times a gate: y = w ⊙ x / sqrt(mean(x²) + eps) ⊙ f(gate) (arXiv 2312.06635, section 4.4)."""
 
     def __init__(self, size: int, eps: float, gate_function: GateFunction = GateFunction.swish) -> None:
         super().__init__(size, eps)
@@ -108,14 +88,9 @@ class GatedRMSNorm(_Norm):
 
 
 class RMSNormOfGated(_Norm):
-    """RMS norm of a gated x, by groups: u = x ⊙ swish(gate), y = w ⊙ u / sqrt(mean(u²) + eps).
+    """RMS norm of a gated x: u = x ⊙ swish(gate), y = w ⊙ u / sqrt(mean(u²) + eps) (arXiv 2405.21060, section 7.1).
 
-    The Mamba-2 layer's output norm (Dao & Gu, 2024, arXiv 2405.21060, section 7.1); the mean is over each group.
-
-    Args:
-        size: length of the last dimension.
-        groups: number of equal parts of it.
-        eps: added to the mean square.
+    The last dimension has equal groups, and the mean is over each.
     """
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
@@ -134,13 +109,7 @@ class RMSNormOfGated(_Norm):
 
 
 class ShortConvolution(nn.Module):
-    """The parameters of a causal convolution of each channel with its own weights: weight [C, 1, w], bias [C].
-
-    Args:
-        channels: C.
-        width: w.
-        bias: whether there is a bias.
-    """
+    """The parameters of a causal convolution of each channel with its own weights: weight [C, 1, w], bias [C]."""
 
     def __init__(self, channels: int, width: int, bias: bool) -> None:
         super().__init__()
@@ -153,7 +122,7 @@ class ShortConvolution(nn.Module):
         return self.weight, self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`. Initial values as of `torch.nn.Conv1d`."""
+        """Initial values as of `torch.nn.Conv1d`."""
         weight = ParameterRule(self._init, decays=True)
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": weight._replace(decays=False)}
 
@@ -177,8 +146,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _EmbeddingFunction(torch.autograd.Function):
-    """ids [...], w [N, D] → w[ids] [..., D];  dw[i] = Σ dy over the ids i."""
-
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
@@ -195,14 +162,8 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """RMS norm, x [..., D], w [D] → y [..., D]; zero-centred: with 1 + w for w.
-
-    With r = (mean(x²) + eps)^-1/2, x̂ = r x and h = w ⊙ dy:
-
-    y  = w ⊙ x̂
-    dw = Σ dy ⊙ x̂ over all but the last dimension
-    dx = r (h − x̂ mean(h ⊙ x̂))
-    """
+    # With r = (mean(x²) + eps)^-1/2, x̂ = r x and h = w ⊙ dy, w the weight, or 1 + it:
+    # y = w ⊙ x̂;  dw = Σ dy ⊙ x̂ over all but the last dimension;  dx = r (h − x̂ mean(h ⊙ x̂))
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, zero_centred: bool) -> Tensor:
@@ -221,15 +182,8 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class _RMSNormOfGatedFunction(torch.autograd.Function):
-    """RMS norm of a gated x, x, g [..., G, V], w [G, V] → y [..., G, V].
-
-    With u = x ⊙ swish(g), and û, r of it as in `_RMSNormFunction`:
-
-    y  = w ⊙ û
-    du = r (h − û mean(h ⊙ û)),  h = w ⊙ dy
-    dx = du ⊙ swish(g)
-    dg = du ⊙ x ⊙ swish'(g)
-    """
+    # x, g [..., G, V], w [G, V]. With u = x ⊙ swish(g), and û, r of it as in `_RMSNormFunction`:
+    # y = w ⊙ û;  du = r (h − û mean(h ⊙ û)), h = w ⊙ dy;  dx = du ⊙ swish(g);  dg = du ⊙ x ⊙ swish'(g)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -249,7 +203,7 @@ class _RMSNormOfGatedFunction(torch.autograd.Function):
 
 
 class _L2NormFunction(torch.autograd.Function):
-    """x [..., K] → y = r x with r = (Σx² + eps)^-1/2;  dx = r (dy − y Σ(y ⊙ dy))."""
+    # y = r x with r = (Σx² + eps)^-1/2;  dx = r (dy − y Σ(y ⊙ dy))
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
@@ -269,7 +223,7 @@ class _L2NormFunction(torch.autograd.Function):
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """g, u [...] → y = swish(g) ⊙ u;  dg = dy ⊙ u ⊙ swish'(g),  du = dy ⊙ swish(g)."""
+    # y = swish(g) ⊙ u;  dg = dy ⊙ u ⊙ swish'(g),  du = dy ⊙ swish(g)
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -285,19 +239,68 @@ class _SwiGLUFunction(torch.autograd.Function):
         return slope.mul_(up).mul_(dy).to(gate.dtype), swish.mul_(dy).to(up.dtype)
 
 
+# 1 + weight in the accumulation dtype: bf16 would round it.
 def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
-    """What a norm multiplies by; 1 + weight in the accumulation dtype, where bf16 would round it."""
     return weight.to(accumulation_dtype(weight.dtype)) + 1 if zero_centred else weight
 
 
 def _l2_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Y [..., K] and r [..., 1] of `_L2NormFunction`, both in the accumulation dtype."""
     wide = x.to(accumulation_dtype(x.dtype))
     rnorm = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)
     return wide * rnorm, rnorm
 
 
 def _swish(gate: Tensor) -> Tensor:
-    """Swish, g σ(g), in the accumulation dtype."""
     wide = gate.to(accumulation_dtype(gate.dtype))
     return wide * wide.sigmoid()
+
+
+# Positions are split at this power of two, see `_turns`.
+_LOW_BITS = 12
+
+
+def rotate(q: Tensor, k: Tensor, positions: Tensor, theta: float, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rotary position embeddings (Su et al., 2021, arXiv 2104.09864), exact at any position.
+
+    Channels j and j + K/2 of a head of K are rotated by the angle position · theta^(-2j/K): the halves of a head, not
+    neighbouring channels, as in flash-linear-attention and transformers.
+
+    Args:
+        q: [B, T, H, K], K even.
+        k: likewise.
+        positions: [T] int64, positions of the tokens; or [B, T] if sequences differ, as [B, 1] in generation.
+        theta: base of the frequencies.
+        size: channels of a head that are rotated, the first ones, an even number; None: all.
+
+    Returns:
+        q and k, in their shapes and dtypes. Angles are computed in fp64, the rotation in fp32 (fp64 for fp64).
+    """
+    # In [-π, π], so fp32 is enough for them.
+    size = q.shape[-1] if size is None else size
+    angles = (_turns(positions, theta, size) * (2 * math.pi)).to(accumulation_dtype(q.dtype)).unsqueeze(-2)
+    cos, sin = angles.cos(), angles.sin()
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+# The angles as fractions of a turn, in [-1/2, 1/2]: [..., size / 2] in fp64. A position is a · 2^12 + b. A frequency f,
+# in turns, times 2^12 is exact, and so is its distance to the nearest whole number, so that no product below is large:
+# errors stay below 1e-12 up to 2^24 tokens. At position 8 million, angles in fp32 would be multiples of 0.5.
+def _turns(positions: Tensor, theta: float, size: int) -> Tensor:
+    exponents = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / -size
+    frequencies = torch.pow(theta, exponents) / (2 * math.pi)
+    high = (positions >> _LOW_BITS).unsqueeze(-1).double()
+    low = (positions & ((1 << _LOW_BITS) - 1)).unsqueeze(-1).double()
+    turns = high * _fraction(frequencies * (1 << _LOW_BITS)) + low * frequencies
+    return _fraction(turns)
+
+
+def _fraction(turns: Tensor) -> Tensor:
+    return turns - turns.round()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # cos and sin are [T, 1, R/2] or [B, T, 1, R/2]; channels from R on stay.
+    half = cos.shape[-1]
+    first, second, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    rotated = first * cos - second * sin, first * sin + second * cos
+    return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1).to(x.dtype)

@@ -7,7 +7,6 @@ into the sum (as addmm does). Both passes are custom ops: a compiler would copy 
 In fp8 x is rounded once for all its layers, and dx is one product: of all dy side by side, with one scale a token, and
 all weights, one above the other. Weights and gradients are as without fp8; only the operands are rounded.
 
-Also a linear layer whose output is never read: the last one of a block that is recomputed for its gradients only.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ from zeco_train.ops.linear import Fp8Rows, Matmul, product, quantise_columns, qu
 
 
 class Projection(nn.Linear):
-    """A linear layer without bias, whose product `train.matmul` chooses; that of `nn.Linear` is in the compute dtype.
-
-    Attributes:
-        matmul: format of the operands.
-    """
+    """A linear layer without bias, whose product `train.matmul` chooses; `nn.Linear`'s is in the compute dtype."""
 
     matmul = Matmul.bf16
 
@@ -45,19 +40,14 @@ class Projection(nn.Linear):
 
 
 class StackedProjection(Projection):
-    """Several linear layers of one input without biases, with one weight.
-
-    Args:
-        in_features: width of the input.
-        rows: width of each output, in the order of the weight's rows.
-    """
+    """Several linear layers of one input without biases, with one weight; `rows`: width of each output, in order."""
 
     def __init__(self, in_features: int, rows: Sequence[int]) -> None:
         super().__init__(in_features, sum(rows))
         self.rows = tuple(rows)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
+        """A projection of several matrices."""
         return {"weight": PROJECTION._replace(rows=self.rows)}
 
 
@@ -69,29 +59,15 @@ def set_matmul(model: nn.Module, matmul: Matmul) -> None:
 
 
 def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
-    """Linear layers of one input, without their biases; each `Projection` with its format.
-
-    Args:
-        x: [..., D].
-        layers: of widths D → N_i.
-
-    Returns:
-        [..., N_i] for each.
-    """
+    """Linear layers x [..., D] → [..., N_i] of one input, without their biases; each `Projection` with its format."""
     formats = (layer.matmul if isinstance(layer, Projection) else Matmul.bf16 for layer in layers)
     return parallel_linear(x, *(layer.weight for layer in layers), formats=tuple(formats))
 
 
 def parallel_linear(x: Tensor, *weights: Tensor, formats: Sequence[Matmul] = ()) -> list[Tensor]:
-    """Linear layers of one input: x weightᵀ for each weight.
+    """X weightᵀ, [..., N_i], for x [..., D] and each weight [N_i, D] of its dtype.
 
-    Args:
-        x: [..., D].
-        weights: [N_i, D] each, in the dtype of x.
-        formats: of the operands of each; empty: the dtype of x for all.
-
-    Returns:
-        [..., N_i] for each, in the dtype of x.
+    `formats` are those of the operands; empty: the dtype of x for all.
     """
     in_fp8 = [matmul is Matmul.fp8 for matmul in formats or [Matmul.bf16] * len(weights)]
     # Outside of the custom op, so that a compiler rounds where it computes x.
@@ -101,7 +77,7 @@ def parallel_linear(x: Tensor, *weights: Tensor, formats: Sequence[Matmul] = ())
 
 @custom_op("zeco::parallel_linear", mutates_args=())
 def _parallel_linear(x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor]) -> list[Tensor]:
-    """y_i = x W_iᵀ; where `in_fp8` is set, of x in fp8: the `Fp8Rows` `rounded`."""
+    # Where `in_fp8` is set, of x in fp8: the `Fp8Rows` `rounded`.
     return [
         product(Fp8Rows(*rounded), quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
         if is_fp8
@@ -119,23 +95,20 @@ def _parallel_linear_shapes(
 
 @custom_op("zeco::parallel_linear_backward", mutates_args=())
 def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor], in_fp8: list[bool]) -> list[Tensor]:
-    """Gradients: dx = Σ dy_i W_i, then dW_i = dy_iᵀ x."""
+    # dx = Σ dy_i W_i, then dW_i = dy_iᵀ x.
     flat, rows = [dy.flatten(0, -2) for dy in dys], x.flatten(0, -2)
     pairs = [*zip(flat, weights, strict=True)]
     if not any(in_fp8):
         (dy, weight), *pairs = pairs
         dx = dy @ weight
     else:
-        dx = _fp8_input_grad(*zip(*compress(pairs, in_fp8), strict=True))
+        # As one product of all dy side by side, [M, N], and all weights above one another, [N, D].
+        of_fp8, weights_fp8 = zip(*compress(pairs, in_fp8), strict=True)
+        dx = product(quantise_rows(*of_fp8), quantise_columns(*weights_fp8), of_fp8[0].dtype)
         pairs = [*compress(pairs, (not is_fp8 for is_fp8 in in_fp8))]
     for dy, weight in pairs:
         dx.addmm_(dy, weight)
     return [dx.view(x.shape), *(dy.T @ rows for dy in flat)]
-
-
-def _fp8_input_grad(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Σ dy_i W_i [M, D] for dy_i [M, N_i] and W_i [N_i, D], as one product."""
-    return product(quantise_rows(*dys), quantise_columns(*weights), dys[0].dtype)
 
 
 @_parallel_linear_backward.register_fake
@@ -160,12 +133,9 @@ register_autograd("zeco::parallel_linear", _backward, setup_context=_setup_conte
 
 
 def unread_linear(x: Tensor, weight: Tensor, matmul: Matmul = Matmul.bf16) -> Tensor:
-    """Backward pass of x weightᵀ without the forward product: the returned output is NaN.
+    """Backward pass of x weightᵀ without the forward product: the output is NaN. `matmul`: format of dx's operands.
 
-    Args:
-        x: [..., D].
-        weight: [N, D].
-        matmul: format of the operands of dx.
+    For the last layer of a block that is recomputed for its gradients only.
     """
     return _unread_linear(x, weight, matmul is Matmul.fp8)
 

@@ -53,18 +53,10 @@ def unmasked_mixers() -> list[str]:
     return [name for name, mixer in MIXERS.items() if mixer.can_be_unmasked]
 
 
-def mixer_of(config: LanguageModelConfig) -> type[Mixer]:
-    """The mixer class of a model; of a hybrid, the mixer after which the model is named."""
-    return MIXERS[config.mixer]
-
-
 def describe_mixers() -> str:
     """For `--help`: the mixers, one per line."""
-    return "\n".join(f"  model.mixer={name:<16}{_title(mixer)}" for name, mixer in MIXERS.items())
-
-
-def _title(mixer: type[Mixer]) -> str:
-    return mixer.title or docstring(mixer).partition("\n")[0]
+    titles = {name: mixer.title or docstring(mixer).partition("\n")[0] for name, mixer in MIXERS.items()}
+    return "\n".join(f"  model.mixer={name:<16}{title}" for name, title in titles.items())
 
 
 def longest_document(config: LanguageModelConfig) -> int | None:
@@ -74,15 +66,9 @@ def longest_document(config: LanguageModelConfig) -> int | None:
 
 
 def check_document(config: LanguageModelConfig, field: str, tokens: int) -> None:
-    """Check the length of a document, or of a sequence without documents.
+    """Raise `ConfigError` if the model is not defined for documents, or sequences without, of so many tokens.
 
-    Args:
-        config: of the model.
-        field: where the length comes from, such as `data.seq_len`.
-        tokens: the length; of a part of a document, including the tokens before it.
-
-    Raises:
-        ConfigError: the model is not defined for documents of this length.
+    `field` is where the length comes from, such as `data.seq_len`; that of a part includes the tokens before it.
     """
     longest = longest_document(config)
     if longest is not None and tokens > longest:

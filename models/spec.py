@@ -53,13 +53,7 @@ Product = tuple[int, int]
 
 @dataclass(frozen=True)
 class TokenFLOPs:
-    """Floating-point operations of one token, a multiply-add counting as two.
-
-    Attributes:
-        linear: the blocks' linear layers.
-        operator: the mixers' operators.
-        head: the logits.
-    """
+    """FLOPs of one token, a multiply-add counting as two: of the blocks' linear layers, the operators, the logits."""
 
     linear: float
     operator: float
@@ -75,13 +69,7 @@ class TokenFLOPs:
 
 
 class AttentionSpec(NamedTuple):
-    """Softmax attention of a layer.
-
-    Attributes:
-        heads, key_heads: heads of queries, and of keys and values.
-        head_dim: their width.
-        window: keys that a query reads at most, itself among them; None: all before it.
-    """
+    """Softmax attention of a layer; `window`: keys that a query reads at most, itself among them; None: all before."""
 
     heads: int
     key_heads: int
@@ -94,15 +82,13 @@ class BlockSpec:
     """The blocks of one mixer.
 
     Attributes:
-        count: number of blocks.
-        parameters: of one block.
+        parameters: of one of the `count` blocks.
         mixer_products, mlp_products: linear layers in forward order, grouped by shared input.
         fp8_products: those among them that `train.matmul=fp8` computes in fp8.
         state_shapes: H, K, V of each of the mixer's states.
         operators: name of the operator of each state.
         attention: softmax attention in place of operators with states, or None.
         gated_norm: width of the gated norm of the output; 0 without one.
-        operator_flops: see `Mixer`.
         norm_after: see `Mixer`; the backward pass then reads the output of the MLP's last linear layer.
     """
 
@@ -162,11 +148,7 @@ class BlockSpec:
 
 
 class ModelSpec:
-    """Properties of a model, from its configuration. Those that need the walk are computed on first use and cached.
-
-    Args:
-        config: its shape.
-    """
+    """Properties of a model, from its configuration. Those that need the walk are computed on first use and cached."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         self.config = config
@@ -251,13 +233,8 @@ class ModelSpec:
             operator  = `Mixer.operator_flops`
             head      = 2 · D · vocab
 
-        With `backward` all is tripled, since each product has two in the backward pass. Recomputation is not counted
-        (see `recomputed_flops_per_token`): this is the numerator of model FLOPs utilisation, MFU. The embedding is a
-        look-up; elementwise work and the scan over ranks count as nothing.
-
-        Args:
-            seq_len: length of a whole sequence.
-            backward: include the backward pass.
+        With `backward` all is tripled, since each product has two in the backward pass. Recomputation is not counted:
+        this is the numerator of model FLOPs utilisation, MFU. Elementwise work and the scan count as nothing.
         """
         passes = 3 if backward else 1
         linear = sum(block.count * _flops(block.products) for block in self.blocks.values())
@@ -266,9 +243,9 @@ class ModelSpec:
         return TokenFLOPs(float(passes * linear), float(passes * operator), float(passes * head))
 
     def recomputed_flops_per_token(self, seq_len: int, recompute: Recompute, segments: int = 1) -> TokenFLOPs:
-        """FLOPs per token that an optimizer step spends on recomputation.
+        """FLOPs per token that an optimizer step, in so many `segments`, spends on recomputation.
 
-        Added to `flops_per_token` they are the numerator of hardware FLOPs utilisation, HFU.
+        Added to `flops_per_token` they are the numerator of hardware FLOPs utilisation, HFU:
 
             operator's backward pass    `OperatorFLOPs.again`               always
             recompute=selective         the MLPs' linear layers without the last: the backward pass does not read the
@@ -278,18 +255,9 @@ class ModelSpec:
             segments M > 1              (M−1)/M · blocks, forward       all segments but the last go through the model
                                                                         once more, for their states; without the head
 
-        The blocks' forward pass is that of `flops_per_token` less the head, which is never recomputed: its gradients
-        are computed while the logits exist. The lines add up, for each is a separate pass.
-
-        Counted as there: matrix products, and only the causal half of the pairs inside chunks. Products that a kernel's
-        tiles compute and then mask are no useful work and differ between implementations; together with the cumulative
-        sums of decays that are computed as products with ones they are under 1 % of `gla_1b`'s FLOPs. The operator is
-        that of GPUs: in PyTorch it also recomputes the scores.
-
-        Args:
-            seq_len: length of a whole sequence.
-            recompute: `train.recompute`.
-            segments: `train.segments`, M.
+        The lines add up, for each is a separate pass. Of the pairs inside chunks only the causal half counts: products
+        that a kernel's tiles compute and then mask are no useful work, and with the sums of decays under 1 % of
+        `gla_1b`'s FLOPs. In PyTorch the operator also recomputes the scores.
         """
         passes = (segments - 1) / segments
         linear = operator = 0.0
@@ -316,7 +284,6 @@ class ModelSpec:
 
     @cached_property
     def _whole(self) -> LanguageModel:
-        """The whole model on the meta device."""
         with torch.device("meta"):
             return self.build()
 
@@ -330,8 +297,8 @@ def spec_of(config: LanguageModelConfig) -> ModelSpec:
     return _SPECS.setdefault(repr(config), ModelSpec(copy.deepcopy(config)))
 
 
+# `layer 3`, `layers 0 to 23`, or `layers 3, 7, 11, …`.
 def _described(layers: Sequence[int]) -> str:
-    """`layer 3`, `layers 0 to 23`, or `layers 3, 7, 11, …`."""
     if len(layers) == 1:
         return f"layer {layers[0]}"
     if len(layers) == layers[-1] - layers[0] + 1:
@@ -344,8 +311,7 @@ def _flops(products: Sequence[Sequence[Product]]) -> int:
 
 
 class _ProductsSeen(TorchDispatchMode):
-    """Records the linear layers that run, grouped by shared input, and the other operators."""
-
+    # Records the linear layers that run, grouped by shared input, and the other operators.
     def __init__(self) -> None:
         super().__init__()
         self.groups: list[list[Product]] = []
@@ -373,7 +339,6 @@ class _ProductsSeen(TorchDispatchMode):
 
 @torch.no_grad()
 def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
-    """Walk one block, given its part of a parameter shared by all layers."""
     x = torch.empty(1, _TOKENS, block.attn_norm.weight.shape[0], device="meta")
     # The products are the same, and the op names those in fp8.
     set_matmul(block, Matmul.fp8)

@@ -13,7 +13,7 @@ from typing import Any
 
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
-from models.formats.keys import Keys, is_number, not_exported
+from models.formats.format import Keys, is_number, not_exported
 
 OTHER_LAYER = "another one than fla's layer has"
 # More than any sequence needs.

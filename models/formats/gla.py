@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.formats.fla import OTHER_LAYER, read_common, write_common
-from models.formats.format import ModelFormat
-from models.formats.keys import Keys
+from models.formats.format import Keys, ModelFormat
 from models.mixers.gla import FeatureMap, GatedLinearAttention, GLAConfig
 
 _KEYS = {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "use_output_gate": True}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.formats.fla import read_common, write_common
-from models.formats.format import ModelFormat
-from models.formats.keys import Keys
+from models.formats.format import Keys, ModelFormat
 from models.mixers.hgrn2 import HGRN2 as HGRN2Layer
 from models.mixers.hgrn2 import HGRN2Config
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.attn import AttnConfig, AttnShape
-from models.formats.keys import Keys, is_number, not_exported
+from models.formats.format import Keys, is_number, not_exported
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
 
 _LINEAR, _SOFTMAX = "linear_attention", "full_attention"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.formats.fla import read_common, read_kv_heads, write_common
-from models.formats.format import ModelFormat
-from models.formats.keys import Keys
+from models.formats.format import Keys, ModelFormat
 from models.mixers.linear import LinearAttention, LinearAttentionConfig, LinearFeatureMap
 
 _KEYS = {"num_heads": 4, "expand_k": 1.0, "expand_v": 1.0}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from models.formats.format import ModelFormat, Names
-from models.formats.keys import Keys, in_json
+from models.formats.format import Keys, ModelFormat, Names, in_json
 from models.mixers.mamba2 import Mamba2, Mamba2Config
 
 _KEYS = {

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.formats.format import ModelFormat, Names, Rows
+from models.formats.format import Keys, ModelFormat, Names, Rows
 from models.formats.hybrids import SoftmaxLayers, read_common, write_common
-from models.formats.keys import Keys
 from models.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 
 _SOFTMAX = SoftmaxLayers(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.formats.fla import OTHER_LAYER, read_common, read_kv_heads, write_common
-from models.formats.format import ModelFormat
-from models.formats.keys import Keys, not_exported
+from models.formats.format import Keys, ModelFormat, not_exported
 from models.mixers.retnet import MultiScaleRetention, RetNetConfig
 
 _KEYS = {"num_heads": 8, "expand_k": 1.0, "expand_v": 2.0}

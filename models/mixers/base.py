@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -11,13 +12,58 @@ from torch import Tensor, nn
 
 from models.config import LanguageModelConfig
 from models.parameters import ParameterRule
-from models.states import StateOf, TokenCache
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import StateInput, StateOutput
 
 
+@dataclass(frozen=True)
+class StateOf:
+    """A state of constant size (H, K, V): [B, H, K, V] in fp32 (fp64 for an fp64 model). A step changes all of it."""
+
+    sizes: tuple[int, int, int]
+    is_cache = False
+
+    def shape(self, capacity: int | None) -> tuple[int, int, int]:
+        """Shape for one sequence."""
+        del capacity
+        return self.sizes
+
+    def dtype(self, compute: torch.dtype) -> torch.dtype:
+        """Its dtype in a model that computes in `compute`."""
+        return accumulation_dtype(compute)
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """A vector of each token and head, [B, G, tokens, D] in the model's dtype; a step writes one token.
+
+    Attributes:
+        heads: G.
+        width: D.
+        window: tokens that are kept, the last ones; None: all.
+    """
+
+    heads: int
+    width: int
+    window: int | None
+    is_cache = True
+
+    def shape(self, capacity: int | None) -> tuple[int, int, int]:
+        """Shape for one sequence of at most `capacity` tokens; `ValueError` without a capacity."""
+        if capacity is None:
+            raise ValueError("softmax layers keep keys and values: give the capacity of their caches in tokens")
+        return self.heads, capacity if self.window is None else min(self.window, capacity), self.width
+
+    def dtype(self, compute: torch.dtype) -> torch.dtype:
+        """Its dtype in a model that computes in `compute`."""
+        return compute
+
+
 class OperatorFLOPs(NamedTuple):
-    """FLOPs of a mixer's operator per token; matrix products only.
+    """FLOPs of a mixer's operators per token, matrix products only.
 
     Attributes:
         forward: of the forward pass. The backward pass has twice as many.
@@ -45,7 +91,7 @@ class Shared(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A layer's token mixer: x [B, T, D] → [B, T, D], with its static properties (shapes, FLOPs).
+    """A layer's token mixer: x [B, T, D] → [B, T, D].
 
     Args:
         config: of the model, of `config_class`.
@@ -53,24 +99,28 @@ class Mixer(nn.Module, ABC):
 
     Attributes:
         config_class: configuration class of a language model with this mixer.
-        can_be_unmasked: the mixer follows `LanguageModelConfig.causal`: without decays it has an unmasked form.
         title: of such a model, with its paper, for `--help` and model cards; "": the docstring's first line.
+        can_be_unmasked: the mixer follows `LanguageModelConfig.causal`: without decays it has an unmasked form.
         shared: the parameter of the whole model that the layers read, or None.
         needs_halo: whether it exchanges states that cross one border only (`Operator.state_is_halo`).
+        operators: names of the operators, one for each state.
+        state_shapes: H, K, V of each state of constant size; the last is that of the operator with the long memory.
         reads_positions: whether the layer needs the positions of its tokens (`SequencePosition.positions`).
         norm_after: whether the norms of its block act on outputs instead of inputs.
     """
 
     config_class: ClassVar[type[LanguageModelConfig]]
-    can_be_unmasked: ClassVar[bool] = False
     title: ClassVar[str] = ""
+    can_be_unmasked: ClassVar[bool] = False
     shared: ClassVar[Shared | None] = None
     needs_halo: ClassVar[bool] = False
+    operators: tuple[str, ...] = ()
+    state_shapes: tuple[tuple[int, int, int], ...]
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
+        self.config, self.layer = config, layer
         self.reads_positions = self.norm_after = False
-        self._made_of = config, layer
         self._place_constants(torch.get_default_device())
 
     @abstractmethod
@@ -91,32 +141,19 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """One more token of each sequence.
+        """One more token of each sequence, [B, 1, D] → [B, 1, D].
 
         Args:
             x: [B, 1, D].
             states: in the order of `states`; updated in place.
             positions: [B] int64, of the tokens in their sequences.
             shared: as in `forward`.
-
-        Returns:
-            [B, 1, D].
         """
 
     @property
-    @abstractmethod
-    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """H, K, V of each state of constant size, [B, H, K, V]; the last one is the operator's."""
-
-    @property
     def states(self) -> tuple[StateOf | TokenCache, ...]:
-        """What the layer keeps between tokens, each at the place of a state_output."""
+        """What the layer keeps between tokens; `forward` returns a `StateOutput` for each."""
         return tuple(StateOf(shape) for shape in self.state_shapes)
-
-    @property
-    def num_state_outputs(self) -> int:
-        """Results that `forward` receives from other ranks and keeps for a replay: its states, unless overridden."""
-        return len(self.state_shapes)
 
     @property
     def wide_parameters(self) -> nn.Module | None:
@@ -127,18 +164,13 @@ class Mixer(nn.Module, ABC):
         """
         return None
 
-    @classmethod
-    def constants(cls, config: Any, layer: int) -> Mapping[str, Tensor]:
-        """Tensors that the configuration determines, such as decays by head: name of the attribute → value in fp64."""
-        del config, layer
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors that `config` and `layer` determine, such as decays by head: name of the attribute → fp64 value."""
         return {}
 
+    # They are no buffers: `to_empty` would leave their values undefined, and casting a model would round them.
     def _place_constants(self, device: torch.device) -> None:
-        """Set the attributes of `constants`.
-
-        They are no buffers: `to_empty` would leave their values undefined, and casting a model would round them.
-        """
-        for name, value in self.constants(*self._made_of).items():
+        for name, value in self.constants().items():
             setattr(self, name, value.to(device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -155,10 +187,48 @@ class Mixer(nn.Module, ABC):
         del config
         return None
 
-    @abstractmethod
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         """FLOPs for one token of sequences of `seq_len`, without linear layers, which `models.spec` counts."""
+        del seq_len
+        pairs = [(OPERATORS[name], shape) for name, shape in zip(self.operators, self.state_shapes, strict=True)]
+        return OperatorFLOPs(
+            sum(operator.forward_flops(*shape) for operator, shape in pairs),
+            sum(operator.recomputed_flops(*shape) for operator, shape in pairs),
+        )
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """Rules of parameters owned by the mixer itself, not by a submodule."""
         return {}
+
+
+class OperatorMixer(Mixer):
+    """A mixer of one operator, the only one of `operators`, with one state: projections, operator, output.
+
+    Attributes:
+        scale: of the operator.
+    """
+
+    scale: float
+
+    @abstractmethod
+    def _operands(
+        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """The operator's operands and the output's gate, if there is one; positions are [T], or [B, 1] in a step."""
+
+    @abstractmethod
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """The layer's output [B, T, D], from the operator's [B, T, H, V]."""
+
+    def forward(
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
+        """Mix this rank's tokens, see `Mixer`."""
+        operands, gate = self._operands(x, position.positions, shared)
+        o, state_output = mix_at(self.operators[0], operands, self.scale, position, state_inputs[0])
+        return self._output(o, gate), (state_output,)
+
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """One more token of each sequence, see `Mixer`."""
+        operands, gate = self._operands(x, positions[:, None], shared)
+        return self._output(OPERATORS[self.operators[0]].step(*operands, states[0], self.scale), gate)

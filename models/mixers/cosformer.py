@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from models.config import LanguageModelConfig
-from models.mixers.linear_base import FeatureMapAttention, HeadWidths
+from models.mixers.linear import FeatureMapAttention, HeadWidths
 from zeco_train.ops import accumulation_dtype
 
 
@@ -49,25 +49,20 @@ class CosformerConfig(LanguageModelConfig):
         size = self.hidden_size // self.num_heads
         return HeadWidths(query=size, features=2 * size, key=2 * size, value=size)
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
+    def _shape_rows(self) -> Mapping[str, str]:
         return {
             "heads": f"{self.num_heads} of K {self.head.key} and V {self.head.value}",
             "longest document": f"{self.max_document:,} tokens",
-            "variants": "tied embeddings" * self.tie_word_embeddings or "none",
         }
 
 
 class Cosformer(FeatureMapAttention):
-    """cosFormer (Qin et al., 2022, arXiv 2202.08791).
-
-    One layer: `FeatureMapAttention` with the normaliser, without a norm of the outputs.
-    """
+    """cosFormer (Qin et al., 2022, arXiv 2202.08791)."""
 
     config_class = CosformerConfig
 
     def __init__(self, config: CosformerConfig, layer: int) -> None:
-        super().__init__(config, layer, config.head, scale=1.0, has_normaliser=True, has_norm=False)
+        super().__init__(config, layer)
         self.max_document, self.reads_positions = config.max_document, True
 
     @classmethod
@@ -76,11 +71,7 @@ class Cosformer(FeatureMapAttention):
         return config.max_document
 
     def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `FeatureMapAttention`.
-
-        Raises:
-            ValueError: there are no positions.
-        """
+        """See the module; `ValueError` without positions."""
         if positions is None:
             raise ValueError("positions: cosFormer needs the positions of its tokens in the sequence; got None")
         # fp64: at position 8M an angle in fp32 is off by as much as half a token.
@@ -91,14 +82,14 @@ class Cosformer(FeatureMapAttention):
         return _Weighted.apply(q, table), _Weighted.apply(k, table)
 
 
+# relu(x) cos and relu(x) sin, rounded once: x [B, T, H, d], table [B or 1, T, 1, 2] → [B, T, H, 2d].
 def _weighted(x: Tensor, table: Tensor) -> Tensor:
-    """relu(x) cos and relu(x) sin, rounded once: x [B, T, H, d], table [B or 1, T, 1, 2] → [B, T, H, 2d]."""
     positive = x.to(table.dtype).relu()
     return torch.cat([positive * table[..., :1], positive * table[..., 1:]], dim=-1).to(x.dtype)
 
 
 class _Weighted(torch.autograd.Function):
-    """y = [c r | s r], r = relu(x);  dx = (c dy₁ + s dy₂) where r > 0. Keeps y, which the operator keeps too."""
+    # y = [c r | s r], r = relu(x);  dx = (c dy₁ + s dy₂) where r > 0. Keeps y, which the operator keeps too.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:

@@ -1,23 +1,243 @@
-"""DeltaNet (Yang et al., 2024, arXiv 2406.06484; Schlag et al., 2021, arXiv 2102.11174): layer and configuration.
+"""DeltaNet (Yang et al., 2024, arXiv 2406.06484; Schlag et al., 2021, 2102.11174), and what all delta rules share.
 
-Names and shapes of its parameters equal those of `fla.models.DeltaNetForCausalLM` 0.6.0 (with short convolutions, β,
-silu and L2 norms of queries and keys), so a checkpoint maps one to one, in both directions (`zeco_train.hf`).
-
-There is no positional embedding: order enters through the convolutions and the rule.
+Parameters have the names and shapes of `fla.models.DeltaNetForCausalLM` 0.6.0 (with short convolutions, β, silu and L2
+norms of queries and keys). Order enters through the convolutions and the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from models.heads import ExpandedHeadsConfig
-from models.mixers.delta_base import DeltaHeads, DeltaMixer, Projected, check_conv_size, describe_heads
-from models.modules import GateFunction
+from models.config import ExpandedHeadsConfig, LanguageModelConfig
+from models.mixers.base import Mixer
+from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution, l2_normalised
+from models.parameters import MATRIX, ParameterRule
 from models.projections import Projection, project
+from zeco_train.errors import ConfigError
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import StateInput, StateOutput
+
+
+class DeltaHeads(NamedTuple):
+    """Heads of a layer.
+
+    Attributes:
+        keys: G, heads of queries and keys.
+        values: H, heads of values, and of the state; consecutive ones share a head of queries and keys.
+        key_dim: K.
+        value_dim: V.
+    """
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def key_width(self) -> int:
+        """G·K, total width of the keys, and of the queries."""
+        return self.keys * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """H·V, total width of the values."""
+        return self.values * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolutions: queries, keys, values."""
+        return 2 * self.key_width + self.value_width
+
+    def in_words(self) -> str:
+        """Of the model card."""
+        shared = "" if self.keys == self.values else f", queries and keys shared by {self.values // self.keys}"
+        return f"{self.values} of K {self.key_dim} and V {self.value_dim}{shared}"
+
+
+@dataclass
+class DeltaHeadsConfig(LanguageModelConfig):
+    """A model with a delta rule whose heads have a width of their own.
+
+    Attributes:
+        num_heads: G, heads of queries and keys.
+        head_dim: K, width of a head of queries and keys.
+        num_v_heads: H, heads of values and decays, a multiple of num_heads; None: as many.
+        expand_v: V as a multiple of K.
+        conv_size: width of the convolutions over queries, keys and values.
+        allow_neg_eigval: whether β lies between 0 and 2 rather than 0 and 1, so that a token may turn the sign of what
+            the state holds for its key (arXiv 2411.12537).
+    """
+
+    head_dim: int = 32
+    num_v_heads: int | None = None
+    expand_v: float = 1.0
+    conv_size: int = 4
+    allow_neg_eigval: bool = False
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, or heads that do not fit each other."""
+        super().validate()
+        self._require_positive("head_dim")
+        self._require_finite("expand_v")
+        check_conv_size(self.conv_size)
+        width = self.head_dim * self.expand_v
+        if round(width) < 1 or not math.isclose(width, round(width)):
+            nearest = max(1, round(width)) / self.head_dim
+            allowed = f"times head_dim={self.head_dim} must be a whole number; nearest: {nearest}"
+            raise ConfigError("model.expand_v", self.expand_v, allowed)
+        if self.num_v_heads is not None and (self.num_v_heads < 1 or self.num_v_heads % self.num_heads):
+            allowed = f"must be a multiple of num_heads={self.num_heads}"
+            raise ConfigError("model.num_v_heads", self.num_v_heads, allowed)
+
+    @property
+    def heads(self) -> DeltaHeads:
+        """Heads of a layer."""
+        values = self.num_v_heads or self.num_heads
+        return DeltaHeads(self.num_heads, values, self.head_dim, round(self.head_dim * self.expand_v))
+
+    def canonical(self) -> Self:
+        """As for all models; `num_v_heads` equal to `num_heads` becomes None, `expand_v` the exact quotient."""
+        model, heads = super().canonical(), self.heads
+        values = None if heads.values == heads.keys else heads.values
+        return replace(model, num_v_heads=values, expand_v=heads.value_dim / heads.key_dim)
+
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"heads": self.heads.in_words()}
+
+    def _variants(self) -> list[str]:
+        return ["negative eigenvalues"] * self.allow_neg_eigval
+
+
+def check_conv_size(conv_size: int) -> None:
+    """Raise `ConfigError` if a convolution would have no inputs before its own."""
+    if conv_size < 2:
+        raise ConfigError("model.conv_size", conv_size, "must be a whole number ≥ 2")
+
+
+class Projected(NamedTuple):
+    """The projections of a layer's tokens, before the convolutions.
+
+    Attributes:
+        inputs: queries, keys and values side by side, [B, T, 2·G·K + H·V].
+        strengths: logits of β, [B, T, H].
+        decays: logits of the decays, [B, T, H] or [B, T, H·K]; None without decays.
+        gate: of the output, [B, T, H·V], or None.
+    """
+
+    inputs: Tensor
+    strengths: Tensor
+    decays: Tensor | None
+    gate: Tensor | None
+
+
+class _Convolution(ShortConvolution):
+    # Initialised as a matrix, as in flash-linear-attention.
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__(channels, width, bias=False)
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        return {"weight": MATRIX}
+
+
+class DeltaMixer(Mixer):
+    """One layer: x [B, T, D] → [B, T, D].
+
+    q, k, v   = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv)), cut into heads
+    q, k      = q / |q|, k / |k|
+    β         = σ(x Wb), or 2 σ(x Wb) with negative eigenvalues
+    o         = the operator of q, k, v, β and the decays       over the whole sequence, all shards
+    y         = (RMSNorm over a head of o, gated) Wo
+
+    The convolutions are one operator over all channels, so a layer sends one message to the next rank beside its scan.
+    A subclass names its operator and has the projections; its configuration has `heads: DeltaHeads`.
+    """
+
+    needs_halo = True
+    operator: ClassVar[str]
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__(config, layer)
+        self.heads: DeltaHeads = config.heads
+        heads, self.operators = self.heads, ("short_conv", self.operator)
+        of_operator = heads.values, heads.key_dim, heads.value_dim
+        self.state_shapes = (1, config.conv_size - 1, heads.conv_width), of_operator
+
+    # `init_weights` draws in the order in which a subclass adds these modules and its own.
+    def _add_projections(self) -> None:
+        width, heads = self.config.hidden_size, self.heads
+        self.q_proj = Projection(width, heads.key_width)
+        self.k_proj = Projection(width, heads.key_width)
+        self.v_proj = Projection(width, heads.value_width)
+        self.b_proj = nn.Linear(width, heads.values, bias=False)
+        self.q_conv1d = _Convolution(heads.key_width, self.config.conv_size)
+        self.k_conv1d = _Convolution(heads.key_width, self.config.conv_size)
+        self.v_conv1d = _Convolution(heads.value_width, self.config.conv_size)
+
+    # The norm of o over a head, gated by a function or not, and the last projection.
+    def _add_output(self, gate_function: GateFunction | None, eps: float | None = None) -> None:
+        value_dim, eps = self.heads.value_dim, self.config.norm_eps if eps is None else eps
+        self.o_norm: nn.Module = (
+            RMSNorm(value_dim, eps) if gate_function is None else GatedRMSNorm(value_dim, eps, gate_function)
+        )
+        self.o_proj = Projection(self.heads.value_width, self.config.hidden_size)
+
+    @abstractmethod
+    def projections(self, x: Tensor) -> Projected:
+        """Project this rank's tokens x [B, T, D]."""
+
+    def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:
+        """The operator's g, from its logits and the layer's wide parameters."""
+        raise NotImplementedError("a mixer with decays defines them")
+
+    def forward(
+        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
+        """Mix this rank's tokens, see `Mixer`."""
+        projected = self.projections(x)
+        inputs, tail = mix_at("short_conv", (projected.inputs, *self._taps()), 1.0, position, state_inputs[0])
+        operands = self._operands(inputs, projected, shared)
+        o, state = mix_at(self.operator, operands, self.heads.key_dim**-0.5, position, state_inputs[1])
+        return self._output(o, projected.gate), (tail, state)
+
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """One more token of each sequence, see `Mixer`."""
+        tail, state = states
+        projected = self.projections(x)
+        inputs = OPERATORS["short_conv"].step(projected.inputs, *self._taps(), tail, 1.0)
+        o = OPERATORS[self.operator].step(*self._operands(inputs, projected, shared), state)
+        return self._output(o, projected.gate)
+
+    # Weight and bias of the operator `short_conv` over all channels.
+    def _taps(self) -> tuple[Tensor, Tensor]:
+        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        return weight, weight.new_zeros(len(weight))
+
+    def _operands(self, inputs: Tensor, projected: Projected, shared: Tensor | None) -> tuple[Tensor, ...]:
+        heads = self.heads
+        # Each by itself: of silu of all, the values' part would keep the whole.
+        q, k, v = map(F.silu, inputs.split((heads.key_width, heads.key_width, heads.value_width), dim=-1))
+        q, k = (l2_normalised(x.unflatten(-1, (heads.keys, heads.key_dim))) for x in (q, k))
+        # fp32: the rule solves for what its tokens write.
+        beta = projected.strengths.to(accumulation_dtype(inputs.dtype)).sigmoid()
+        if self.config.allow_neg_eigval:
+            beta = 2 * beta
+        g = () if projected.decays is None else (self.log_decays(projected.decays, shared),)
+        return q, k, v.unflatten(-1, (heads.values, heads.value_dim)), *g, beta
+
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        gates = () if gate is None else (gate.unflatten(-1, o.shape[-2:]),)
+        return self.o_proj(self.o_norm(o, *gates).flatten(-2))
 
 
 @dataclass
@@ -46,10 +266,11 @@ class DeltaNetConfig(ExpandedHeadsConfig):
         """Heads of a layer."""
         return DeltaHeads(self.num_heads, self.num_heads, self.head_k_dim, self.head_v_dim)
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = ["output gate"] * self.use_gate + ["negative eigenvalues"] * self.allow_neg_eigval
-        return describe_heads(self.heads, variants + ["tied embeddings"] * self.tie_word_embeddings)
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"heads": self.heads.in_words()}
+
+    def _variants(self) -> list[str]:
+        return ["output gate"] * self.use_gate + ["negative eigenvalues"] * self.allow_neg_eigval
 
 
 class DeltaNet(DeltaMixer):
@@ -64,7 +285,7 @@ class DeltaNet(DeltaMixer):
     title = "DeltaNet (Yang et al., 2024, arXiv 2406.06484)"
 
     def __init__(self, config: DeltaNetConfig, layer: int) -> None:
-        super().__init__(config, layer, config.heads)
+        super().__init__(config, layer)
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self._add_projections()
         if config.use_gate:
@@ -72,12 +293,7 @@ class DeltaNet(DeltaMixer):
         self._add_output(GateFunction.swish if config.use_gate else None)
 
     def projections(self, x: Tensor) -> Projected:
-        """See `DeltaMixer`."""
+        """Without decays."""
         gates = (self.g_proj,) if self.config.use_gate else ()
-        layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, *gates
-        q, k, v, strengths, *gate = project(x, *layers)
+        q, k, v, strengths, *gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, *gates)
         return Projected(torch.cat([q, k, v], -1), strengths, None, gate[0] if gate else None)
-
-    def gate_width(self) -> int:
-        """See `DeltaMixer`."""
-        return self.heads.value_width * self.config.use_gate

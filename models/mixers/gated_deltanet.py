@@ -1,9 +1,7 @@
-"""Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464): the layer and its configuration.
+"""Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464).
 
-Names and shapes of its parameters equal those of `fla.models.GatedDeltaNetForCausalLM` 0.6.0 (with short convolutions),
-so a checkpoint maps one to one, in both directions (`zeco_train.hf`).
-
-There is no positional embedding: order enters through the convolutions and the rule.
+Parameters have the names and shapes of `fla.models.GatedDeltaNetForCausalLM` 0.6.0 (with short convolutions). Order
+enters through the convolutions and the rule.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.decays import StepDecay, step_log_decays
-from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
+from models.mixers.delta_net import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import Projection, project
 
@@ -44,13 +42,12 @@ class GatedDeltaNetConfig(DeltaHeadsConfig):
             self._require_finite("o_norm_eps")
 
     def canonical(self) -> Self:
-        """See `DeltaHeadsConfig`; `o_norm_eps` equal to `norm_eps` becomes None."""
+        """As for all delta rules; `o_norm_eps` equal to `norm_eps` becomes None."""
         model = super().canonical()
         return replace(model, o_norm_eps=None) if self.o_norm_eps == self.norm_eps else model
 
-    def variants(self) -> list[str]:
-        """What differs from the default model, in words."""
-        return ["no output gate"] * (not self.use_gate) + super().variants()
+    def _variants(self) -> list[str]:
+        return ["no output gate"] * (not self.use_gate) + super()._variants()
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -66,7 +63,7 @@ class GatedDeltaNet(DeltaMixer):
     title = "Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464)"
 
     def __init__(self, config: GatedDeltaNetConfig, layer: int) -> None:
-        super().__init__(config, layer, config.heads)
+        super().__init__(config, layer)
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.decay = StepDecay(self.heads.values, 1, _RATES)
         self._add_projections()
@@ -77,11 +74,11 @@ class GatedDeltaNet(DeltaMixer):
 
     @property
     def wide_parameters(self) -> nn.Module:
-        """See `Mixer`."""
+        """The decays."""
         return self.decay
 
     def projections(self, x: Tensor) -> Projected:
-        """See `DeltaMixer`."""
+        """With one decay a head."""
         gates = (self.g_proj,) if self.config.use_gate else ()
         layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, *gates
         q, k, v, strengths, decays, *gate = project(x, *layers)
@@ -91,11 +88,3 @@ class GatedDeltaNet(DeltaMixer):
         """G [B, T, H]."""
         assert shared is not None
         return step_log_decays(logits, shared, self.heads.values)
-
-    def decay_width(self) -> int:
-        """See `DeltaMixer`."""
-        return self.heads.values
-
-    def gate_width(self) -> int:
-        """See `DeltaMixer`."""
-        return self.heads.value_width * self.config.use_gate

@@ -1,17 +1,13 @@
-"""Gated linear attention (Yang et al., 2023, arXiv 2312.06635): the layer, its configuration and FLOPs.
+"""Gated linear attention (Yang et al., 2023, arXiv 2312.06635).
 
-Names and shapes of its parameters equal those of `fla.models.GLAForCausalLM` 0.6.0 (with fused norms, no short
-convolution, no attention layers), so a checkpoint maps one to one, in both directions (`zeco_train.hf`). fla's
-configuration cannot express a `gate_low_rank_dim` or `gate_logit_normalizer` other than 16.
-
-There is no positional embedding: order enters through the decays alone, so a model has no maximum sequence length and a
-shard needs no position ids.
+Parameters have the names and shapes of `fla.models.GLAForCausalLM` 0.6.0 (with fused norms, no short convolution); its
+configuration cannot express a `gate_low_rank_dim` or `gate_logit_normalizer` other than 16. Order enters through the
+decays alone: there is no maximum sequence length.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self, cast
@@ -20,21 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.heads import ExpandedHeadsConfig
-from models.mixers.base import Mixer, OperatorFLOPs
+from models.config import ExpandedHeadsConfig
+from models.mixers.base import OperatorMixer
 from models.modules import GatedRMSNorm, RMSNorm
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.mix import mix_at
-from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput, StateOutput
 from zeco_train.system.numbers import divisors
 
 
 class FeatureMap(Enum):
-    """Elementwise function applied to queries and keys; the names are those of flash-linear-attention."""
+    """Elementwise function of queries and keys, named as in flash-linear-attention."""
 
     relu = "relu"
     sqrelu = "sqrelu"
@@ -42,7 +34,7 @@ class FeatureMap(Enum):
     sigmoid = "sigmoid"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the function to queries or keys of any shape."""
+        """Apply the function."""
         match self:
             case FeatureMap.relu:
                 return F.relu(x)
@@ -104,24 +96,14 @@ class GLAConfig(ExpandedHeadsConfig):
         model = super().canonical()
         return replace(model, num_kv_heads=None) if self.num_kv_heads == self.num_heads else model
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = []
-        if self.num_kv_heads is not None:
-            variants.append(f"{self.num_kv_heads} heads of keys and values")
-        if self.feature_map is not None:
-            variants.append(f"feature map {self.feature_map.value}")
-        if self.clamp_min is not None:
-            variants.append(f"log-decays ≥ {self.clamp_min:g}")
-        if not self.use_output_gate:
-            variants.append("no output gate")
-        if self.tie_word_embeddings:
-            variants.append("tied embeddings")
-        heads = f"{self.num_heads} of K {self.head_k_dim} and V {self.head_v_dim}"
-        return {"heads": heads, "variants": "; ".join(variants) or "none"}
+    def _variants(self) -> list[str]:
+        found = [] if self.num_kv_heads is None else [f"{self.num_kv_heads} heads of keys and values"]
+        found += [] if self.feature_map is None else [f"feature map {self.feature_map.value}"]
+        found += [] if self.clamp_min is None else [f"log-decays ≥ {self.clamp_min:g}"]
+        return found + ["no output gate"] * (not self.use_output_gate)
 
 
-class GatedLinearAttention(Mixer):
+class GatedLinearAttention(OperatorMixer):
     """One GLA layer: x [B, T, D] → [B, T, D].
 
     q, k, v   = x Wq, x Wk, x Wv, cut into heads
@@ -134,13 +116,14 @@ class GatedLinearAttention(Mixer):
     """
 
     config_class = GLAConfig
+    operators = ("gla",)
     title = "gated linear attention (Yang et al., 2023, arXiv 2312.06635)"
 
     def __init__(self, config: GLAConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.config = config
         width, (queries, keys, values, gates) = config.hidden_size, config.projection_widths
-        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
+        self.head_k_dim, self.head_v_dim, self.scale = config.head_k_dim, config.head_v_dim, config.head_k_dim**-0.5
+        self.state_shapes = ((config.num_heads, self.head_k_dim, self.head_v_dim),)
         self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
         self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
         # `init_weights` draws in this order: reordering the modules changes the initial values.
@@ -159,25 +142,12 @@ class GatedLinearAttention(Mixer):
         else:
             self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
 
-    def forward(
-        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """See `Mixer.forward`."""
-        q, k, v, g, gate = self._operands(x)
-        o, state_output = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, position, state_inputs[0])
-        return self._output(o, gate), (state_output,)
-
-    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """See `Mixer.step`."""
-        q, k, v, g, gate = self._operands(x)
-        return self._output(OPERATORS["gla"].step(q, k, v, g, states[0]), gate)
-
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, g [B, T, H, K] and v, gate [B, T, H, V]."""
+    def _operands(
+        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
         gates = (self.g_proj,) if hasattr(self, "g_proj") else ()
-        projections = self.q_proj, self.k_proj, self.v_proj, *gates, down
-        q, k, v, *gate, low_rank = project(x, *projections)
+        q, k, v, *gate, low_rank = project(x, self.q_proj, self.k_proj, self.v_proj, *gates, down)
         q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
         v, *gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, *gate))
         if self.feature_map is not None:
@@ -189,18 +159,8 @@ class GatedLinearAttention(Mixer):
             g = g.clamp_min(self.clamp_min)
         if self.num_kv_groups > 1:
             k, v, g = (tensor.repeat_interleave(self.num_kv_groups, dim=-2) for tensor in (k, v, g))
-        return q, k, v, g, gate[0] if gate else None
+        return (q, k, v, g), gate[0] if gate else None
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         normed = self.g_norm(o) if gate is None else self.g_norm_swish_gate(o, gate)
         return self.o_proj(normed.flatten(-2))
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """One state."""
-        return ((self.config.num_heads, self.head_k_dim, self.head_v_dim),)
-
-    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """FLOPs of the operator; independent of the sequence length."""
-        operator, (shape,) = OPERATORS["gla"], self.state_shapes
-        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))

@@ -1,28 +1,83 @@
-"""HGRN (Qin et al., 2023, arXiv 2311.04823): the layer, its configuration and FLOPs.
+"""HGRN (Qin et al., 2023, arXiv 2311.04823), and the forget gates that HGRN2 shares with it.
 
-Names and shapes of its parameters equal those of `fla.models.HGRNForCausalLM` 0.6.0 (without short convolutions, with
-lower bounds), so a checkpoint maps one to one. The lower bounds of the forget gates are one parameter of the model,
-`model.lower_bounds` [L, E·D]; they rise from layer to layer, so later layers remember longer.
+Parameters have the names and shapes of `fla.models.HGRNForCausalLM` 0.6.0 (without short convolutions, with lower
+bounds). The lower bounds of the forget gates are one parameter of the model, `model.lower_bounds` [L, E·D]; they rise
+from layer to layer, so later layers remember longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer, OperatorFLOPs, Shared
-from models.mixers.hgrn_base import forget_gate, lower_bounds
+from models.mixers.base import OperatorMixer, Shared
 from models.modules import GatedRMSNorm, swiglu
-from models.parameters import ParameterRule
+from models.parameters import BIAS
 from models.projections import Projection, project
-from zeco_train.ops.mix import mix_at
-from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput, StateOutput
+
+# Bounds the forget gate from below: 0 has no logarithm, and 1 / f must be finite. A state that it multiplies is gone.
+_LEAST = 1e-30
+
+
+def lower_bounds(parameter: Tensor) -> Tensor:
+    """Lower bounds of the forget gates, [L, D], from the parameter [L, D]: the cumulative sum over layers of a softmax.
+
+    Less its first, so they are 0 in the first layer, and below 1 in the last.
+    """
+    steps = parameter.softmax(0)[1:]
+    # The first layer's is a constant, so no rounding error of the others' gradients reaches it. A sum may round to more
+    # than 1, and a decay must not.
+    return torch.cat([torch.zeros_like(parameter[:1]), steps.cumsum(0).clamp(max=1)])
+
+
+def forget_gate(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys k = 1 − f and log-decays g = log f of a forget gate f = b + (1 − b) σ(logits).
+
+    Logits are [..., D], bounds b [D] from 0 to 1 in fp32 (fp64 for fp64 logits); k has the logits' dtype, g that of b.
+    """
+    if torch.compiler.is_compiling():
+        k, g = _gate_values(logits.to(bound.dtype), bound)
+        return k.to(logits.dtype), g
+    return _ForgetGate.apply(logits, bound)
+
+
+# To all digits both where f is nearly 1 and where it is nearly 0.
+def _gate_values(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    k = (1 - bound) * (-logits).sigmoid()
+    f = _forgets(logits, bound)
+    # Bounded on the side that is not taken, where the gradient would be 0 · ∞.
+    return k, torch.where(k < 0.5, torch.log1p(-k.clamp(max=0.5)), f.log())
+
+
+def _forgets(logits: Tensor, bound: Tensor) -> Tensor:
+    return (bound + (1 - bound) * logits.sigmoid()).clamp(min=_LEAST)
+
+
+class _ForgetGate(torch.autograd.Function):
+    # With h = dg / f − dk and s = σ(−x) = 1 − σ(x):
+    # db = Σ s h over all but the last dimension;  dx = (1 − b) s (1 − s) h
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits, bound)
+        k, g = _gate_values(logits.to(bound.dtype), bound)
+        return k.to(logits.dtype), g
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dg: Tensor) -> tuple[Tensor, Tensor]:
+        logits, bound = ctx.saved_tensors
+        wide = logits.to(bound.dtype)
+        of_forgotten = (dg / _forgets(wide, bound)).sub_(dk).mul_((-wide).sigmoid())
+        dbound = of_forgotten.reshape(-1, bound.shape[0]).sum(0)
+        return of_forgotten.mul_(wide.sigmoid()).mul_(1 - bound).to(logits.dtype), dbound
+
 
 # Most channels of a head. Scans cut states between heads.
 _CHANNELS = 128
@@ -60,12 +115,11 @@ class HGRNConfig(LanguageModelConfig):
         """See `LanguageModelConfig`; `num_heads` says nothing that softmax layers do not."""
         return replace(super().canonical(), num_heads=1)
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        return {"channels": f"{self.width}", "variants": "tied embeddings" if self.tie_word_embeddings else "none"}
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"channels": f"{self.width}"}
 
 
-class HGRN(Mixer):
+class HGRN(OperatorMixer):
     """One HGRN layer: x [B, T, D] → [B, T, D].
 
     f         = b + (1 − b) ⊙ σ(x Wf)                             the forget gate, above the layer's lower bound b
@@ -75,17 +129,20 @@ class HGRN(Mixer):
     """
 
     config_class = HGRNConfig
+    operators = ("hgrn",)
+    scale = 1.0
     title = "HGRN (Qin et al., 2023, arXiv 2311.04823)"
     shared = Shared(
         name="lower_bounds",
         shape=lambda config: (config.num_layers, config.width),
-        rule=ParameterRule(lambda parameter, *_: parameter.zero_(), decays=False),
+        rule=BIAS,
         parts=lower_bounds,
     )
 
     def __init__(self, config: HGRNConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.config, self.head_dim = config, config.head_dim
+        self.head_dim = config.head_dim
+        self.state_shapes = ((config.width // config.head_dim, config.head_dim, 1),)
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.i_proj = Projection(config.hidden_size, config.width)
         self.f_proj = nn.Linear(config.hidden_size, config.width, bias=False)
@@ -93,36 +150,14 @@ class HGRN(Mixer):
         self.g_norm = GatedRMSNorm(config.width, config.norm_eps)
         self.o_proj = Projection(config.width, config.hidden_size)
 
-    def forward(
-        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """See `Mixer.forward`."""
-        *operands, gate = self._operands(x, shared)
-        o, state_output = mix_at("hgrn", operands, 1.0, position, state_inputs[0])
-        return self._output(o, gate), (state_output,)
-
-    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """See `Mixer.step`."""
-        *operands, gate = self._operands(x, shared)
-        return self._output(OPERATORS["hgrn"].step(*operands, states[0]), gate)
-
-    def _operands(self, x: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Operands u and g [B, T, H, K], and the output's gate [B, T, E·D]."""
-        assert bound is not None, "the model has lower bounds"
+    def _operands(
+        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        assert shared is not None, "the model has lower bounds"
         inputs, logits, gate = project(x, self.i_proj, self.f_proj, self.g_proj)
-        written, g = forget_gate(logits, bound)
+        written, g = forget_gate(logits, shared)
         u, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (swiglu(inputs, written), g))
-        return u, g, gate
+        return (u, g), gate
 
-    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         return self.o_proj(self.g_norm(o.flatten(-2), gate))
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """One state, a number for each channel."""
-        return ((self.config.width // self.head_dim, self.head_dim, 1),)
-
-    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """FLOPs of the operator; independent of the sequence length."""
-        operator, (shape,) = OPERATORS["hgrn"], self.state_shapes
-        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))

@@ -1,13 +1,12 @@
-"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): the layer, its configuration and FLOPs.
+"""HGRN2 (Qin et al., 2024, arXiv 2404.07904).
 
-Names and shapes of its parameters equal those of `fla.models.HGRN2ForCausalLM` 0.6.0 (without short convolution, with
-lower bounds), so a checkpoint maps one to one. The lower bounds of the forget gates are one parameter of the model,
-`model.lower_bounds` [L, D]; they rise from layer to layer, so later layers remember longer.
+Parameters have the names and shapes of `fla.models.HGRN2ForCausalLM` 0.6.0 (without short convolution, with lower
+bounds). The lower bounds of the forget gates are one parameter of the model, `model.lower_bounds` [L, D].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -15,16 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer, OperatorFLOPs, Shared
-from models.mixers.hgrn_base import forget_gate, lower_bounds
+from models.mixers.base import OperatorMixer, Shared
+from models.mixers.hgrn import forget_gate, lower_bounds
 from models.modules import RMSNorm
-from models.parameters import ParameterRule
+from models.parameters import BIAS
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
-from zeco_train.ops.mix import mix_at
-from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput, StateOutput
 
 # fla's layer leaves `norm_eps` out where it normalises o, and takes its function's default.
 _NORM_EPS = 1e-5
@@ -61,13 +56,11 @@ class HGRN2Config(LanguageModelConfig):
         """See `LanguageModelConfig`; `expand_ratio` says nothing that `num_heads` does not."""
         return replace(super().canonical(), expand_ratio=None)
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = "tied embeddings" if self.tie_word_embeddings else "none"
-        return {"heads": f"{self.num_heads} of K and V {self.head_dim}", "variants": variants}
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"heads": f"{self.num_heads} of K and V {self.head_dim}"}
 
 
-class HGRN2(Mixer):
+class HGRN2(OperatorMixer):
     """One HGRN2 layer: x [B, T, D] → [B, T, D].
 
     q, i      = swish(x Wq), x Wi
@@ -77,17 +70,19 @@ class HGRN2(Mixer):
     """
 
     config_class = HGRN2Config
+    operators = ("gla",)
     title = "HGRN2 (Qin et al., 2024, arXiv 2404.07904)"
     shared = Shared(
         name="lower_bounds",
         shape=lambda config: (config.num_layers, config.hidden_size),
-        rule=ParameterRule(lambda parameter, *_: parameter.zero_(), decays=False),
+        rule=BIAS,
         parts=lower_bounds,
     )
 
     def __init__(self, config: HGRN2Config, layer: int) -> None:
         super().__init__(config, layer)
-        self.config, self.head_dim = config, config.head_dim
+        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
+        self.state_shapes = ((config.num_heads, config.head_dim, config.head_dim),)
         width = config.hidden_size
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = Projection(width, width)
@@ -96,34 +91,12 @@ class HGRN2(Mixer):
         self.g_norm = RMSNorm(width, _NORM_EPS)
         self.o_proj = Projection(width, width)
 
-    def forward(
-        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """See `Mixer.forward`."""
-        o, state_output = mix_at("gla", self._operands(x, shared), self.head_dim**-0.5, position, state_inputs[0])
-        return self._output(o), (state_output,)
-
-    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """See `Mixer.step`."""
-        return self._output(OPERATORS["gla"].step(*self._operands(x, shared), states[0]))
-
-    def _operands(self, x: Tensor, bound: Tensor | None) -> tuple[Tensor, ...]:
-        """q, k, v and g [B, T, H, K]."""
-        assert bound is not None, "the model has lower bounds"
+    def _operands(self, x: Tensor, positions: Tensor | None, shared: Tensor | None) -> tuple[tuple[Tensor, ...], None]:
+        assert shared is not None, "the model has lower bounds"
         q, logits, v = project(x, self.q_proj, self.f_proj, self.i_proj)
-        k, g = forget_gate(logits, bound)
+        k, g = forget_gate(logits, shared)
         q, k, v, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (F.silu(q), k, v, g))
-        return q, k, v, g
+        return (q, k, v, g), None
 
-    def _output(self, o: Tensor) -> Tensor:
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         return self.o_proj(self.g_norm(o.flatten(-2)))
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """One state."""
-        return ((self.config.num_heads, self.head_dim, self.head_dim),)
-
-    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """FLOPs of the operator; independent of the sequence length."""
-        operator, (shape,) = OPERATORS["gla"], self.state_shapes
-        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))

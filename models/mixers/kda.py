@@ -1,9 +1,7 @@
-"""Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692): the layer and its configuration.
+"""Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692).
 
-Names and shapes of its parameters equal those of `fla.models.KDAForCausalLM` 0.6.0 (with short convolutions, without a
-lower bound of the decays), so a checkpoint maps one to one, in both directions (`zeco_train.hf`).
-
-There is no positional embedding: order enters through the convolutions and the rule.
+Parameters have the names and shapes of `fla.models.KDAForCausalLM` 0.6.0 (with short convolutions, without a lower
+bound of the decays). Order enters through the convolutions and the rule.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.decays import StepDecay, step_log_decays
-from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
+from models.mixers.delta_net import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import project
 
@@ -44,7 +42,7 @@ class KimiDeltaAttention(DeltaMixer):
     title = "Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692)"
 
     def __init__(self, config: KDAConfig, layer: int) -> None:
-        super().__init__(config, layer, config.heads)
+        super().__init__(config, layer)
         width, heads = config.hidden_size, self.heads
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.decay = StepDecay(heads.values, heads.key_dim, _RATES)
@@ -61,21 +59,16 @@ class KimiDeltaAttention(DeltaMixer):
 
     @property
     def wide_parameters(self) -> nn.Module:
-        """See `Mixer`."""
+        """The decays."""
         return self.decay
 
     def projections(self, x: Tensor) -> Projected:
-        """See `DeltaMixer`."""
+        """Of low rank: decays by channel, and the gate."""
         (f_down, f_up), (g_down, g_up) = (cast(list[nn.Linear], list(each)) for each in (self.f_proj, self.g_proj))
-        layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, f_down, g_down
-        q, k, v, strengths, f, g = project(x, *layers)
+        q, k, v, strengths, f, g = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, f_down, g_down)
         return Projected(torch.cat([q, k, v], -1), strengths, f_up(f), g_up(g))
 
     def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:
         """G [B, T, H, K]."""
         assert shared is not None
         return step_log_decays(logits, shared, self.heads.values)
-
-    def decay_width(self) -> int:
-        """See `DeltaMixer`."""
-        return self.heads.values * self.heads.key_dim

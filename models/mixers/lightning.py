@@ -1,10 +1,8 @@
-"""Lightning Attention (Qin et al., 2023, arXiv 2307.14995; 2024, 2405.17381): the layer and its configuration.
+"""Lightning Attention (Qin et al., 2023, arXiv 2307.14995; 2024, 2405.17381).
 
 Each head has one decay that is no parameter: a slope of ALiBi (Press et al., 2021, arXiv 2108.12409), smaller in later
 layers, nearly none in the last. The layer is that of MiniMax-01 (2025, arXiv 2501.08313): swish of q, k and v, no
 scale, one norm over all heads, and a sigmoid gate. Some models rotate queries and keys besides; `rope_theta` sets it.
-
-flash-linear-attention has no such model, and MiniMax's has experts and other residuals, so there is no export.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.mixers.fixed_decay_base import FixedDecayAttention, FixedDecayConfig
+from models.mixers.retnet import FixedDecayAttention, FixedDecayConfig
 from models.modules import GatedRMSNorm, GateFunction
 
 
@@ -27,12 +25,8 @@ class LightningConfig(FixedDecayConfig):
     mixer: str = "lightning"
     name: str = "lightning_tiny"
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = [] if self.rope_theta is None else [f"rotary position embeddings of base {self.rope_theta:g}"]
-        variants += ["tied embeddings"] if self.tie_word_embeddings else []
-        heads = f"{self.num_heads} of K {self.head_k_dim} and V {self.head_v_dim}"
-        return {"heads": heads, "variants": "; ".join(variants) or "none"}
+    def _variants(self) -> list[str]:
+        return [] if self.rope_theta is None else [f"rotary position embeddings of base {self.rope_theta:g}"]
 
 
 def slopes(num_heads: int) -> list[float]:
@@ -66,10 +60,9 @@ class LightningAttention(FixedDecayAttention):
         super().__init__(config, layer, scale=1.0)
         self.g_norm = GatedRMSNorm(config.value_dim, config.norm_eps, GateFunction.sigmoid)
 
-    @classmethod
-    def constants(cls, config: LightningConfig, layer: int) -> Mapping[str, Tensor]:
+    def constants(self) -> Mapping[str, Tensor]:
         """The heads' log-decays."""
-        return {"log_decay": log_decays(config.num_heads, layer, config.num_layers)}
+        return {"log_decay": log_decays(self.config.num_heads, self.layer, self.config.num_layers)}
 
     def activate(self, x: Tensor) -> Tensor:
         """Swish."""

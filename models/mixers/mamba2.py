@@ -1,9 +1,7 @@
-"""Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060): the layer, its configuration and FLOPs.
+"""Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060).
 
-Names and shapes of its parameters equal those of transformers' `Mamba2ForCausalLM`, up to regular renames, so a
-checkpoint maps one to one, in both directions (`zeco_train.hf`). A block has no MLP unless `intermediate_size` is set.
-
-There is no positional embedding: order enters through the convolution and the decays.
+Parameters have the names and shapes of transformers' `Mamba2ForCausalLM`, up to regular renames. A block has no MLP
+unless `intermediate_size` is set. Order enters through the convolution and the decays.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
 from models.decays import initial_rates, initial_steps
-from models.mixers.base import Mixer, OperatorFLOPs
+from models.mixers.base import Mixer
 from models.modules import RMSNormOfGated, ShortConvolution
 from models.parameters import ParameterRule
 from models.projections import Projection, StackedProjection, parallel_linear
@@ -121,31 +119,21 @@ class Mamba2Config(LanguageModelConfig):
 
     @property
     def has_wide_residual(self) -> bool:
-        """See `LanguageModelConfig`."""
+        """`residual_in_fp32`."""
         return self.residual_in_fp32
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = []
-        if self.n_groups > 1:
-            variants.append(f"{self.n_groups} groups of keys and queries")
+    def _shape_rows(self) -> Mapping[str, str]:
+        return {"heads": f"{self.num_heads} of K {self.state_size} and V {self.head_dim}"}
+
+    def _variants(self) -> list[str]:
+        found = [f"{self.n_groups} groups of keys and queries"] * (self.n_groups > 1)
         if self.clamps_time_steps:
-            low, high = self.time_step_limit
-            variants.append(f"time steps from {low:g} to {high:g}")
-        if not self.use_conv_bias:
-            variants.append("convolutions without bias")
-        if self.tie_word_embeddings:
-            variants.append("tied embeddings")
-        heads = f"{self.num_heads} of K {self.state_size} and V {self.head_dim}"
-        return {"heads": heads, "variants": "; ".join(variants) or "none"}
+            found.append("time steps from {:g} to {:g}".format(*self.time_step_limit))
+        return found + ["convolutions without bias"] * (not self.use_conv_bias)
 
 
 class Mamba2Decay(nn.Module):
-    """The parameters of a layer that stay in fp32: they act on log-decays that are summed over the whole sequence.
-
-    They lie in a module of their own, so that FSDP2 keeps those of all layers in one fp32 unit
-    (`LanguageModel.sharding_units`). The model calls it before the first layer and passes the result to the layer.
-    """
+    """`Mixer.wide_parameters`: they act on log-decays that are summed over the whole sequence."""
 
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__()
@@ -159,7 +147,7 @@ class Mamba2Decay(nn.Module):
         return torch.stack((self.dt_bias, self.A_log, self.D))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`. Initial values as in the paper's code."""
+        """Initial values as in the paper's code."""
         return {
             "dt_bias": ParameterRule(initial_steps(*self._steps), decays=False, wide=True),
             "A_log": ParameterRule(initial_rates(*_A_RANGE), decays=False, wide=True),
@@ -180,11 +168,13 @@ class Mamba2(Mixer):
 
     config_class = Mamba2Config
     needs_halo = True
+    operators = ("short_conv", "scalar_decay")
     title = "Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060)"
 
     def __init__(self, config: Mamba2Config, layer: int) -> None:
         super().__init__(config, layer)
-        self.config = config
+        of_operator = config.num_heads, config.state_size, config.head_dim
+        self.state_shapes = (1, config.conv_kernel - 1, config.conv_dim), of_operator
         inner, groups = config.inner_dim, config.group_dim
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.decay = Mamba2Decay(config)
@@ -195,13 +185,13 @@ class Mamba2(Mixer):
 
     @property
     def wide_parameters(self) -> nn.Module:
-        """See `Mixer`."""
+        """Time steps, decays and skips."""
         return self.decay
 
     def forward(
         self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
     ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """See `Mixer.forward`."""
+        """Mix this rank's tokens, see `Mixer`."""
         z, u, dt = self._projections(x)
         u, tail = mix_at("short_conv", (u, *self.conv1d.operands()), 1.0, position, state_inputs[0])
         operands, values = self._operands(u, dt, shared)
@@ -209,23 +199,23 @@ class Mamba2(Mixer):
         return self._output(o, values, z, shared), (tail, state)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """See `Mixer.step`."""
+        """One more token of each sequence, see `Mixer`."""
         tail, state = states
         z, u, dt = self._projections(x)
         u = OPERATORS["short_conv"].step(u, *self.conv1d.operands(), tail, 1.0)
         operands, values = self._operands(u, dt, shared)
         return self._output(OPERATORS["scalar_decay"].step(*operands, state, 1.0), values, z, shared)
 
+    # The gate z [B, T, H·V], the convolution's input [B, T, H·V + 2·G·K], the time steps' logits [B, T, H].
     def _projections(self, x: Tensor) -> list[Tensor]:
-        """The gate z [B, T, H·V], the convolution's input [B, T, H·V + 2·G·K], the time steps' logits [B, T, H]."""
         config = self.config
         weights = self.in_proj.weight.split((config.inner_dim, config.conv_dim, config.num_heads))
         # Decays follow from the time steps.
         formats = self.in_proj.matmul, self.in_proj.matmul, Matmul.bf16
         return parallel_linear(x, *weights, formats=formats)
 
+    # The operator's operands, and the values [B, T, H, V].
     def _operands(self, u: Tensor, dt: Tensor, shared: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The operator's operands, from the convolution's output and the logits; and the values, [B, T, H, V]."""
         assert shared is not None
         config, (dt_bias, a_log, _) = self.config, shared
         values, keys, queries = F.silu(u).split((config.inner_dim, config.group_dim, config.group_dim), dim=-1)
@@ -242,15 +232,3 @@ class Mamba2(Mixer):
         assert shared is not None
         o = (o + values * shared[2].unsqueeze(-1)).to(o.dtype)
         return self.out_proj(self.norm(o.flatten(-2), z))
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """The last inputs of the convolution, and the operator's state."""
-        config = self.config
-        return (1, config.conv_kernel - 1, config.conv_dim), (config.num_heads, config.state_size, config.head_dim)
-
-    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """FLOPs of both operators; independent of the sequence length."""
-        pairs = zip((OPERATORS["short_conv"], OPERATORS["scalar_decay"]), self.state_shapes, strict=True)
-        both = [(one.forward_flops(*shape), one.recomputed_flops(*shape)) for one, shape in pairs]
-        return OperatorFLOPs(*map(sum, zip(*both, strict=True)))

@@ -5,9 +5,9 @@
 φ(x) = x'⊗x' / √d has K = d² features, 256 for d = 16; 136 with each product of two channels once. The weights are not
 negative; their sum may be 0, and then the output is.
 
-Names and shapes of the parameters equal those of fla's layer `ReBasedLinearAttention` 0.6.0; fla has no language model
-of it. There is one γ and one β for queries, keys and all heads; the paper has separate ones for queries and keys. fla
-adds 1e-5 to the normaliser (1e-10 in its chunked form), this layer adds nothing.
+Parameters have the names and shapes of fla's layer `ReBasedLinearAttention` 0.6.0; fla has no language model of it.
+There is one γ and one β for queries, keys and all heads; the paper has separate ones for queries and keys. fla adds
+1e-5 to the normaliser (1e-10 in its chunked form), this layer nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.mixers.quadratic import Polynomial, QuadraticAttention, QuadraticConfig, keep_inputs
+from models.mixers.based import Polynomial, QuadraticConfig, keep_inputs
+from models.mixers.linear import FeatureMapAttention
 from models.parameters import BIAS, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 
@@ -59,7 +60,7 @@ class RebasedFeatureMap(nn.Module):
         self.beta = nn.Parameter(torch.zeros(config.feature_dim))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
+        """Ones and zeros, without weight decay."""
         return {"gamma": SCALE, "beta": BIAS}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,11 +72,8 @@ class RebasedFeatureMap(nn.Module):
         return self.polynomial(F.layer_norm(wide, scale.shape, scale, shift, self.eps)).to(x.dtype)
 
 
-class Rebased(QuadraticAttention):
-    """ReBased (Aksenov et al., 2024, arXiv 2402.10644).
-
-    One layer: `QuadraticAttention` with the learned map.
-    """
+class Rebased(FeatureMapAttention):
+    """ReBased (Aksenov et al., 2024, arXiv 2402.10644)."""
 
     config_class = RebasedConfig
 
@@ -84,6 +82,5 @@ class Rebased(QuadraticAttention):
         self.feature_map = RebasedFeatureMap(config)
 
     def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `FeatureMapAttention`."""
-        del positions
+        """The learned map; without positions."""
         return self.feature_map(q), self.feature_map(k)

@@ -1,23 +1,101 @@
-"""Retention (Sun et al., 2023, arXiv 2307.08621): the layer and its configuration.
+"""Retention (Sun et al., 2023, arXiv 2307.08621), and what layers with fixed decays share with it.
 
 Each head has one decay that is no parameter, so its memory has one length: that of head h is about 2^(5 + h) tokens.
 Queries and keys have rotary position embeddings.
 
-Names and shapes of its parameters equal those of `fla.models.RetNetForCausalLM` 0.6.0 (with fused norms, no short
-convolution, as many heads of keys and values as of queries), so a checkpoint maps one to one. fla rotates with
-frequencies of base 10000 only.
+Parameters have the names and shapes of `fla.models.RetNetForCausalLM` 0.6.0 (with fused norms, no short convolution, as
+many heads of keys and values as of queries). fla rotates with frequencies of base 10000 only.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from models.mixers.fixed_decay_base import FixedDecayAttention, FixedDecayConfig
-from models.modules import GatedRMSNorm
+from models.config import ExpandedHeadsConfig
+from models.mixers.base import OperatorMixer
+from models.modules import GatedRMSNorm, rotate
+from models.projections import Projection, project
+from zeco_train.errors import ConfigError
+from zeco_train.ops import accumulation_dtype
+
+
+@dataclass
+class FixedDecayConfig(ExpandedHeadsConfig):
+    """Shape of a model with fixed decays.
+
+    Attributes:
+        rope_theta: base of the frequencies of the rotary position embeddings; None: no position embeddings.
+    """
+
+    rope_theta: float | None = None
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        super().validate()
+        theta, size = self.rope_theta, self.head_k_dim
+        if theta is None:
+            return
+        if not (math.isfinite(theta) and theta > 1):
+            raise ConfigError("model.rope_theta", theta, "must be finite and > 1, or null for no position embedding")
+        if size % 2:
+            allowed = f"rotates pairs of channels: a head's keys must be of even width, not {size}; or null"
+            raise ConfigError("model.rope_theta", theta, allowed)
+
+
+class FixedDecayAttention(OperatorMixer):
+    """One layer: x [B, T, D] → [B, T, D]. A subclass has the log-decays (`constants`), f, and the gated norm.
+
+    q, k, v   = f(x Wq), f(x Wk), f(x Wv), cut into heads; q and k rotated if there is a `rope_theta`
+    o         = linear attention with the heads' decays, over the whole sequence, all shards
+    y         = (o, normed and gated by x Wg) Wo
+    """
+
+    operators = ("fixed_decay",)
+    # [H], of `constants`.
+    log_decay: Tensor
+
+    def __init__(self, config: FixedDecayConfig, layer: int, *, scale: float) -> None:
+        super().__init__(config, layer)
+        self.rope_theta, self.scale = config.rope_theta, scale
+        self.reads_positions = config.rope_theta is not None
+        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
+        self.state_shapes = ((config.num_heads, self.head_k_dim, self.head_v_dim),)
+        width, keys, values = config.hidden_size, config.key_dim, config.value_dim
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.q_proj = Projection(width, keys)
+        self.k_proj = Projection(width, keys)
+        self.v_proj = Projection(width, values)
+        self.g_proj = Projection(width, values)
+        self.o_proj = Projection(values, width)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """f, of the projections of q, k and v; elementwise."""
+        return x
+
+    @abstractmethod
+    def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
+        """The operator's outputs o [B, T, H, V], normed and gated by x Wg [B, T, H·V]: [B, T, H·V]."""
+
+    def _operands(
+        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
+        sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
+        q, k, v = (self.activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
+        if self.rope_theta is not None:
+            assert positions is not None, "the model asks for positions"
+            q, k = rotate(q, k, positions, self.rope_theta)
+        return (q, k, v, self.log_decay.to(accumulation_dtype(x.dtype))), gate
+
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        assert gate is not None
+        return self.o_proj(self.norm_and_gate(o, gate))
 
 
 @dataclass
@@ -29,12 +107,8 @@ class RetNetConfig(FixedDecayConfig):
     expand_v: float = 2.0
     rope_theta: float | None = 10000.0
 
-    def describe(self) -> Mapping[str, str]:
-        """See `LanguageModelConfig`."""
-        variants = ["no position embeddings"] if self.rope_theta is None else []
-        variants += ["tied embeddings"] if self.tie_word_embeddings else []
-        heads = f"{self.num_heads} of K {self.head_k_dim} and V {self.head_v_dim}"
-        return {"heads": heads, "variants": "; ".join(variants) or "none"}
+    def _variants(self) -> list[str]:
+        return ["no position embeddings"] if self.rope_theta is None else []
 
 
 def log_decays(num_heads: int) -> Tensor:
@@ -58,10 +132,9 @@ class MultiScaleRetention(FixedDecayAttention):
         super().__init__(config, layer, scale=config.head_k_dim**-0.5)
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
-    @classmethod
-    def constants(cls, config: RetNetConfig, layer: int) -> Mapping[str, Tensor]:
+    def constants(self) -> Mapping[str, Tensor]:
         """The heads' log-decays."""
-        return {"log_decay": log_decays(config.num_heads)}
+        return {"log_decay": log_decays(self.config.num_heads)}
 
     def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         """A norm over each head."""

@@ -1,7 +1,6 @@
 """Softmax attention (Vaswani et al., 2017; grouped queries: Ainslie et al., 2023), as a layer of a hybrid.
 
-Names and shapes of its parameters equal those of fla's `Attention` layer, which its hybrid models have at the layers of
-their configuration's `attn`.
+Parameters have the names and shapes of fla's `Attention` layer.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from torch import Tensor
 
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer, OperatorFLOPs
-from models.modules import RMSNorm
+from models.mixers.base import Mixer, OperatorFLOPs, TokenCache
+from models.modules import RMSNorm, rotate
 from models.projections import Projection, project
-from models.rotary import rotate
-from models.states import TokenCache
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import StateInput, StateOutput
@@ -35,6 +32,7 @@ class SoftmaxAttention(Mixer):
     def __init__(self, config: LanguageModelConfig, layer: int) -> None:
         super().__init__(config, layer)
         attn = config.attn
+        self.state_shapes = ()
         self.shape = shape = AttnShape.of(attn, config.num_heads, config.hidden_size)
         self.window, self.rope_theta, self.rotary_dim = attn.window, attn.rope_theta, attn.rotary_dim
         self.reads_positions, self.norm_after = attn.rope_theta is not None, attn.norm_after
@@ -54,21 +52,20 @@ class SoftmaxAttention(Mixer):
     def forward(
         self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
     ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """See `Mixer.forward`."""
+        """Mix this rank's tokens, see `Mixer`; returns the output and its log-sum-exp besides."""
         q, k, v, gate = self._operands(x, position.positions)
         o, state_outputs = attend_at(q, k, v, self.shape.head_dim**-0.5, position, state_inputs, self.window)
         return self._output(o, gate), state_outputs
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """See `Mixer.step`. Reads the whole capacity of the caches."""
+        """One more token, see `Mixer`; reads the whole capacity of the caches."""
         q, k, v, gate = self._operands(x, positions[:, None])
         o = attend_next(q, k, v, states, positions, self.shape.head_dim**-0.5, self.window)
         return self._output(o, gate)
 
     def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries [B, T, H, D], keys and values [B, T, G, D], and the gate [B, T, H·D]."""
-        projections = [self.q_proj, self.k_proj, self.v_proj, *([] if self.g_proj is None else [self.g_proj])]
-        q, k, v, *gates = project(x, *projections)
+        layers = self.q_proj, self.k_proj, self.v_proj, self.g_proj
+        q, k, v, *gates = project(x, *(layer for layer in layers if layer is not None))
         if self.all_heads:
             q, k = self._normed(q, k)
         q, k, v = (tensor.unflatten(-1, (-1, self.shape.head_dim)) for tensor in (q, k, v))
@@ -80,23 +77,11 @@ class SoftmaxAttention(Mixer):
         return q, k, v, gates[0] if gates else None
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys after their norms over the last dimension, if the model has them."""
         return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """[B, T, D] of the heads' outputs [B, T, H, D]."""
         o = o.flatten(-2)
         return self.o_proj(o if gate is None else o * gate.sigmoid())
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """None of constant size."""
-        return ()
-
-    @property
-    def num_state_outputs(self) -> int:
-        """The output and its log-sum-exp."""
-        return 2
 
     @property
     def states(self) -> tuple[TokenCache, ...]:

@@ -23,9 +23,8 @@ from zeco_train.bench.config import DecodeConfig, ModelConfig
 from zeco_train.config import composing
 from zeco_train.config.schema import Config, config_of, describe, load_config, read_config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.hf.continuing import check_continuation
 from zeco_train.hf.export import ExportSettings, export
-from zeco_train.hf.trained import find_trained
+from zeco_train.hf.trained import check_continuation, find_trained
 
 
 @dataclass

@@ -25,10 +25,9 @@ from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import main
 from zeco_train.hf import parity
 from zeco_train.hf.config_json import from_config_json
-from zeco_train.hf.continuing import other_tokenizer
 from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_model
-from zeco_train.hf.trained import find_trained, load_trained
+from zeco_train.hf.trained import find_trained, load_trained, other_tokenizer
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange

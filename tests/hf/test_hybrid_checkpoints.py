@@ -26,7 +26,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.export import main
 from zeco_train.hf.card import _memory, _softmax
 from zeco_train.hf.config_json import from_config_json, to_config_json
-from zeco_train.hf.continuing import check_continuation
+from zeco_train.hf.trained import check_continuation
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric

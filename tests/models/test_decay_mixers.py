@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.config import LanguageModelConfig
-from models.heads import ExpandedHeadsConfig
-from models.mixers import hgrn_base, lightning, retnet
+from models.config import ExpandedHeadsConfig, LanguageModelConfig
+from models.mixers import hgrn, lightning, retnet
 from models.mixers.base import Mixer
-from models.mixers.hgrn import HGRNConfig
+from models.mixers.hgrn import HGRNConfig, forget_gate
 from models.mixers.hgrn2 import HGRN2Config
-from models.mixers.hgrn_base import forget_gate
 from models.mixers.lightning import LightningConfig
 from models.mixers.retnet import RetNetConfig
-from models.modules import GatedRMSNorm, GateFunction
-from models.registry import mixer_of
-from models.rotary import rotate
+from models.modules import GatedRMSNorm, GateFunction, rotate
+from models.registry import MIXERS
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import StateInput
@@ -57,7 +54,7 @@ Parameters = Mapping[str, Tensor]
 def build(config: LanguageModelConfig) -> tuple[Mixer, Tensor, Tensor | None]:
     """A layer in the middle of a model with large random weights, tokens, and its part of the shared parameter."""
     generator = torch.Generator().manual_seed(0)
-    mixer = mixer_of(config)(config, LAYER).double()
+    mixer = MIXERS[config.mixer](config, LAYER).double()
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) * 0.4)
@@ -241,9 +238,9 @@ def test_bf16_stays_close_to_fp64(name: str) -> None:
     """The decays are neither parameters nor buffers, so casting the model does not round them."""
     config = CONFIGS[name]
     mixer, x, bounds = build(config)
-    narrow = mixer_of(config)(config, LAYER).to(torch.bfloat16)
+    narrow = MIXERS[config.mixer](config, LAYER).to(torch.bfloat16)
     narrow.load_state_dict(mixer.state_dict())
-    wide = mixer_of(config)(config, LAYER).double()
+    wide = MIXERS[config.mixer](config, LAYER).double()
     wide.load_state_dict(narrow.state_dict())
     shared = part(mixer, bounds)
     with torch.no_grad():
@@ -257,7 +254,7 @@ def test_bf16_stays_close_to_fp64(name: str) -> None:
 def test_retnet_decays_are_those_of_the_paper() -> None:
     expected = torch.tensor([31 / 32, 63 / 64, 127 / 128, 255 / 256], dtype=torch.float64)
     torch.testing.assert_close(retnet.log_decays(4).exp(), expected, rtol=1e-15, atol=0)
-    mixer = mixer_of(RETNET)(RETNET, 0)
+    mixer = MIXERS[RETNET.mixer](RETNET, 0)
     assert isinstance(mixer.log_decay, Tensor)
     assert mixer.to(torch.bfloat16).log_decay.dtype == torch.float64
 
@@ -275,15 +272,15 @@ def test_lightning_slopes_are_those_of_alibi_and_fall_over_layers() -> None:
 
 def test_hgrn2_lower_bounds_rise_from_zero_over_the_layers() -> None:
     parameter = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    bounds = hgrn_base.lower_bounds(parameter)
+    bounds = hgrn.lower_bounds(parameter)
     softmax = torch.exp(parameter) / torch.exp(parameter).sum(0)
     torch.testing.assert_close(bounds, softmax.cumsum(0) - softmax[0], rtol=1e-14, atol=1e-15)
     assert (bounds[0] == 0).all()
     assert (bounds.diff(dim=0) > 0).all()
-    torch.testing.assert_close(hgrn_base.lower_bounds(torch.zeros(4, 1)).flatten(), torch.tensor([0, 0.25, 0.5, 0.75]))
+    torch.testing.assert_close(hgrn.lower_bounds(torch.zeros(4, 1)).flatten(), torch.tensor([0, 0.25, 0.5, 0.75]))
     # Rounding must not make a decay larger than 1.
     skewed = torch.randn(48, 4096, generator=torch.Generator().manual_seed(1)) * 9
-    assert hgrn_base.lower_bounds(skewed).max() <= 1
+    assert hgrn.lower_bounds(skewed).max() <= 1
 
 
 @pytest.mark.parametrize("bound", [0.0, 1e-9, 0.3, 0.999999])

@@ -17,8 +17,7 @@ from models.config import LanguageModelConfig
 from models.decays import step_log_decays
 from models.formats.registry import formats_of
 from models.language_model import LanguageModel
-from models.mixers.delta_base import DeltaMixer
-from models.mixers.delta_net import DeltaNetConfig
+from models.mixers.delta_net import DeltaMixer, DeltaNetConfig
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
 from models.mixers.kda import KDAConfig
 from models.modules import l2_normalised

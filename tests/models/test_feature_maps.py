@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from models.config import LanguageModelConfig
 from models.mixers.based import BasedConfig
 from models.mixers.cosformer import CosformerConfig
-from models.mixers.linear import LinearAttentionConfig, LinearFeatureMap
-from models.mixers.linear_base import FeatureMapAttention
+from models.mixers.linear import FeatureMapAttention, LinearAttentionConfig, LinearFeatureMap, normalised, with_ones
 from models.mixers.rebased import RebasedConfig
-from models.normaliser import normalised, with_ones
 from models.parameters import parameter_rules
 from models.registry import MIXERS, check_document, longest_document
 from models.spec import spec_of

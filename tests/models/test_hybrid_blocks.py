@@ -12,9 +12,8 @@ from torch import Tensor
 from models.attn import AttnConfig
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
 from models.mixers.gla import GLAConfig
-from models.modules import RMSNorm
+from models.modules import RMSNorm, rotate
 from models.parameters import parameter_rules
-from models.rotary import rotate
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition

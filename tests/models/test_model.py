@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import mlp
+from models import language_model
 from models.language_model import LanguageModel
-from models.mixers import gla
+from models.mixers import base, gla
 from models.mixers.gla import FeatureMap, GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.spec import ModelSpec, spec_of
@@ -50,7 +50,7 @@ SCAN = local_exchange()
 
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace projections that share an input by separate products: counters do not see inside custom ops."""
-    for module in (gla, mlp):
+    for module in (gla, language_model):
         monkeypatch.setattr(module, "project", lambda x, *layers: [F.linear(x, layer.weight) for layer in layers])
 
 
@@ -234,7 +234,7 @@ def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         assert g.max() <= 0
         return v, StateOutput(g, g)
 
-    monkeypatch.setattr(gla, "mix_at", spy)
+    monkeypatch.setattr(base, "mix_at", spy)
     ids, _ = tokens_and_labels()
     build(dtype=torch.bfloat16)(ids, whole(70))
     assert seen == [torch.bfloat16, torch.float32] * SMALL.num_layers
@@ -276,7 +276,7 @@ def test_model_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch) -> Non
 
     # Replace the operator by an elementwise function through which all gradients flow, and the projections by plain
     # products, since the counter does not see inside custom ops.
-    monkeypatch.setattr(gla, "mix_at", elementwise)
+    monkeypatch.setattr(base, "mix_at", elementwise)
     plain_products(monkeypatch)
     model, (ids, labels) = build(), tokens_and_labels()
     with FlopCounterMode(display=False) as counter:

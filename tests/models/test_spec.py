@@ -37,13 +37,13 @@ class _Scaled(GatedLinearAttention):
 
     def __init__(self, config: GLAConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.scale = nn.Parameter(torch.empty(config.num_heads))
+        self.gain = nn.Parameter(torch.empty(config.num_heads))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         def init(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:
             parameter.copy_(torch.rand(parameter.shape, generator=generator))
 
-        return {"scale": ParameterRule(init, decays=False)}
+        return {"gain": ParameterRule(init, decays=False)}
 
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         return OperatorFLOPs(float(seq_len), 0.0)
@@ -68,9 +68,9 @@ def test_hybrid_layers_set_counts_flops_states_and_rules(hybrid: _HybridConfig) 
         spec_of(gla).flops_per_token(100, backward=False).operator + 2 * 100
     )
     model.init_weights(0)
-    scale = dict(model.named_parameters())["model.layers.1.attn.scale"]
+    scale = dict(model.named_parameters())["model.layers.1.attn.gain"]
     assert 0 < scale.min() < scale.max() < 1
-    assert not next(rule for name, _, rule in parameter_rules(model) if name.endswith("1.attn.scale")).decays
+    assert not next(rule for name, _, rule in parameter_rules(model) if name.endswith("1.attn.gain")).decays
     ids, labels = tokens_and_labels(tokens=20)
     assert model(ids, whole(20), labels).isfinite()
     assert [state.shape[1:] for state in model.zero_states(2, ids.device)] == [spec.state_shape] * 5

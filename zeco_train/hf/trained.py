@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_name
+from data.tokenizer import BYTES, HuggingFaceTokenizer, Tokenizer, load_tokenizer, tokenizer_files, tokenizer_name
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import cast
@@ -20,11 +20,13 @@ from models.spec import spec_of
 from zeco_train import __version__
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
 from zeco_train.config.composing import stored_class
+from zeco_train.config.overrides import as_override
 from zeco_train.config.schema import Config, config_of, defaults_of, load_config, read_config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import ProcessMesh, host_group
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
+from zeco_train.hf.config_json import model_fields
 from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
@@ -204,3 +206,44 @@ def _without_places(config: Config) -> Config:
     """
     data, checkpoint = replace(config.data, cache_dir=None), replace(config.checkpoint, load=None)
     return replace(config, run_dir="", data=data, checkpoint=checkpoint)
+
+
+def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
+    """Check that the model in `folder` matches the configured one.
+
+    Raises:
+        ConfigError: it differs; the message names the overrides that it needs.
+        CheckpointError: its files cannot be read, or do not match its own configuration.
+    """
+    found = checked_model(folder).model
+    # Keys of `found`: a model with another mixer has other ones, and `mixer` is the first.
+    theirs, own = _trained_fields(found), _trained_fields(model.canonical())
+    different = [key for key, value in theirs.items() if key not in own or own[key] != value]
+    if different:
+        overrides = " ".join(f"model.{key}={as_override(theirs[key])}" for key in different)
+        value = as_override(_trained_fields(model).get(different[0]))
+        raise ConfigError(
+            f"model.{different[0]}", value, f"the model in {folder} is another one; it takes: {overrides}"
+        )
+
+
+def _trained_fields(model: LanguageModelConfig) -> dict[str, Any]:
+    # Its initialisation is not part of a trained model.
+    return {key: value for key, value in model_fields(model).items() if key != "initializer_range"}
+
+
+def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:
+    """A warning if the data's tokenizer is not, or may not be, the model's; None if they match."""
+    info = tokenizer_info(folder)
+    if info is None:
+        return f"{folder} has no tokenizer: whether its tokens are those of the data, nobody has checked"
+    is_bytes, of_bytes = (one.get("kind") == BYTES for one in (info, of_data))
+    try:
+        same = is_bytes == of_bytes
+        if same and not is_bytes:
+            same = HuggingFaceTokenizer(str(folder)).info["sha256"] == of_data.get("sha256")
+    except DataError as error:
+        return f"whether its tokens are those of the data, nobody can check: {error}"
+    if same:
+        return None
+    return f"the tokenizer in {folder} is not the one that the data was prepared with; the model may not know its ids"

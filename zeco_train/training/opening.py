@@ -17,7 +17,7 @@ from zeco_train.config.rules import check_documents
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import ProcessMesh, agree, main_first
-from zeco_train.hf.continuing import check_continuation, other_tokenizer
+from zeco_train.hf.trained import check_continuation, other_tokenizer
 from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.ops.operator import Target
