@@ -258,7 +258,7 @@ def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.
         monkeypatch.setattr(launch, name, kernel)
     q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
     v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.TileOptions(16, 16, 4, 1)
-    local: Any = SimpleNamespace(states=v, log_decays=b, starts=b)
+    local: Any = SimpleNamespace(states=v, log_decays=b, segments=SimpleNamespace(starts=b))
     narrowed = tuning.GlaTuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
     for options in (tuning.options_for(q), narrowed):
         launcher = launch.GlaKernels(q, v, None, 1.0, options)
