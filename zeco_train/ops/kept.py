@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -46,6 +46,28 @@ class TileOptions:
     def launch(self) -> dict[str, int | None]:
         """Keyword arguments of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+
+
+class RunOptions(NamedTuple):
+    """How a kernel that walks over runs of tokens, with a few channels a program, is divided.
+
+    Attributes:
+        rows: tokens whose loads are issued together.
+        channels: of a program, which is one warp.
+        programs: about as many are launched: one wave on a large GPU. The same on every device, so that the sums are.
+        shortest: tokens of a program, at least.
+    """
+
+    rows: int
+    channels: int
+    programs: int
+    shortest: int
+
+    def run(self, batch: int, tokens: int, channels: int) -> int:
+        """Tokens of a program, a multiple of `rows`."""
+        runs = max(1, self.programs // (batch * triton.cdiv(channels, self.channels)))
+        tokens = max(triton.cdiv(tokens, runs), min(tokens, self.shortest))
+        return triton.cdiv(tokens, self.rows) * self.rows
 
 
 class KeptOptions(Generic[Tuning]):
