@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -57,8 +58,8 @@ def run_distributed(
         timeout: seconds, after which all ranks are killed. Also the timeout of the process group.
         backend: of `init_process_group`.
         may_die: ranks that may end without a result.
-        fresh: start processes without preloaded imports, for settings that must precede an import; forked ones have
-            imported torch and Triton, the latter in compiler mode and not for its interpreter.
+        fresh: start processes without preloaded imports, for settings that must precede an import. With
+            TRITON_INTERPRET=1 they are forked from one that has imported the kernels in that mode.
 
     Returns:
         The result of each rank, by rank; None for a rank of `may_die` that died.
@@ -67,7 +68,8 @@ def run_distributed(
         RankError: a rank raised (the first in time is reported), died, or timed out.
     """
     # A process that has queried CUDA devices must not be forked.
-    fresh = fresh or "nccl" in backend
+    is_interpreted = fresh and backend == "gloo" and os.environ.get("TRITON_INTERPRET") == "1"
+    fresh = not is_interpreted and (fresh or "nccl" in backend)
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
         context.set_forkserver_preload(["tests.support.preloaded"])
@@ -81,11 +83,12 @@ def run_distributed(
                 args=(theirs, fn, rank, world_size, store, backend, timeout, dict(os.environ), args),
                 daemon=True,
             )
-            process.start()
+            with interpreter.forking() if is_interpreted else contextlib.nullcontext():
+                process.start()
             theirs.close()
             ranks[ours] = (rank, process)
         try:
-            return _collect(ranks, time.monotonic() + timeout, timeout, may_die)
+            return _collect(ranks, time.monotonic() + timeout, timeout, may_die, are_children=fresh)
         finally:
             for connection, (_, process) in ranks.items():
                 process.kill()
@@ -94,7 +97,12 @@ def run_distributed(
 
 
 def _collect(
-    ranks: dict[Connection, tuple[int, BaseProcess]], deadline: float, timeout: float, may_die: Collection[int]
+    ranks: dict[Connection, tuple[int, BaseProcess]],
+    deadline: float,
+    timeout: float,
+    may_die: Collection[int],
+    *,
+    are_children: bool,
 ) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
     failures: list[tuple[float, int, str]] = []
@@ -113,7 +121,8 @@ def _collect(
             rank, process = ranks[end]
             try:
                 moment, result, trace, seconds = pickle.loads(end.recv_bytes())
-                cpu_seconds += seconds
+                # Children are counted when they are joined.
+                cpu_seconds += 0.0 if are_children else seconds
             except EOFError:
                 process.join(5.0)
                 moment, result = time.monotonic(), None
@@ -145,8 +154,6 @@ def _run_rank(
     os.environ.update(environment)
     torch.set_num_threads(1)
     gc.set_threshold(*GARBAGE)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter.quicken()
     result, trace = None, None
     try:
         if "nccl" in backend:
