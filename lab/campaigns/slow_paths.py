@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -50,8 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> SlowDowns:
     source = f"{facts['device_name']}, {datetime.now(UTC):%Y-%m-%d}, commit {facts['commit'][:7]}"
     shapes = _shapes(((16, 16),), 32, (70,)) if parsed.dry else _shapes(_DIMS, _WIDTH, _TOKENS)
     table = SlowDowns(source, tuple(_measure(shapes, device, time.monotonic() + parsed.seconds)))
-    table.write(parsed.file)
+    write(table, parsed.file)
     return table
+
+
+def write(table: SlowDowns, path: Path) -> None:
+    rows = ",\n    ".join(json.dumps(asdict(row)) for row in table.rows)
+    path.write_text(f'{{\n  "source": {json.dumps(table.source)},\n  "rows": [\n    {rows}\n  ]\n}}\n')
 
 
 def _shapes(dims: Sequence[tuple[int, int]], width: int, tokens: Sequence[int]) -> list[Shape]:

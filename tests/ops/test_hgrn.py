@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
-from tests.support.interpreter import patch_bf16, quicken, skip_overflow_checks
+from tests.support.interpreter import patch_bf16, skip_overflow_checks
 from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
 from tests.support.recurrence import naive_hgrn
 from zeco_train.ops.documents import find_doc_ids
@@ -117,6 +117,7 @@ def test_weak_and_strong_decays_have_all_digits() -> None:
             assert off <= 1e-13 * wanted[key][..., channel].norm(), (key, RATES[channel])
 
 
+@pytest.mark.slow
 def test_equals_fla() -> None:
     """fla's plain recurrence, in fp32: it has no other dtype."""
     from fla.ops.hgrn.naive import naive_recurrent_hgrn
@@ -179,17 +180,21 @@ def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
 KERNEL_CASES = {
     "several runs": (13, 2, 35, 1, None, 0),
     "many runs": (45, 1, 3, 1, None, 0),
-    "documents": (66, 1, 5, 1, (0, 1, 2, 7, 8, 9, 15, 16, 17, 40, 63, 64, 65), 1),
+    "documents": (18, 1, 5, 1, (0, 1, 2, 7, 8, 9, 15, 16, 17), 1),
     "a new document at the first token": (10, 1, 5, 1, (0,), 0),
     "one token": (1, 2, 3, 2, None, 0),
 }
+QUICK = ["several runs", "documents", "one token"]
 # On a GPU.
-LONG = {"long": (5_000, 3, 70, 2, None, 0), "long, with documents": (9_000, 2, 5, 1, (0, 1, 4000, 8999), 1)}
+LONG = {
+    "long": (5_000, 3, 70, 2, None, 0),
+    "long, with documents": (9_000, 2, 5, 1, (0, 1, 15, 16, 63, 64, 65, 4000, 8999), 1),
+}
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 
 
 def _kernel_errors(name: str, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """Norms of differences from the recurrence in fp64 over norms; that results repeat is checked, too."""
+    """Norms of differences from the recurrence in fp64 over norms; that results repeat is checked on GPUs."""
     from zeco_train.ops.hgrn.cuda import CUDA
 
     tokens, heads, key_dim, batch, documents, before = (KERNEL_CASES | LONG)[name]
@@ -200,23 +205,23 @@ def _kernel_errors(name: str, dtype: torch.dtype, device: str) -> dict[str, floa
         values[key] = torch.cat([values[key], torch.full_like(values[key], torch.nan)], -1)[..., :key_dim]
     values = {key: x.to(device) for key, x in values.items()}
     doc_ids = None if doc_ids is None else doc_ids.to(device)
-    found, again = (both_passes(CUDA, values, doc_ids) for _ in range(2))
-    assert all(torch.equal(found[key], again[key]) for key in found)
+    found = both_passes(CUDA, values, doc_ids)
+    if device == "cuda":
+        again = both_passes(CUDA, values, doc_ids)
+        assert all(torch.equal(found[key], again[key]) for key in found)
     assert (found["o"].dtype, found["dx"].dtype, found["dg"].dtype) == (dtype, dtype, torch.float32)
     return {key: relative_error(found[key].cpu(), x) for key, x in wanted.items()}
 
 
-def _interpreted(rank: int, world_size: int) -> dict[str, float]:
+def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, float]:
     from zeco_train.ops.hgrn import kernels as launch
 
-    torch.set_num_threads(1)
-    quicken()
     patch_bf16()
     skip_overflow_checks()
     # Short steps and runs, of which more than one step is joined: the interpreter takes a millisecond a token.
     launch.WALK, launch._JOINED = launch.WALK._replace(rows=4, shortest=8, programs=64), 4
     found = {}
-    for name in KERNEL_CASES:
+    for name in names:
         dtypes = DTYPES if name == "several runs" else [torch.float32]
         for dtype in dtypes:
             errors = _kernel_errors(name, dtype, "cpu")
@@ -225,10 +230,11 @@ def _interpreted(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
-def test_kernels_match_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [QUICK, pytest.param([*KERNEL_CASES], marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_interpreted, 1, fresh=True) == [{}]
+    assert run_distributed(_interpreted, 1, names, fresh=True) == [{}]
 
 
 def _compiled(rank: int, world_size: int, capability: int) -> dict[str, int]:

@@ -110,9 +110,12 @@ def scalar_errors(case: ScalarCase, dtype: torch.dtype, device: torch.device) ->
 LONG = (("programs", 1), ("span", 2))
 # Segments of two chunks of 32 tokens, states for dg at the ends of each.
 SHORT = (("programs", 264), ("span", 2), ("chunk", 32))
+SHORTEST = (("programs", 264), ("span", 2), ("chunk", 16))
 DOCUMENTS = (0, 70, 128, 129, 200, 270)
 SMALL = {
     "one token": ScalarCase((1, 1, 1, 1, 16, 16)),
+    "three chunks, two groups": ScalarCase((1, 40, 2, 4, 8, 24), documents=(0, 20, 40), changes=SHORTEST),
+    "three chunks, fixed": ScalarCase((1, 40, 1, 2, 16, 16), fixed=True, changes=SHORTEST),
     "groups of two heads": ScalarCase((1, 140, 2, 4, 8, 24), rate=1.0, changes=SHORT),
     "documents": ScalarCase((1, 270, 1, 2, 16, 16), documents=DOCUMENTS, changes=SHORT),
     "fixed": ScalarCase((1, 140, 1, 2, 16, 16), fixed=True, changes=SHORT),
@@ -126,7 +129,8 @@ SMALL = {
     "one document, that continues": ScalarCase((1, 100, 1, 1, 16, 16), documents=(0, 100)),
     "fixed, documents, groups": ScalarCase((1, 270, 1, 2, 16, 16), fixed=True, documents=DOCUMENTS, changes=SHORT),
 }
-QUICK = ["groups of two heads", "fixed"]
+QUICK = ["three chunks, two groups", "three chunks, fixed"]
+SLOW = ["groups of two heads", "documents"]
 LARGE = {
     **{name: dataclasses.replace(case, changes=LONG if case.changes == LONG else ()) for name, case in SMALL.items()},
     "RetNet's heads": ScalarCase((1, 1000, 4, 4, 128, 256), fixed=True),
@@ -145,9 +149,7 @@ LIMIT_OF_DG = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, float]]:
-    torch.set_num_threads(1)
-    if names != QUICK:
-        interpreter.skip_overflow_checks()
+    interpreter.skip_overflow_checks()
     return {name: scalar_errors(SMALL[name], torch.float32, torch.device("cpu")) for name in names}
 
 
@@ -169,8 +171,12 @@ def test_sums_of_decays_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     "names",
-    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.campaign)],
-    ids=["quick", "others"],
+    [
+        QUICK,
+        pytest.param(SLOW, marks=pytest.mark.slow),
+        pytest.param([name for name in SMALL if name not in QUICK + SLOW], marks=pytest.mark.campaign),
+    ],
+    ids=["quick", "slow", "others"],
 )
 def test_scalar_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.

@@ -141,7 +141,7 @@ def test_nearest_measurement_is_of_the_operator_and_dtype_and_not_far(tmp_path: 
         SlowDown("delta", "bf16", 256, 256, 4096, 5.0),
         SlowDown("delta", "bf16", 256, 256, 16384, 6.0),
     ]
-    SlowDowns("a toy", tuple(rows)).write(tmp_path / "table.json")
+    slow_paths.write(SlowDowns("a toy", tuple(rows)), tmp_path / "table.json")
     table, rule = SlowDowns.read(tmp_path / "table.json"), KernelRule()
     assert table.rows == tuple(rows)
 

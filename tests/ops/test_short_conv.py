@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
+from tests.support.interpreter import skip_overflow_checks
 from tests.support.positions import position_of
 from tests.support.recurrence import naive_short_conv
 from zeco_train.ops.documents import find_doc_ids
@@ -235,9 +236,12 @@ KERNEL_CASES: dict[str, tuple[int, int, int, int, tuple[int, ...] | None]] = {
     "one document that continues": (19, 3, 5, 1, (0,)),
     "width 2": (18, 2, 5, 2, None),
     "one token": (1, 4, 5, 2, None),
+    "documents at the edges of runs": (18, 3, 5, 1, (0, 1, 8, 15, 16)),
+    "two tiles of channels": (18, 4, 130, 2, None),
     "a token less than the state": (2, 4, 5, 1, (0, 1)),
     "as long as the state": (3, 4, 5, 2, None),
 }
+QUICK = ["documents at the edges of runs", "two tiles of channels", "a token less than the state"]
 
 
 def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
@@ -253,15 +257,16 @@ def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | Non
     return results
 
 
-def _interpreted(rank: int, world_size: int) -> dict[str, str]:
+def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
     from zeco_train.ops.short_conv import kernels as launch
     from zeco_train.ops.short_conv.kernels import CUDA
 
-    torch.set_num_threads(1)
+    skip_overflow_checks()
     # Short runs: the interpreter takes a millisecond a token.
     launch.OUTPUTS, launch.GRADS = (walk._replace(shortest=16) for walk in (launch.OUTPUTS, launch.GRADS))
     problems = {}
-    for name, (tokens, width, channels, batch, documents) in KERNEL_CASES.items():
+    for name in names:
+        tokens, width, channels, batch, documents = KERNEL_CASES[name]
         values = {key: x.float() for key, x in tensors(batch, tokens, width, channels).items()}
         # As part of a projection's output: channels side by side, tokens apart.
         for key in ("x", "do"):
@@ -270,17 +275,17 @@ def _interpreted(rank: int, world_size: int) -> dict[str, str]:
         doc_ids = find_doc_ids(borders, 1, tokens, values["x"].device)
         wanted = both_passes(PLAIN, {key: x.double() for key, x in values.items()}, doc_ids)
         found = both_passes(CUDA, values, doc_ids)
-        again = both_passes(CUDA, values, doc_ids)
         for key, tensor in wanted.items():
-            same = torch.equal(found[key], again[key]) and found[key].shape == tensor.shape
+            assert found[key].shape == tensor.shape
             error = (found[key].double() - tensor).norm().item() / max(1e-3, tensor.norm().item())
             # Written so that a NaN is a problem too.
-            if not (same and error <= 1e-6):
-                problems[f"{name}: {key}"] = f"error {error}, repeated alike: {same}"
+            if not error <= 1e-6:
+                problems[f"{name}: {key}"] = f"error {error}"
     return problems
 
 
-def test_kernels_match_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [QUICK, pytest.param([*KERNEL_CASES], marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_interpreted, 1, fresh=True) == [{}]
+    assert run_distributed(_interpreted, 1, names, fresh=True) == [{}]

@@ -134,7 +134,11 @@ def both_passes(passes: Passes, tensors: dict[str, Tensor], doc_ids: Tensor | No
     forward.overlap()
     results["o"] = forward.outputs(incoming_state)
     saved = [*forward.saved]
+    # torch.compile plans with `saved_like`.
+    for found, promised in zip(saved, passes.saved_like(operands), strict=True):
+        assert (found.shape, found.stride(), found.dtype) == (promised.shape, promised.stride(), promised.dtype)
     for position in passes.replaced:
+        assert (saved[0].shape, saved[0].dtype) == (operands[position].shape, operands[position].dtype)
         operands[position] = saved.pop(0)
     incoming = incoming_state if passes.needs_incoming else None
     backward = passes.backward(operands, do, saved, incoming, scale, doc_ids)

@@ -3,7 +3,7 @@
 It moves 28 bytes a parameter: gradient, weight and two moments are read, and all but the gradient written. torch's
 writes the gradient back as well if it divides it by `grad_scale`, as every step that clips does.
 
-The launch takes tables of addresses, which stay valid in a CUDA graph (`zeco_train.training.optim.adamw`). Triton only.
+The launch takes tables of addresses, which stay valid in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -135,19 +135,19 @@ class Updater:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """One step, in place.
+        """One step, in place, of fp32 tensors on one device, weights and gradients contiguous.
 
         Args:
-            weights: fp32, contiguous, on one device, as are the other lists.
-            grads: their gradients.
+            weights: of the model, as are the next lists.
+            grads: their gradients, divided by `grad_scale`.
             means: first moments.
             squares: second moments.
             steps: scalars, fp32: how many steps were made before; counted up.
             lr: a number, or a scalar in fp32, which a captured step reads anew.
-            betas: as in `torch.optim.AdamW`.
-            eps: likewise.
-            weight_decay: likewise.
-            grad_scale: gradients are divided by this scalar, fp32; None: by nothing.
+            betas: as in `torch.optim.AdamW`, as are the next two.
+            eps: see `betas`.
+            weight_decay: see `betas`.
+            grad_scale: a scalar, fp32; None: 1.
             found_inf: a scalar, fp32; 1: nothing is changed; None: as 0.
         """
         if not weights:
@@ -174,13 +174,13 @@ class Updater:
         )  # fmt: skip
 
     def _table(self, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-        """[rows, N] int64 on the device."""
+        # [rows, N] int64 on the device
         if device.type != "cuda":
             return torch.tensor(rows, dtype=torch.int64)
         return self._addresses(rows, torch.cuda.current_stream(device).cuda_stream).to(device, non_blocking=True)
 
     def _addresses(self, rows: Sequence[Sequence[int]], stream: int) -> Tensor:
-        """The numbers in page-locked memory, which keeps them until the device has copied them."""
+        # in page-locked memory, which keeps them until the device has copied them
         numbers, key = torch.tensor([*itertools.chain(*rows)], dtype=torch.int64), (stream, *rows[0])
         if not torch.cuda.is_current_stream_capturing():
             if key not in self._spare:
@@ -199,7 +199,6 @@ def _page_locked(like: Tensor) -> Tensor:
 
 
 def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`layout` and `owners` of the kernel."""
     programs = [triton.cdiv(size, _CHUNK) for size in sizes]
     firsts = [0, *itertools.accumulate(programs)][:-1]
     owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(programs))

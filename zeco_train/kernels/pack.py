@@ -56,8 +56,7 @@ def pack(tensors: Sequence[Tensor], ranks: int, out: Tensor, *, add: bool = Fals
     """Write row r of `out` from the r-th of `ranks` equal parts of each tensor's rows, one tensor after the other.
 
     Args:
-        tensors: contiguous, in bf16 or fp32, with one dimension or more; rows are padded with zeros to a multiple
-            of `ranks`.
+        tensors: contiguous, in bf16 or fp32; rows are padded with zeros to a multiple of `ranks`.
         ranks: P.
         out: [P, …], contiguous, in bf16 or fp32.
         add: to what `out` holds, which is fp32 then; each sum is rounded once, as in torch's `add_`.
@@ -73,12 +72,7 @@ def pack(tensors: Sequence[Tensor], ranks: int, out: Tensor, *, add: bool = Fals
 
 
 def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each source to its target, in the target's dtype.
-
-    Args:
-        sources: contiguous, in bf16 or fp32.
-        targets: likewise, with as many elements each.
-    """
+    """Copy each source, in bf16 or fp32, to its target, in the target's dtype; all are contiguous."""
     sizes = [tensor.numel() for tensor in sources]
     assert sizes == [tensor.numel() for tensor in targets]
     assert all(tensor.is_contiguous() for tensor in targets)

@@ -137,13 +137,7 @@ _SIZES_ROWS = 256
 
 
 def launch_rows(parts: Sequence[Tensor], values: Tensor, scales: Tensor) -> None:
-    """Round the rows of matrices [M, K_i], side by side, in bf16 or fp32.
-
-    Args:
-        parts: of any strides.
-        values: [M, ΣK_i] fp8, contiguous, written.
-        scales: [M, 1] fp32, written.
-    """
+    """Round the rows of matrices [M, K_i], side by side, to values [M, ΣK_i], contiguous, and scales [M, 1] fp32."""
     parts = [_side_by_side(part) for part in parts]
     rows, total = values.shape
     block = min(_BLOCK, triton.next_power_of_2(total))
@@ -154,13 +148,7 @@ def launch_rows(parts: Sequence[Tensor], values: Tensor, scales: Tensor) -> None
 
 
 def launch_columns(parts: Sequence[Tensor], values: Tensor, scales: Tensor) -> None:
-    """Round the columns of matrices [N_i, D], one above the other, in bf16 or fp32.
-
-    Args:
-        parts: of any strides.
-        values: [D, ΣN_i] fp8, contiguous, written.
-        scales: [D, 1] fp32, written.
-    """
+    """Round the columns of matrices [N_i, D], one above the other, to values [D, ΣN_i] and scales [D, 1]."""
     columns, total = values.shape
     parts = [_side_by_side(part) for part in parts]
     largest = torch.zeros(columns, dtype=torch.int32, device=values.device)

@@ -1,12 +1,14 @@
-"""Kept options of kernels, by architecture, dtype and largest head dim: no autotuning at run time."""
+"""Options of the operators' kernels, measured once and stored: no autotuning at run time."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+import triton
 
 from zeco_train.ops.operator import Target
 
@@ -17,8 +19,59 @@ Key = tuple[tuple[int, int] | None, torch.dtype, int]
 Tuning = TypeVar("Tuning")
 
 
+@dataclass(frozen=True)
+class TileOptions:
+    """Tile sizes and launch options of one kernel.
+
+    Attributes:
+        keys, values: maximum tile width along K and V, or the depth and width of a state; powers of 2.
+        num_warps, num_stages: Triton's launch options.
+        max_registers: per thread; a limit below the compiler's choice lets more programs share a multiprocessor. None:
+            no limit.
+    """
+
+    keys: int
+    values: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+    def tile(self, K: int, V: int, narrowest: int = 16) -> tuple[int, int]:
+        """(BK, BV) for these head dims: no wider than they are, but at least `narrowest`, as a product needs."""
+        most = (self.keys, K), (self.values, V)
+        keys, values = (max(narrowest, min(limit, triton.next_power_of_2(dim))) for limit, dim in most)
+        return keys, values
+
+    @property
+    def launch(self) -> dict[str, int | None]:
+        """Keyword arguments of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+
+
+class RunOptions(NamedTuple):
+    """How a kernel that walks over runs of tokens, with a few channels a program, is divided.
+
+    Attributes:
+        rows: tokens whose loads are issued together.
+        channels: of a program, which is one warp.
+        programs: about as many are launched: one wave on a large GPU. The same on every device, so that the sums are.
+        shortest: tokens of a program, at least.
+    """
+
+    rows: int
+    channels: int
+    programs: int
+    shortest: int
+
+    def run(self, batch: int, tokens: int, channels: int) -> int:
+        """Tokens of a program, a multiple of `rows`."""
+        runs = max(1, self.programs // (batch * triton.cdiv(channels, self.channels)))
+        tokens = max(triton.cdiv(tokens, runs), min(tokens, self.shortest))
+        return triton.cdiv(tokens, self.rows) * self.rows
+
+
 class KeptOptions(Generic[Tuning]):
-    """The options of an operator's kernels for bf16 and fp32 tokens; each choice is logged once.
+    """The options of an operator's kernels for bf16 and fp32 tokens.
 
     An unmeasured case takes the nearest entry of its dtype: possibly slower, but equally correct.
 
@@ -31,30 +84,28 @@ class KeptOptions(Generic[Tuning]):
         self._kernels, self._entries = kernels, entries
         self._found: dict[tuple[tuple[int, int], torch.dtype, int], Tuning] = {}
 
-    def options_for(self, k: torch.Tensor, v: torch.Tensor) -> Tuning:
-        """The options for keys [B, T, G, K] and values [B, T, H, V] like these, of bf16 or fp32."""
+    def options_for(self, *tokens: torch.Tensor) -> Tuning:
+        """The options for tokens like these, [..., K] or [..., V]; a choice is logged once."""
         # Sizes may be symbols of a compiler, which are no keys of a cache.
-        case = Target.of(k.device).architecture, k.dtype, int(max(k.shape[-1], v.shape[-1]))
+        largest = int(max(x.shape[-1] for x in tokens))
+        case = Target.of(tokens[0].device).architecture, tokens[0].dtype, largest
         if case not in self._found:
-            self._found[case] = self._find_on(*case)
+            key = self._nearest(*case)
+            logger.info(
+                "%s: %s, head dims up to %d on sm_%d%d take the kept options of %s, up to %d",
+                self._kernels,
+                str(tokens[0].dtype).removeprefix("torch."),
+                largest,
+                *case[0],
+                "other GPUs" if key[0] is None else "sm_{}{}".format(*key[0]),
+                key[2],
+            )
+            self._found[case] = self._entries[key]
         return self._found[case]
 
     def find(self, architecture: tuple[int, int], dtype: torch.dtype, largest: int) -> Tuning:
         """The options for head dims up to `largest` on GPUs of that compute capability."""
         return self._entries[self._nearest(architecture, dtype, largest)]
-
-    def _find_on(self, architecture: tuple[int, int], dtype: torch.dtype, largest: int) -> Tuning:
-        found = self._nearest(architecture, dtype, largest)
-        logger.info(
-            "%s: %s, head dims up to %d on sm_%d%d take the kept options of %s, up to %d",
-            self._kernels,
-            str(dtype).removeprefix("torch."),
-            largest,
-            *architecture,
-            "other GPUs" if found[0] is None else "sm_{}{}".format(*found[0]),
-            found[2],
-        )
-        return self._entries[found]
 
     def _nearest(self, architecture: tuple[int, int], dtype: torch.dtype, largest: int) -> Key:
         # An entry for larger dims is correct for smaller ones; one for smaller dims may not fit into shared memory.

@@ -31,17 +31,10 @@ def sum_heads(grads: Tensor, groups: int) -> Tensor:
     return grads if grads.shape[2] == groups else grads.unflatten(2, (groups, -1)).sum(3)
 
 
-def padded_dim(size: int) -> int:
-    """The head dim that the kernels compute with: the next multiple of 16."""
-    return size + -size % _ALIGNMENT
-
-
 def with_padded_heads(passes: Passes) -> Passes:
     """The same passes for head dims of any size: K and V are padded with zeros to multiples of 16 where necessary.
 
-    Args:
-        passes: of an operator with q, k, v first. Operands of four dimensions but v are [..., K]; tensors that replace
-            operands are shaped like them. `needs_incoming` must be False.
+    Operands are q, k, v first; those of four dimensions but v are [..., K]. `needs_incoming` must be False.
     """
     assert not passes.needs_incoming
 
@@ -122,7 +115,7 @@ class _PaddedBackward:
 
 
 def _is_odd(operands: Sequence[Tensor]) -> bool:
-    """Whether head dims need padding; not if they do not fit each other, which the passes then refuse."""
+    # Not if head dims do not fit each other, which the passes then refuse.
     of_heads = [x for x in operands if x.dim() == 4]
     if len(of_heads) < 3 or any(x is not operands[2] and x.shape[-1] != operands[0].shape[-1] for x in of_heads):
         return False
@@ -130,7 +123,6 @@ def _is_odd(operands: Sequence[Tensor]) -> bool:
 
 
 def _pad(x: Tensor, dims: int) -> Tensor:
-    """Zeros after the last `dims` dimensions."""
     return F.pad(x, [size for dim in range(1, dims + 1) for size in (0, -x.shape[-dim] % _ALIGNMENT)])
 
 
@@ -139,7 +131,7 @@ def _padded(operands: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _cut_replaced(passes: Passes, operands: Sequence[Tensor], saved: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The saved tensors, those first that take the place of operands in the shapes of these."""
+    # Those first that take the place of operands, in the shapes of these.
     count = len(passes.replaced)
     cut = (
         x if x.shape == operands[position].shape else x[..., : operands[position].shape[-1]].contiguous()

@@ -7,13 +7,11 @@ elsewhere emulated. `models.projections` uses both for y = x Wᵀ and dx = dy W:
     dx  a scale for each token of dy, and for each input of W
     dW  in the compute dtype: it sums over tokens, so its scales would depend on how a sequence is split over ranks
 
-A scale of a token depends on that token alone, and FSDP gathers a weight before its use, so the loss depends on neither
+A token's scale depends on that token alone, and FSDP gathers a weight before its use, so the loss depends on neither
 split. torchao's recipe `rowwise_with_gw_hp` has the same products, with one scale for the whole W in dx.
 
-Rows are e4m3 numbers, and one power of two for each row. A power of two scales without rounding errors, so each number
-is rounded once, to three bits after its leading one. As the numbers are floating, the factor of up to 2 by which a
-row's largest may stay below the format's costs no precision, only one of 18 binary orders of magnitude: those below
-2⁻¹⁷ of a row's largest become 0, and those below 2⁻¹⁴ lose bits.
+Rows are e4m3 numbers and one power of two, which scales without rounding: each number is rounded once, to three bits
+after its leading one. Numbers below 2⁻¹⁷ of a row's largest become 0, and those below 2⁻¹⁴ lose bits.
 """
 
 from __future__ import annotations
@@ -66,10 +64,8 @@ class Fp8Rows(NamedTuple):
 def quantise_rows(*parts: Tensor) -> Fp8Rows:
     """Round the rows of matrices side by side, [M, K_i] each, to the nearest numbers of fp8.
 
-    A row with infinity or NaN gets the scale NaN, so that a product with it is NaN too.
-
-    Args:
-        parts: in bf16, fp32 or fp64, all in the same dtype; of any strides.
+    A row with infinity or NaN gets the scale NaN, so that a product with it is NaN too. All parts have one dtype: bf16,
+    fp32 or fp64.
     """
     if _has_kernels(parts[0]):
         from zeco_train.kernels.rows import launch_rows  # late: imports Triton
@@ -103,11 +99,9 @@ def _empty(like: Tensor, rows: int, width: int) -> Fp8Rows:
 
 
 def _powers(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors 2⁻ᵉ and scales 2ᵉ of rows, fp32, with the least e for which the largest number is at most 448 · 2ᵉ.
-
-    From the bits of fp32, since quotients and logarithms are not rounded alike on all devices. Rows below 2⁻¹¹⁷,
-    whose factor would overflow, take the largest factor.
-    """
+    # Factors 2⁻ᵉ and scales 2ᵉ of rows, fp32, with the least e for which the largest number is at most 448 · 2ᵉ, or for
+    # rows below 2⁻¹¹⁷ the largest factor that does not overflow. From the bits of fp32, since quotients and logarithms
+    # are not rounded alike on all devices.
     bits = largest.view(torch.int32)
     above = ((bits & _FRACTION) > _LARGEST_FRACTION).to(torch.int32)
     exponents = ((bits >> _FRACTION_BITS) + above - _LARGEST_EXPONENT).clamp(min=1)
@@ -130,19 +124,10 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def product(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """The matrix product a bᵀ.
+    """The matrix product a bᵀ [M, N] in `dtype`, of a [M, K] and b [N, K].
 
-    Emulated, operands are the rounded ones in `dtype`: products and sums are then those of that dtype.
-
-    Args:
-        a: [M, K].
-        b: [N, K].
-        dtype: of the result.
-        fast: let GPUs add with fewer bits (14 on Hopper, says DeepSeek-V3's report, arXiv 2412.19437) before they add
-            to an fp32 sum.
-
-    Returns:
-        [M, N].
+    Emulated, operands are the rounded ones in `dtype`: products and sums are then those of that dtype. `fast` lets GPUs
+    add with fewer bits (14 on Hopper, says DeepSeek-V3's report, arXiv 2412.19437) before they add to an fp32 sum.
     """
     if is_emulated(dtype, a.values.device):
         return a.wide(dtype) @ b.wide(dtype).T

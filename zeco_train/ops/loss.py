@@ -1,13 +1,12 @@
 """Cross-entropy of a linear head that materialises the logits of one chunk of tokens at a time.
 
 At a million tokens and a vocabulary of 32k the logits alone would take 64 GB in bf16. Here the head is applied chunk by
-chunk, and the gradients of a chunk are computed immediately, while its logits exist:
+chunk, and the gradients of a chunk are computed in the forward pass, while its logits exist:
 
     loss = Σ_t lse(z_t) − z_t[y_t],   z = h Wᵀ,   dz = softmax(z) − onehot(y),   dh = dz W,   dW = dzᵀ h
 
-Why in the forward pass rather than in the backward pass: the loss ends the forward pass and starts the backward pass,
-so the tensors kept in between (dh in place of h, and dW, which the backward pass needs anyway) do not raise the peak,
-and one of four matrix products is saved. The upstream gradient is a scalar and is multiplied in later.
+The loss ends the forward pass and starts the backward pass, so what is kept in between (dh in place of h, and dW) does
+not raise the peak, and one of four matrix products is saved. The upstream gradient is a scalar, multiplied in later.
 """
 
 from __future__ import annotations
@@ -28,16 +27,9 @@ _CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_grad: bool) -> tuple[Tensor, Tensor]:
-    """Loss of one chunk and its gradient. Logits that are already in `loss_dtype` are overwritten.
+    """Summed loss of one chunk of logits [n, vocab], in `loss_dtype`, and dlogits ([0] unless wanted) in their dtype.
 
-    Args:
-        logits: [n, vocab].
-        targets: [n] int64.
-        loss_dtype: of the loss and of the arithmetic.
-        want_grad: compute dlogits.
-
-    Returns:
-        The summed loss, a scalar in `loss_dtype`; dlogits, [n, vocab] in the dtype of the logits, [0] if not wanted.
+    Targets are [n] int64. Logits that are already in `loss_dtype` are overwritten.
     """
     wide = logits.to(loss_dtype)
     ignored = targets == IGNORE_INDEX
@@ -58,12 +50,9 @@ def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_
 
 
 def scale_into(sources: Sequence[Tensor], factor: Tensor, targets: Sequence[Tensor]) -> None:
-    """Write sources · factor to `targets`, multiplied in the dtype of the factor and rounded once.
+    """Write sources · factor, a scalar, to `targets`, multiplied in the dtype of the factor and rounded once.
 
-    Args:
-        sources: [...] each, of no wider dtype than the factor.
-        factor: scalar.
-        targets: of the shapes of the sources, contiguous; each may be its source.
+    Sources have no wider dtype than the factor; targets are contiguous, and each may be its source.
     """
     for source, target in zip(sources, targets, strict=True):
         # GPUs would first round a factor without dimensions to the dtype of the source. CPUs do not, and one with a
@@ -115,8 +104,8 @@ def linear_cross_entropy(
         parts: eager or compiled.
 
     Returns:
-        Scalar, fp32 (fp64 for fp64): the sum, not the mean, so that ranks and micro-batches add up; 0 if no token
-        counts. Under `torch.no_grad` no gradient is computed. Its backward can run once.
+        Scalar, fp32 (fp64 for fp64): the sum, so that ranks and micro-batches add up; 0 if no token counts. Under
+        `torch.no_grad` no gradient is computed. Its backward can run once.
 
     Raises:
         ValueError: shapes that do not fit, or chunk_tokens < 1.
@@ -143,8 +132,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | N
 def linear_token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> TokenScores:
     """The cross-entropy of softmax(hidden weightᵀ) and the most likely id of each token, without gradients.
 
-    Arguments and errors are those of `linear_cross_entropy`. Logits are computed only for tokens whose label counts: if
-    few tokens of a long sequence are scored, the head costs next to nothing.
+    Arguments and errors are those of `linear_cross_entropy`. Only tokens whose label counts cost anything.
     """
     chunk_tokens = _check(hidden, weight, labels, chunk_tokens)
     losses = torch.zeros(labels.shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device).view(-1)
@@ -158,8 +146,6 @@ def linear_token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_to
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """hidden [..., D], weight [vocab, D], labels [...] → scalar. Equations in the module's docstring."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -215,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to `total`, in fp32 or fp64; on GPUs, and if all have one dtype, without rounding a b before."""
+    # In fp32 or fp64; on GPUs, and if all have one dtype, without rounding a b before.
     if total.dtype is a.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.device.type == "cuda":

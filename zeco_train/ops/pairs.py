@@ -1,16 +1,15 @@
 """Products of the token pairs inside chunks, with a decay between the two tokens by channel, and their gradients.
 
-Pairs of different tokens are grouped by pairs of blocks, of 1, 2, 4, … tokens, up to half a chunk: two tokens of a
-chunk are split at exactly one size, at the start of the later block, and the decay between them is the product of a
-factor for the later token and one for the earlier (see `zeco_train.ops.chunks`). So each size is one batch of matrix
-products, and peak memory is a few times that of the tokens. Products of blocks below 16 tokens are batched into
-products of 16 rows, which is cheaper than many tiny ones; only their diagonal blocks are used.
+Two tokens of a chunk are split at exactly one size of blocks, 1, 2, 4, … tokens, at the start of the later block, and
+the decay between them is a factor for the later token times one for the earlier (`zeco_train.ops.chunks`). So each size
+is one batch of matrix products, and peak memory is a few times that of the tokens. Products of blocks below 16 tokens
+are batched into products of 16 rows, which is cheaper than many tiny ones; only their diagonal blocks are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +20,9 @@ from zeco_train.ops.chunks import ChunkDecays, block_sizes, halves, merge_blocks
 _ROWS = 16
 
 
-@dataclass(frozen=True)
-class _BlockPairs:
-    """Queries and keys of all pairs of blocks of one size, decayed to the start of the later block.
-
-    Attributes:
-        block: tokens of a block.
-        queries: [N, B, H, C / 2, K], tokens of the later blocks. keys: the same, of the earlier blocks.
-        query_decay: [N, B, H, C / (2·block), block, K], a view. key_decay: the same.
-    """
+class _BlockPairs(NamedTuple):
+    # Queries [N, B, H, C / 2, K] of the later and keys of the earlier blocks of `block` tokens, decayed to the start of
+    # the later; and those decays, views [N, B, H, C / (2·block), block, K].
 
     block: int
     queries: Tensor
@@ -43,14 +36,7 @@ def pair_scores(queries: Tensor, keys: Tensor, g: Tensor, doc_ids: Tensor | None
 
         A_ij = Σ_K q_i ⊙ k_j ⊙ exp(g_{j+1} + … + g_i)  for j <= i without a restart in (j, i],  else 0
 
-    Args:
-        queries: [N, B, H, C, K], fp32 or fp64.
-        keys: [N, B, H, C, K], same dtype.
-        g: [B, T, H, K], log-decays of the tokens.
-        doc_ids: [T], see `zeco_train.ops.documents`.
-
-    Returns:
-        [N, B, H, C, C] in the dtype of the queries; rows are queries.
+    Queries and keys are [N, B, H, C, K], g [B, T, H, K], doc_ids [T]; the scores [N, B, H, C, C], rows are queries.
     """
     scores = own_scores(queries, keys)
     for pairs in _block_pairs(queries, keys, g, doc_ids):
@@ -70,16 +56,8 @@ def pair_grads(
 
         dq_i = Σ_j dA_ij k_j ⊙ decay_ij,    dk_j = Σ_i dA_ij q_i ⊙ decay_ij        over j <= i
 
-    Args:
-        queries: as of `pair_scores`.
-        keys: likewise.
-        score_grads: dA, contiguous, in the shape of the scores; only j <= i is read.
-        g: as of `pair_scores`.
-        doc_ids: likewise.
-        scores: those of each token with itself, `own_scores`: the others are filled in. None: not wanted.
-
-    Returns:
-        dq and dk, in the shape of queries and keys.
+    `score_grads` is dA, contiguous; only j <= i is read. `scores` are those of each token with itself, `own_scores`:
+    the others are filled in; None: not wanted.
     """
     own_grads = score_grads.diagonal(dim1=-2, dim2=-1).view(*queries.shape[:-1], 1)
     # Separate allocations: of one chunk and one head they are returned as is, and a custom op's outputs must not alias.
@@ -106,7 +84,7 @@ def own_scores(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, doc_ids: Tensor | None) -> Iterator[_BlockPairs]:
-    """Yield the block pairs from small to large. Each overwrites the decays of the previous one."""
+    # From small to large; each overwrites the decays of the previous one.
     from_start = token_decays(g, doc_ids, queries.dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
     *outer, chunk, key_dim = queries.shape
@@ -130,12 +108,12 @@ def _rows(x: Tensor, block: int) -> Tensor:
 
 
 def _put_blocks(scores: Tensor, products: Tensor, block: int) -> None:
-    """Copy the diagonal blocks of the products [·, rows, rows] to their positions in the scores [N, B, H, C, C]."""
+    # The diagonal blocks of the products [·, rows, rows] go to their positions in the scores [N, B, H, C, C].
     _score_blocks(scores, block).copy_(_diagonal_blocks(products, block, scores.shape[-1]))
 
 
 def _take_blocks(scores: Tensor, block: int) -> Tensor:
-    """The inverse of `_put_blocks`, with zeros outside of the diagonal blocks, [·, rows, rows]."""
+    # The inverse of `_put_blocks`, with zeros outside of the diagonal blocks, [·, rows, rows].
     chunk = scores.shape[-1]
     rows = _num_rows(block, chunk)
     groups = scores.numel() // (chunk * chunk) * (chunk // 2 // rows)
@@ -145,7 +123,7 @@ def _take_blocks(scores: Tensor, block: int) -> Tensor:
 
 
 def _score_blocks(scores: Tensor, block: int) -> Tensor:
-    """View of the scores of later blocks (rows) with earlier ones (columns): [N·B·H, groups, blocks, block, block]."""
+    # View of the scores of later blocks (rows) with earlier ones (columns), [N·B·H, groups, blocks, block, block].
     assert scores.is_contiguous()
     chunk = scores.shape[-1]
     rows = _num_rows(block, chunk)
@@ -157,7 +135,7 @@ def _score_blocks(scores: Tensor, block: int) -> Tensor:
 
 
 def _diagonal_blocks(products: Tensor, block: int, chunk: int) -> Tensor:
-    """View of the diagonal blocks of [·, rows, rows], shaped as in `_score_blocks`."""
+    # View of the diagonal blocks of [·, rows, rows], shaped as in `_score_blocks`.
     rows = products.shape[-1]
     blocks = products.unflatten(0, (-1, chunk // 2 // rows))
     blocks = blocks.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))

@@ -20,7 +20,7 @@ from zeco_train.ops.seam import StateInput
 
 
 class Recomputable(Protocol):
-    """A block that can be recomputed."""
+    """A block: x [B, T, D] → y [B, T, D], then received and carry_out of each state."""
 
     def __call__(
         self,
@@ -30,10 +30,7 @@ class Recomputable(Protocol):
         shared: Tensor | None,
         is_read: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Map x [B, T, D] → y [B, T, D], then received and carry_out of each state.
-
-        With `is_read=False` only y's gradients are valid.
-        """
+        """With `is_read=False` only y's gradients are valid."""
         ...
 
 
@@ -63,9 +60,6 @@ def recomputed(
         position: of the tokens; the caller keeps its `Exchange` alive.
         state_inputs: the layer's, one a state, with one value of `want_carry`.
         shared: the layer's part of a parameter of the whole model, or None.
-
-    Returns:
-        y [B, T, D], then received and carry_out of each state.
     """
     incoming = (state_input.incoming_state for state_input in state_inputs)
     carries = (state_input.carry_in for state_input in state_inputs)
@@ -78,10 +72,8 @@ _BEFORE_STATES = 5
 
 
 class _Recomputed(torch.autograd.Function):
-    """Forward: the block without autograd. Backward: the block once more, with its states replayed, then its backward.
-
-    The inner backward pass accumulates the parameters' gradients in `.grad` as usual.
-    """
+    # Forward: the block without autograd. Backward: the block once more, with its states replayed, then its backward
+    # pass, which accumulates the parameters' gradients in `.grad` as usual.
 
     @staticmethod
     def forward(

@@ -19,12 +19,7 @@ from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
 
 
 def by_rows(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor) -> Passes:
-    """The implementation for these operands, run row by row.
-
-    Args:
-        operator: of the operands.
-        operands: in its order.
-        doc_ids: [B, T], see `zeco_train.ops.documents`.
+    """The implementation for these operands, run row by row; doc_ids [B, T], see `zeco_train.ops.documents`.
 
     Raises:
         ValueError: another number of sequences than in the batch.
@@ -45,13 +40,12 @@ def by_rows(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor) -> 
 
 
 class _Rows:
-    """The rows of an operator's operands: those without B are the same for all."""
+    # Operands without B are the same for all rows.
 
     def __init__(self, operator: Operator) -> None:
         self._has_rows = ["B" in dims for dims in operator.dims]
 
     def split(self, operands: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The operands of each row, [1, …]."""
         batch = next(x.shape[0] for x, has_rows in zip(operands, self._has_rows, strict=True) if has_rows)
         pairs = [*zip(operands, self._has_rows, strict=True)]
         return [[x[row : row + 1] if has_rows else x for x, has_rows in pairs] for row in range(batch)]
@@ -93,7 +87,7 @@ class _RowsForward:
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """First, for the whole batch, what takes the place of operands; then each row's other tensors."""
+        # First, for the whole batch, what takes the place of operands; then each row's other tensors.
         of_rows = [row.saved for row in self._rows]
         replaced = zip(*(row[: self._num_replaced] for row in of_rows), strict=True)
         kept = (x for row in of_rows for x in row[self._num_replaced :])

@@ -1,8 +1,8 @@
 """The calls of a run that kernels on GPUs do not serve, and what that costs.
 
-All calls are checked when a run starts (`check_kernels`), and by the planner for a GPU that need not be there, by the
-`KernelRule` that is asked about the tensors at hand later. A call that kernels do not serve is a `SlowPath`: a warning
-names it, or `Kernels.require` refuses it.
+All calls are checked when a run starts, and by the planner for a GPU that need not be there, by the `KernelRule` that
+is asked about the tensors at hand later. A call that kernels do not serve is a `SlowPath`: a warning names it, or
+`Kernels.require` refuses it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -116,14 +116,7 @@ def find_slow_paths(calls: Calls, target: Target, tokens: int | None = None) -> 
 def check_kernels(
     field: str, wanted: Kernels, calls: Calls, target: Target, tokens: int | None = None
 ) -> list[SlowPath]:
-    """`find_slow_paths`, to be warned of (`warn_of`) once the log is set up.
-
-    Args:
-        field: name of the setting.
-        wanted: its value.
-        calls: of the run.
-        target: of the ranks; it need not be there.
-        tokens: of a call, if known.
+    """`find_slow_paths`, to be warned of (`warn_of`) once the log is set up; `wanted` is the value of setting `field`.
 
     Raises:
         ConfigError: `require`, and there are slow paths, of which the first is named; or a device without kernels.
@@ -149,13 +142,9 @@ def warn_of(found: Sequence[SlowPath]) -> None:
 
 @dataclass(frozen=True)
 class SlowDown:
-    """A measured slow-down.
+    """A measured slow-down: time of PyTorch's passes over that of kernels, forward + backward.
 
-    Attributes:
-        operator, dtype: as of `Call`; the dtype as `bf16`.
-        key_dim, value_dim: K and V.
-        tokens: of a call; None: not recorded.
-        slow_down: time of PyTorch's passes over that of kernels, forward + backward.
+    Operator, dtype (as `bf16`), K and V as of `Call`; tokens of a call, None: not recorded.
     """
 
     operator: str
@@ -168,12 +157,7 @@ class SlowDown:
 
 @dataclass(frozen=True)
 class SlowDowns:
-    """Measured slow-downs; `lab/campaigns/slow_paths.py` measures and writes them.
-
-    Attributes:
-        source: device, date and commit of the measurement.
-        rows: the figures.
-    """
+    """Measured slow-downs (`lab/campaigns/slow_paths.py`); source: device, date and commit of the measurement."""
 
     source: str
     rows: tuple[SlowDown, ...]
@@ -183,11 +167,6 @@ class SlowDowns:
         """The table of a file."""
         stored = json.loads(path.read_text())
         return cls(stored["source"], tuple(SlowDown(**row) for row in stored["rows"]))
-
-    def write(self, path: Path) -> None:
-        """Write the file that `read` reads, a line each row."""
-        rows = ",\n    ".join(json.dumps(asdict(row)) for row in self.rows)
-        path.write_text(f'{{\n  "source": {json.dumps(self.source)},\n  "rows": [\n    {rows}\n  ]\n}}\n')
 
     def nearest(self, call: Call, tokens: int | None = None) -> SlowDown | None:
         """The row of the operator and dtype whose K · V, and then whose tokens, are nearest.

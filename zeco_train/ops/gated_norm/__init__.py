@@ -53,7 +53,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bo
 
 @custom_op("zeco::gated_norm", mutates_args=())
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> tuple[Tensor, Tensor]:
-    """Compute y [..., V] and r [..., 1], the latter in the accumulation dtype."""
+    # y [..., V], and r [..., 1] in the accumulation dtype
     if KERNELS.serves(x, x):
         from zeco_train.ops.gated_norm.kernels import launch_gated_norm  # late: imports Triton
 
@@ -77,7 +77,6 @@ def _gated_norm_shapes(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_s
 def _gated_norm_backward(
     dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dx [..., V], dg [..., V] and dw [V]."""
     if KERNELS.serves(x, x):
         from zeco_train.ops.gated_norm.kernels import launch_gated_norm_grads  # late: imports Triton
 
@@ -137,6 +136,5 @@ def swish_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigmoid_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
-    """σ(g) and σ'(g) = σ(g) (1 − σ(g)), as fresh tensors."""
     sigmoid = gate.sigmoid()
     return sigmoid, sigmoid * (1 - sigmoid)

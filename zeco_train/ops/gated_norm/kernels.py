@@ -1,8 +1,6 @@
-"""The gated RMS norm and its gradients, each in one pass over its inputs; that of the weight as sums by program.
+"""The gated RMS norm and its gradients (`zeco_train.ops.gated_norm`), each in one pass over its inputs.
 
-The equations are those of `zeco_train.ops.gated_norm`. Bytes: x and gate are read, y is written; dy, x and gate are
-read, dx and dgate written. Compiled code reads the latter three twice: torch's compiler does not fuse a sum over rows
-with what else it computes of them.
+x and gate are read, y is written; dy, x and gate are read, dx and dgate written, and of dweight sums by program.
 """
 
 from __future__ import annotations
@@ -120,15 +118,7 @@ _PROGRAMS = 1056
 
 
 def launch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_swish: bool) -> tuple[Tensor, Tensor]:
-    """The gated norm y [..., V], and 1 / sqrt(mean(x²) + eps), [..., 1] fp32.
-
-    Args:
-        x: [..., V], of a dtype that is computed in fp32, as are the next two.
-        gate: [..., V].
-        weight: [V].
-        eps: added to the mean square.
-        is_swish: the gate's function is swish; else it is the sigmoid.
-    """
+    """The gated norm y [..., V], and 1 / sqrt(mean(x²) + eps), [..., 1] fp32, of x, gate [..., V], weight [V]."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     x, gate = _matrices(x), _matrices(gate)
@@ -145,16 +135,7 @@ def launch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sw
 def launch_gated_norm_grads(
     dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dx [..., V], dgate [..., V], dweight [V] fp32 of the gated norm.
-
-    Args:
-        dy: [..., V], gradient of the output.
-        x: [..., V], input.
-        gate: [..., V].
-        weight: [V].
-        rstd: [..., 1] fp32, of the forward pass.
-        is_swish: see `launch_gated_norm`.
-    """
+    """Gradients dx, dgate [..., V], dweight [V] fp32; rstd [..., 1] fp32 is that of `launch_gated_norm`."""
     dx, dgate = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, gate))
     dy, x, gate = (_matrices(tensor) for tensor in (dy, x, gate))
     H, V = x.shape[1:]
@@ -171,16 +152,14 @@ def launch_gated_norm_grads(
 
 
 def _tile_sizes(columns: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and its warps: on H200s the fastest of 2, 4 and 8 for 128 and 2,048 columns."""
+    # Rows and columns of a tile, and its warps: on H200s the fastest of 2, 4 and 8 for 128 and 2,048 columns.
     width = triton.next_power_of_2(max(columns, 1))
     return max(1, _TILE // width), width, 8 if width <= 128 else max(4, min(width // 512, 16))
 
 
 def _matrices(x: Tensor) -> Tensor:
-    """[..., V] as [N, H, V]: a view, if elements of a row are side by side and the dimensions before H are regular.
-
-    H is that of [B, T, H, V], else 1: kernels are compiled for each.
-    """
+    # [..., V] as [N, H, V]: a view, if elements of a row are side by side and the dimensions before H are regular. H is
+    # that of [B, T, H, V], else 1: kernels are compiled for each.
     if x.ndim < 4:
         x = x.unsqueeze(-2)
     x = x if x.stride(-1) == 1 else x.contiguous()

@@ -6,10 +6,6 @@ q, k, g [B, T, H, K]; v, o [B, T, H, V]; g is log-decays, fp32 or fp64, finite a
 
 FLOPs are those of matrix products per token, a multiply-add counting as two. Of the token pairs inside a chunk of C =
 64 only the causal half counts, (C+1)/2 per token, although kernels compute the whole square.
-
-One token, for generation, updates the state in place, without gradients. On CUDA this is one kernel, which is not tuned
-and compiles in a second, so a process's first token is not delayed. Elsewhere, and for fp64, three passes over the
-state in PyTorch.
 """
 
 from __future__ import annotations
@@ -27,19 +23,14 @@ from zeco_train.ops.passes import Passes, check_step
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
     """FLOPs per token of the forward pass: H · (2·KV + 2·KV + (C+1)·K + (C+1)·V).
 
-    In this order: adding kᵀv to the state, applying q to the state, scores q kᵀ, and scores times v.
-
-    Each product has two in the backward pass: dq = do Sᵀ, dk = v dSᵀ, dv = k dS and dS itself for the states; dA, dq,
-    dk and dv inside chunks.
+    In this order: adding kᵀv to the state, applying q to the state, scores q kᵀ, and scores times v. Each product has
+    two in the backward pass.
     """
     return float(heads * (4 * key_dim * value_dim + (CHUNK + 1) * (key_dim + value_dim)))
 
 
 def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """H · 2·KV: the chunk states, which the backward pass recomputes instead of keeping them.
-
-    That is on GPUs; the PyTorch implementation also recomputes the scores.
-    """
+    """H · 2·KV: the chunk states, which the backward pass recomputes instead of keeping them; on GPUs."""
     return float(heads * 2 * key_dim * value_dim)
 
 
@@ -47,14 +38,17 @@ STEP_KERNELS = KernelRule()
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """Compute the next token of each sequence of a batch.
+    """Compute the next token of each sequence, without gradients.
+
+    On CUDA by one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
+    Elsewhere, and for fp64, in three passes over the state.
 
     Args:
         q: [B, 1, H, K]; bf16, fp32 or fp64.
         k: [B, 1, H, K], same dtype.
         v: [B, 1, H, V], same dtype.
         g: [B, 1, H, K], log-decay ≤ 0; fp32 (fp64 for fp64 inputs).
-        state: [B, H, K, V] in the dtype of g, contiguous, state after the previous token; updated in place.
+        state: [B, H, K, V] in the dtype of g, contiguous, updated in place.
         scale: factor of the output, K^-1/2 if None.
 
     Returns:
@@ -65,24 +59,14 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, sc
     """
     check_step("q", q.shape[1], state, (q.shape[0], *q.shape[2:], v.shape[-1]), g.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (_kernel_step if _has_kernel(q, v, g) else _plain_step)(q, k, v, g, state, scale)
+    if STEP_KERNELS.serves(q, v, g):
+        from zeco_train.ops.gla.kernels.outputs import launch_step  # imports Triton
 
-
-def _has_kernel(q: Tensor, v: Tensor, g: Tensor) -> bool:
-    return STEP_KERNELS.serves(q, v, g)
-
-
-def _kernel_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
-    from zeco_train.ops.gla.kernels.outputs import launch_step  # imports Triton
-
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    # Triton launches on the current device.
-    with torch.cuda.device_of(q):
-        launch_step(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), state, o, scale)
-    return o
-
-
-def _plain_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        # Triton launches on the current device.
+        with torch.cuda.device_of(q):
+            launch_step(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), state, o, scale)
+        return o
     heads = state.view(-1, *state.shape[-2:])
     query, key, value, log_decay = (x.to(state.dtype).reshape(len(heads), 1, -1) for x in (q, k, v, g))
     heads.mul_(log_decay.exp().mT).baddbmm_(key.mT, value)

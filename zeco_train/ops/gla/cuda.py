@@ -6,11 +6,9 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
-passed between segments or ranks are fp32. Decays are natural logarithms. Their cumulative sums inside chunks, b, are
-computed once in the forward pass and saved for the backward pass in place of g. The scores and the states at chunk
-boundaries are saved too, in the dtype of the inputs: 64 and K·V/64 numbers per token and head.
-
-The kernels also run on a CPU under Triton's interpreter, in fp32.
+passed between segments or ranks are fp32. Saved for the backward pass are b, the sums of g inside chunks, in place of
+g, and in the dtype of the inputs the scores and the states at chunk boundaries: 64 and K·V/64 numbers per token and
+head. The kernels also run on a CPU under Triton's interpreter, in fp32.
 """
 
 from __future__ import annotations
@@ -23,44 +21,32 @@ from torch import Tensor
 from zeco_train.ops.gla.kernels.launch import GlaKernels
 from zeco_train.ops.gla.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import Passes
 
 
-def _launcher(k: Tensor, v: Tensor, doc_ids: Tensor | None, scale: float) -> GlaKernels:
-    return GlaKernels(k, v, doc_ids, scale, options_for(k))
-
-
-class GlaKernelForward:
-    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
-
+class _KernelForward:
     def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         q, k, v, g = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
-        self._launcher = _launcher(k, v, doc_ids, scale)
+        self._launcher = GlaKernels(k, v, doc_ids, scale, options_for(k))
         self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
         self._local = self._launcher.local_states(self._k, self._v, dense(g), b=self._b, reverse=False)
-        self.state, self.transition = self._local.state, self._local.log_decay
+        self.state, self.transition = self._local.segments.state, self._local.segments.log_decay
 
     def overlap(self) -> None:
-        """Compute the scores inside chunks."""
         self._scores = self._launcher.scores(self._q, self._k, self._b)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute o [B, T, H, V], given R [B, H, K, V]."""
-        check_state(incoming_state, "incoming_state", self.state.shape)
-        self._launcher.correct(self._local, incoming_state)
+        self._launcher.correct(self._local.segments, incoming_state, "incoming_state")
         return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local)
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """b, in place of g; the true states before the chunks, in place of R; the scores."""
-        # Not g too: in fp32 it is as large as bf16 q and k together.
+        # Not g too: in fp32 it is as large as bf16 q and k together. The true states serve in place of R.
         return self._b, self._local.states, self._scores
 
 
-class GlaKernelBackward:
-    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
-
+class _KernelBackward:
     def __init__(
         self,
         operands: Sequence[Tensor],
@@ -74,20 +60,16 @@ class GlaKernelBackward:
         q, k, v, self._b = operands
         self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
         self._states, self._scores = saved
-        self._launcher = _launcher(k, v, doc_ids, scale)
+        self._launcher = GlaKernels(k, v, doc_ids, scale, options_for(k))
         self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
-        self.state_grad = self._local.state
+        self.state_grad = self._local.segments.state
 
     def overlap(self) -> None:
-        """Compute dq and the part of dk inside chunks."""
-        self._dq, self._dk, self._terms = self._launcher.intra_grads(
-            self._q, self._k, self._v, self._b, self._do, self._states
-        )
+        inputs = self._q, self._k, self._v, self._b, self._do, self._states
+        self._dq, self._dk, self._terms = self._launcher.intra_grads(*inputs)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Compute dq, dk, dv, dg, given D_in [B, H, K, V]."""
-        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        self._launcher.correct(self._local, incoming_grad)
+        self._launcher.correct(self._local.segments, incoming_grad, "incoming_grad")
         dv, dg = self._launcher.input_grads(
             self._k, self._v, self._b, self._do, self._scores, self._states, self._local, self._terms, self._dk
         )
@@ -97,12 +79,9 @@ class GlaKernelBackward:
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _, k, v, g = operands
     # For the shapes only, which do not depend on documents or the scale.
-    launcher = _launcher(k, v, None, 1.0)
-    return (
-        torch.empty_like(g, memory_format=torch.contiguous_format),
-        k.new_empty(launcher.states_shape),
-        k.new_empty(launcher.scores_shape),
-    )
+    launcher = GlaKernels(k, v, None, 1.0, options_for(k))
+    b = torch.empty_like(g, memory_format=torch.contiguous_format)
+    return b, k.new_empty(launcher.states_shape), k.new_empty(launcher.scores_shape)
 
 
-CUDA = with_padded_heads(Passes(GlaKernelForward, GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False))
+CUDA = with_padded_heads(Passes(_KernelForward, _KernelBackward, _saved_like, replaced=(3,), needs_incoming=False))

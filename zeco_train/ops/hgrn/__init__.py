@@ -3,10 +3,8 @@
     h_t = exp(g_t) ⊙ h_{t-1} + x_t,    o_t = h_t
 
 x, g, o [B, T, H, K]; g is log-decays, fp32 or fp64, finite and at most 0. Heads are groups of channels, by which scans
-over ranks cut the state, [B, H, K, 1]: they change no result. There is no scale.
-
-Its FLOPs count as 0, since matrix products only are counted and it has none: its operations per channel are a few
-thousandths of those of the projections that make its operands. One token, for generation, updates the state in place.
+over ranks cut the state, [B, H, K, 1]: they change no result. There is no scale. Its FLOPs count as 0: it has no matrix
+products.
 """
 
 from __future__ import annotations
@@ -21,31 +19,14 @@ from zeco_train.ops.operator import KernelRule, Kind, Operator, PeerFunction
 from zeco_train.ops.passes import Passes, check_step
 
 
-def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """FLOPs per token of the forward pass."""
-    return 0.0
-
-
-def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """FLOPs per token that the backward pass recomputes."""
-    return 0.0
-
-
 @torch.no_grad()
 def hgrn_step(x: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """Compute the next token of each sequence of a batch.
+    """The next token of each sequence, x and g [B, 1, H, K] → o.
 
-    Args:
-        x: [B, 1, H, K]; bf16, fp32 or fp64.
-        g: [B, 1, H, K], log-decay ≤ 0; fp32 (fp64 for fp64 inputs).
-        state: [B, H, K, 1] in the dtype of g, state after the previous token; updated in place.
-        scale: None or 1.
-
-    Returns:
-        o: [B, 1, H, K] in the dtype of x.
+    The state, [B, H, K, 1] in the dtype of g, is updated in place.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
+        ValueError: naming the tensor, a state that does not fit, or several tokens.
     """
     if scale not in (None, 1.0):
         raise ValueError(f"scale: the operator has none, expected 1; got {scale:g}")
@@ -55,21 +36,13 @@ def hgrn_step(x: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -
     return h[:, None].to(x.dtype, copy=True)
 
 
-# Tokens of which all pairs are computed at once.
-_BLOCK = 16
+_BLOCK = 16  # tokens of which all pairs are computed at once
 
 
 def by_sums(x: Tensor, g: Tensor, *, scale: float | None, initial_state: Tensor) -> tuple[Tensor, Tensor]:
     """h_i = exp(G_i) ⊙ h + Σ_{j≤i} exp(G_i − G_j) ⊙ x_j, with h before a block and G the sums of log-decays since.
 
-    Args:
-        x: [B, T, H, K], fp64.
-        g: [B, T, H, K], fp64.
-        scale: None or 1.
-        initial_state: [B, H, K, 1], fp64.
-
-    Returns:
-        o [B, T, H, K], and the state after the last token, [B, H, K, 1].
+    x, g [B, T, H, K] and initial_state [B, H, K, 1] fp64 → o and the state after the last token.
     """
     assert scale in (None, 1.0)
     state, outputs = initial_state.squeeze(-1), []
@@ -106,8 +79,8 @@ HGRN = ElementwiseRecurrence(
     portable=CHUNKED,
     oracle=by_sums,
     one_token=hgrn_step,
-    forward_flops=forward_flops,
-    recomputed_flops=recomputed_flops,
+    forward_flops=lambda heads, key_dim, value_dim: 0.0,
+    recomputed_flops=lambda heads, key_dim, value_dim: 0.0,
     output=0,
     has_scale=False,
     cuda=_cuda,

@@ -7,9 +7,8 @@ With f_t = exp(g_t), or 0 at a restart, and dh_t the gradient with respect to h_
 
     dh_t = do_t + f_{t+1} ⊙ dh_{t+1},    dx_t = dh_t,    dg_t = f_t ⊙ h_{t-1} ⊙ dh_t
 
-The true h and dh contain what other chunks and ranks add, so dg needs no boundary term. Inside chunks blocks of 1, 2,
-4, … tokens are merged in pairs by products of decays (`zeco_train.ops.chunks`). Arithmetic and states are fp64 if x is,
-else fp32. Tokens by chunks are [N, B, H, C, K]. Invalid shapes or dtypes raise a ValueError that names the tensor.
+The true h and dh contain what other chunks and ranks add, so dg needs no boundary term. Arithmetic and states are fp64
+if x is, else fp32. Tokens by chunks are [N, B, H, C, K].
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ def _sums(log_decays: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([torch.zeros_like(sums[:1]), sums[:-1]]), sums[-1].clone()
 
 
-class HgrnForward:
-    """Forward pass in PyTorch, see `zeco_train.ops.passes.ForwardPass`."""
+class _HgrnForward:
+    """`zeco_train.ops.passes.ForwardPass`."""
 
     saved: tuple[Tensor, ...] = ()
 
@@ -120,16 +119,15 @@ class HgrnForward:
         self.state, self.transition = self._local.state, self._local.transition
 
     def overlap(self) -> None:
-        """Nothing: all before the scan is needed for it."""
+        pass  # all before the scan is needed for it
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute o [B, T, H, K], given R [B, H, K, 1]."""
         h, _ = self._local.corrected(incoming_state, "incoming_state")
         return to_tokens(h, self._x.shape[1], self._x.dtype)
 
 
-class HgrnBackward:
-    """Backward pass in PyTorch, see `zeco_train.ops.passes.BackwardPass`."""
+class _HgrnBackward:
+    """`zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
         self,
@@ -147,16 +145,15 @@ class HgrnBackward:
         self.state_grad = self._local.state
 
     def overlap(self) -> None:
-        """Compute the states before all tokens, decayed by them: f_t ⊙ h_{t-1}."""
         h, starts = _local_states(self._x, self._g, self._doc_ids).corrected(self._incoming, "incoming_state")
         before = torch.cat([starts[..., None, :], h[..., :-1, :]], dim=-2)
+        # f_t ⊙ h_{t-1}
         self._decayed = before.mul_(token_decays(self._g, self._doc_ids, h.dtype))
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Compute dx, dg, given D_in [B, H, K, 1]."""
         dh, _ = self._local.corrected(incoming_grad, "incoming_grad")
         dg, num_tokens = self._decayed.mul_(dh), self._x.shape[1]
         return to_tokens(dh, num_tokens, self._x.dtype), to_tokens(dg, num_tokens, self._g.dtype)
 
 
-CHUNKED = Passes(HgrnForward, HgrnBackward)
+CHUNKED = Passes(_HgrnForward, _HgrnBackward)

@@ -5,10 +5,9 @@ Forward                                                        Backward
   | scan over ranks                                              | scan over ranks
   true states that runs start from; h                            true gradients that runs end with; dx, dg
 
-The time is that of memory: x (do) and g are read twice, outputs are written once. Of the forward pass the state before
-every 16th token is saved, in fp32, from which the backward pass computes h again, in registers. Sums are fp32.
-
-The kernels also run on a CPU under Triton's interpreter.
+The time is that of memory: x (do) and g are read twice, outputs are written once. Of the forward pass the true state
+before every 16th token is saved, in fp32, in place of R: from it the backward pass computes h again, in registers. Sums
+are fp32. The kernels also run on a CPU under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.passes import Passes, check_state
 
 
-class HgrnKernelForward:
-    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
-
+class _KernelForward:
     def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
         x, g = operands
         self._x, self._g, self._doc_ids = dense(x), dense(g), doc_ids
@@ -33,23 +30,19 @@ class HgrnKernelForward:
         self.state, self.transition = self._summaries.state, self._summaries.log_decay
 
     def overlap(self) -> None:
-        """Nothing: all before the scan is needed for it."""
+        pass  # all before the scan is needed for it
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute o [B, T, H, K], given R [B, H, K, 1]."""
         check_state(incoming_state, "incoming_state", self.state.shape)
         o, self._states = launch_outputs(self._x, self._g, self._doc_ids, self._summaries, incoming_state)
         return o
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """The true states before every 16th token, in place of R."""
         return (self._states,)
 
 
-class HgrnKernelBackward:
-    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
-
+class _KernelBackward:
     def __init__(
         self,
         operands: Sequence[Tensor],
@@ -66,10 +59,9 @@ class HgrnKernelBackward:
         self.state_grad = self._summaries.state
 
     def overlap(self) -> None:
-        """Nothing: all before the scan is needed for it."""
+        pass  # all before the scan is needed for it
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Compute dx, dg, given D_in [B, H, K, 1]."""
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         inputs = self._x, self._g, self._do, self._doc_ids
         return launch_grads(*inputs, self._states, self._summaries, incoming_grad)
@@ -79,4 +71,4 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (operands[0].new_empty(states_shape(operands[0]), dtype=torch.float32),)
 
 
-CUDA = Passes(HgrnKernelForward, HgrnKernelBackward, _saved_like, needs_incoming=False)
+CUDA = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)

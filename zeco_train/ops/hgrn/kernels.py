@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.ops.kept import RunOptions
+
 
 @triton.jit
 def _append(rows, row):
@@ -218,29 +220,8 @@ def grads_kernel(
             grad *= decays[ROWS - 1 - row]
 
 
-class HgrnWalk(NamedTuple):
-    """How the kernels over all tokens are divided.
-
-    Attributes:
-        rows: tokens whose loads are issued together, and between which states are saved.
-        channels: of a program, which is one warp: with two of a thread, a load is 4 bytes in bf16, 8 in fp32.
-        programs: about as many are launched: one wave on a large GPU. The same on every device, so that the sums are.
-        shortest: tokens of a program, at least.
-    """
-
-    rows: int
-    channels: int
-    programs: int
-    shortest: int
-
-    def run(self, batch: int, tokens: int, channels: int) -> int:
-        """Tokens of a program, a multiple of `rows`."""
-        runs = max(1, self.programs // (batch * triton.cdiv(channels, self.channels)))
-        tokens = max(triton.cdiv(tokens, runs), min(tokens, self.shortest))
-        return triton.cdiv(tokens, self.rows) * self.rows
-
-
-WALK = HgrnWalk(rows=16, channels=64, programs=4096, shortest=64)
+# Two channels a thread: a load is 4 bytes in bf16, 8 in fp32. States are saved between the steps of `rows` tokens.
+WALK = RunOptions(rows=16, channels=64, programs=4096, shortest=64)
 # Runs whose loads are issued together, and channels of a program, one of a thread, where runs are joined.
 _JOINED, _CHANNELS = 32, 32
 
@@ -268,14 +249,7 @@ def states_shape(x: Tensor) -> tuple[int, int, int]:
 
 
 def launch_summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -> HgrnSummaries:
-    """Summarise the runs of tokens, and join them.
-
-    Args:
-        x: [B, T, H, K], contiguous, as all here; in reverse do.
-        g: [B, T, H, K] fp32.
-        doc_ids: [T], see `zeco_train.ops.documents`.
-        reverse: from the last token to the first.
-    """
+    """Summarise the runs of x, in reverse of do, and join them; all tensors are contiguous here, g is fp32."""
     B, T, H, K = x.shape
     C, run = H * K, WALK.run(B, T, H * K)
     runs = triton.cdiv(T, run)
@@ -294,15 +268,7 @@ def launch_summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: b
 def launch_outputs(
     x: Tensor, g: Tensor, doc_ids: Tensor | None, summaries: HgrnSummaries, incoming: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute h [B, T, H, K] in the dtype of x, and the states to save (`states_shape`), fp32.
-
-    Args:
-        x: [B, T, H, K].
-        g: [B, T, H, K] fp32.
-        doc_ids: [T], see `zeco_train.ops.documents`.
-        summaries: of the same x, g and doc_ids.
-        incoming: R, [B, H, K, 1].
-    """
+    """The outputs in the dtype of x, and the states to save (`states_shape`), fp32; incoming: R, [B, H, K, 1]."""
     B, T, H, K = x.shape
     o, states = torch.empty_like(x), torch.empty(states_shape(x), dtype=torch.float32, device=x.device)
     outputs_kernel[(triton.cdiv(H * K, WALK.channels), summaries.starts.shape[1], B)](
@@ -322,16 +288,9 @@ def launch_grads(
     summaries: HgrnSummaries,
     incoming: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute dx in the dtype of x and dg fp32, [B, T, H, K].
+    """Gradients dx in the dtype of x and dg fp32, [B, T, H, K].
 
-    Args:
-        x: [B, T, H, K].
-        g: [B, T, H, K] fp32.
-        do: [B, T, H, K].
-        doc_ids: [T], see `zeco_train.ops.documents`.
-        states: of `launch_outputs`.
-        summaries: in reverse, of do.
-        incoming: D_in, [B, H, K, 1].
+    From the states of `launch_outputs`, the summaries of do in reverse, and incoming: D_in, [B, H, K, 1].
     """
     B, T, H, K = x.shape
     dx, dg = torch.empty_like(x), torch.empty_like(g)

@@ -8,11 +8,6 @@ group h // (H / G). Mamba-2 has few groups, RetNet as many as heads.
 `scalar_decay` takes g [B, T, H], log-decays, fp32 or fp64, finite and at most 0. `fixed_decay` takes log_decay [H] in
 its place: g_t = log_decay for all t; 0 is no decay. It is a constant: its gradient is zeros, [H], and a forward pass
 refuses one that requires a gradient.
-
-FLOPs are those of matrix products per token, a multiply-add counting as two. Of the token pairs inside a chunk of C =
-64 only the causal half counts, (C+1)/2 per token.
-
-One token, for generation, updates the state in place by a few passes in PyTorch on all devices, without gradients.
 """
 
 from __future__ import annotations
@@ -31,33 +26,29 @@ def forward_flops(heads: int, key_dim: int, value_dim: int, *, groups: int | Non
     """FLOPs per token of the forward pass: H · (2·KV + 2·KV + (C+1)·V) + G · (C+1)·K.
 
     In this order: adding kᵀv to the state, applying q to the state, scores times v; and the scores q kᵀ, which the
-    heads of a group share. `groups` is G, as many as heads if None.
-
-    Each product has two in the backward pass: dq = do Sᵀ, dk = v dSᵀ, dv = k dS and dS itself for the states; dA and dv
-    inside chunks, and dq and dk there, once a group.
+    heads of a group share. `groups` is G, as many as heads if None. For what counts see `zeco_train.ops.gla`. Each
+    product has two in the backward pass.
     """
     groups = heads if groups is None else groups
     return float(heads * (4 * key_dim * value_dim + (CHUNK + 1) * value_dim) + groups * (CHUNK + 1) * key_dim)
 
 
 def recomputed_flops(heads: int, key_dim: int, value_dim: int, *, groups: int | None = None) -> float:
-    """H · 2·KV: the chunk states, which the backward pass recomputes instead of keeping them.
-
-    That is on GPUs; the PyTorch implementation also recomputes the scores, and q S for the gradient of the decays.
-    """
+    """H · 2·KV: the chunk states, which the backward pass recomputes instead of keeping them; on GPUs."""
     del groups
     return float(heads * 2 * key_dim * value_dim)
 
 
+@torch.no_grad()
 def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """Compute the next token of each sequence of a batch.
+    """Compute the next token of each sequence, in a few passes in PyTorch on all devices.
 
     Args:
         q: [B, 1, G, K]; bf16, fp32 or fp64.
         k: [B, 1, G, K], same dtype.
         v: [B, 1, H, V], same dtype; G divides H.
         g: [B, 1, H], log-decay ≤ 0; fp32 or fp64.
-        state: [B, H, K, V], fp64 if v is, else fp32; contiguous, state after the previous token; updated in place.
+        state: [B, H, K, V], fp64 if v is, else fp32; contiguous, updated in place.
         scale: factor of the output, K^-1/2 if None.
 
     Returns:
@@ -66,16 +57,6 @@ def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale
     Raises:
         ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
     """
-    return _step(q, k, v, g, state, scale)
-
-
-def fixed_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """`scalar_step` with log_decay [H], fp32 or fp64, in place of g."""
-    return _step(q, k, v, log_decay.expand(v.shape[:3]), state, scale)
-
-
-@torch.no_grad()
-def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None) -> Tensor:
     batch, num_tokens, groups, key_dim = q.shape
     dtype = accumulation_dtype(v.dtype)
     check_step("q", num_tokens, state, (batch, v.shape[2], key_dim, v.shape[3]), dtype)
@@ -87,6 +68,11 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: floa
     decay = g.to(dtype).exp().view(batch, groups, -1, 1, 1)
     of_groups.mul_(decay).addcmul_(key.mT, value)
     return (query @ of_groups).view(v.shape).to(v.dtype)
+
+
+def fixed_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+    """`scalar_step` with log_decay [H], fp32 or fp64, in place of g."""
+    return scalar_step(q, k, v, log_decay.expand(v.shape[:3]), state, scale)
 
 
 # A kernel holds one of the state's two dims whole, in shared memory.

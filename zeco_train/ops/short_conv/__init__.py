@@ -2,16 +2,13 @@
 
     y_t = bias + Σ_{j<w} weight[:, 0, j] ⊙ x_{t−(w−1)+j}
 
-x, y [B, T, C]; weight [C, 1, w], bias [C], as `torch.nn.Conv1d(C, C, w, groups=C, padding=w − 1)` has them.
+x, y [B, T, C]; weight [C, 1, w], bias [C], as `torch.nn.Conv1d(C, C, w, groups=C, padding=w − 1)` has them. There is
+no scale. Its FLOPs count as 0: it has no matrix products.
 
 The state after a token is the w − 1 inputs up to it, oldest first, [B, 1, w−1, C]: a state with one head, K = w − 1 and
 V = C. A new input shifts it, and the output reads all its rows, so the convolution is an affine map of a state as every
 operator is. The transition over T tokens is the shift by T rows, a matrix: 0 from T = w − 1 on, or if a document
-restarts. Hence a shard needs only the last tokens before it, as a rule of one shard (`Operator.state_is_halo`);
-replays, segments, documents and reverse scans of gradients need nothing else.
-
-Its FLOPs count as 0, since matrix products only are counted and it has none: 2w operations per channel are a few
-thousandths of those of the projection that makes its input. One token, for generation, updates the state in place.
+restarts. Hence a shard needs only the last tokens before it, as a rule of one shard (`Operator.state_is_halo`).
 """
 
 from __future__ import annotations
@@ -28,28 +25,10 @@ from zeco_train.ops.passes import Passes
 from zeco_train.ops.short_conv.passes import PLAIN, check_inputs, check_state
 
 
-def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """FLOPs per token of the forward pass."""
-    return 0.0
-
-
-def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """FLOPs per token that the backward pass recomputes."""
-    return 0.0
-
-
 def convolution_step(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """Compute the next token of each sequence of a batch.
+    """The next token of each sequence, x [B, 1, C] → y.
 
-    Args:
-        x: [B, 1, C].
-        weight: [C, 1, w], w ≥ 2.
-        bias: [C].
-        state: [B, 1, w − 1, C] in fp64 if x is fp64, else fp32: the inputs before, oldest first; updated in place.
-        scale: None or 1.
-
-    Returns:
-        y: [B, 1, C] in the dtype of x.
+    The state, [B, 1, w − 1, C] in fp64 if x is fp64, else fp32, is updated in place.
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the tensor.
@@ -97,8 +76,8 @@ SHORT_CONV = ShortConv(
     portable=PLAIN,
     oracle=by_windows,
     one_token=convolution_step,
-    forward_flops=forward_flops,
-    recomputed_flops=recomputed_flops,
+    forward_flops=lambda heads, key_dim, value_dim: 0.0,
+    recomputed_flops=lambda heads, key_dim, value_dim: 0.0,
     output=0,
     has_scale=False,
     cuda=_cuda,

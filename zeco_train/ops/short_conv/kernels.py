@@ -15,13 +15,12 @@ The kernels also run on a CPU under Triton's interpreter.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.ops.kept import RunOptions
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward, check_state
 
@@ -278,35 +277,9 @@ def last_grads_kernel(
         tl.store(dx + offsets, grads.to(dx.dtype.element_ty), mask=inside[:, None] & columns)
 
 
-class ShortConvWalk(NamedTuple):
-    """How a kernel over all tokens is divided.
-
-    Attributes:
-        warps: of a program. A thread has 4 channels: a load is 8 bytes in bf16, 16 in fp32.
-        rows: tokens whose loads are issued together.
-        programs: about as many are launched: one wave on a large GPU. The same on every device, so that the sums are.
-        shortest: tokens of a program, at least. Each reads w − 1 more.
-    """
-
-    warps: int
-    rows: int
-    programs: int
-    shortest: int
-
-    @property
-    def channels(self) -> int:
-        """Channels of a program."""
-        return 128 * self.warps
-
-    def run(self, batch: int, tokens: int, channels: int) -> int:
-        """Tokens of a program, a multiple of `rows`."""
-        runs = max(1, self.programs // (batch * triton.cdiv(channels, self.channels)))
-        tokens = max(triton.cdiv(tokens, runs), min(tokens, self.shortest))
-        return triton.cdiv(tokens, self.rows) * self.rows
-
-
-OUTPUTS = ShortConvWalk(warps=1, rows=8, programs=4096, shortest=64)
-GRADS = ShortConvWalk(warps=1, rows=8, programs=2048, shortest=64)
+# Four channels a thread: a load is 8 bytes in bf16, 16 in fp32. A program reads w − 1 tokens more than its own.
+OUTPUTS = RunOptions(rows=8, channels=128, programs=4096, shortest=64)
+GRADS = RunOptions(rows=8, channels=128, programs=2048, shortest=64)
 
 # The tiles of tokens at the ends of a shard, and of partial sums.
 _CHANNELS = 32
@@ -325,7 +298,7 @@ def launch_outputs(
     outputs_kernel[(triton.cdiv(C, walk.channels), triton.cdiv(last, run), B)](
         x, weight.contiguous(), bias.contiguous(), None if incoming is None else incoming.contiguous(), doc_ids, y,
         x.stride(0), x.stride(1), run, last, T, C, W=W, ROWS=walk.rows, BC=walk.channels,
-        DOCUMENTS=doc_ids is not None, RECEIVED=incoming is not None, num_warps=walk.warps,
+        DOCUMENTS=doc_ids is not None, RECEIVED=incoming is not None, num_warps=1,
     )  # fmt: skip
 
 
@@ -340,17 +313,10 @@ def launch_received_grads(do: Tensor, weight: Tensor, doc_ids: Tensor | None, gr
 
 
 def launch_grads(x: Tensor, do: Tensor, weight: Tensor, doc_ids: Tensor | None, dx: Tensor) -> Tensor:
-    """Compute dx with zeros after the shard, and partial sums of dweight and dbias without the received inputs.
-
-    Args:
-        x: [B, T, C].
-        do: [B, T, C].
-        weight: [C, 1, w].
-        doc_ids: [T], see `zeco_train.ops.documents`.
-        dx: [B, T, C], contiguous, written.
+    """Write dx [B, T, C], contiguous, with zeros after the shard; partial sums of dweight and dbias.
 
     Returns:
-        [parts, w + 1, C] fp32: parts of dweight[:, 0, j] in row j, of dbias in row w.
+        [parts, w + 1, C] fp32, without the received inputs: parts of dweight[:, 0, j] in row j, of dbias in row w.
     """
     x, do, walk = _side_by_side(x), _side_by_side(do), GRADS
     (B, T, C), W = x.shape, weight.shape[2]
@@ -359,7 +325,7 @@ def launch_grads(x: Tensor, do: Tensor, weight: Tensor, doc_ids: Tensor | None, 
     sums = torch.empty(B * runs, W + 1, C, dtype=torch.float32, device=x.device)
     grads_kernel[(triton.cdiv(C, walk.channels), runs, B)](
         do, weight.contiguous(), doc_ids, x, dx, sums, do.stride(0), do.stride(1), x.stride(0), x.stride(1), run, T, C,
-        W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=doc_ids is not None, num_warps=walk.warps,
+        W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
     )  # fmt: skip
     return sums
 
@@ -374,14 +340,7 @@ def launch_last_grads(
 ) -> None:
     """Complete all gradients: dx of the last w − 1 tokens, and the sums, always in the same order.
 
-    Args:
-        do: [B, T, C].
-        weight: [C, 1, w].
-        doc_ids: [T], see `zeco_train.ops.documents`.
-        states: R and D_in, [B, 1, w − 1, C].
-        sums: [parts, w + 1, C], see `launch_grads`.
-        grads: dx [B, T, C], of which the last w − 1 tokens are written; dweight [C, 1, w] and dbias [C], written.
-            Contiguous.
+    `states` are R and D_in; `sums` those of `launch_grads`; `grads` dx, dweight and dbias, contiguous, written.
     """
     do, (incoming, incoming_grad) = _side_by_side(do), states
     (B, T, C), W = do.shape, weight.shape[2]
@@ -393,40 +352,32 @@ def launch_last_grads(
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """Return x with its channels side by side, as a part of a projection's output has them already."""
+    # A part of a projection's output has its channels side by side already.
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-class ShortConvKernelForward(PlainForward):
-    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
-
+class _KernelForward(PlainForward):
     def overlap(self) -> None:
-        """Convolve with zeros before the shard."""
         self._y = torch.empty_like(self._x, memory_format=torch.contiguous_format)
         launch_outputs(self._x, self._weight, self._bias, None, self._doc_ids, self._y)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute y [B, T, C], given R [B, 1, w − 1, C]: its first w − 1 tokens once more, with R before them."""
         check_state(incoming_state, "incoming_state", self._x, self._weight)
         launch_outputs(self._x, self._weight, self._bias, incoming_state, self._doc_ids, self._y)
         return self._y
 
 
-class ShortConvKernelBackward(PlainBackward):
-    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
-
+class _KernelBackward(PlainBackward):
     def _received_grads(self) -> Tensor:
         grads = torch.empty_like(self._incoming, memory_format=torch.contiguous_format)
         launch_received_grads(self._do, self._weight, self._doc_ids, grads)
         return grads
 
     def overlap(self) -> None:
-        """Compute dx with zeros after the shard, and dweight and dbias in parts."""
         self._dx = torch.empty_like(self._x, memory_format=torch.contiguous_format)
         self._sums = launch_grads(self._x, self._do, self._weight, self._doc_ids, self._dx)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Return dx, dweight, dbias, given D_in [B, 1, w − 1, C], the gradient of the last w − 1 inputs."""
         check_state(incoming_grad, "incoming_grad", self._x, self._weight)
         dweight, dbias = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self._weight, self._bias)
@@ -437,4 +388,4 @@ class ShortConvKernelBackward(PlainBackward):
         return grads
 
 
-CUDA = Passes(ShortConvKernelForward, ShortConvKernelBackward)
+CUDA = Passes(_KernelForward, _KernelBackward)

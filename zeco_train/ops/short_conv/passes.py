@@ -118,7 +118,7 @@ def shift(x: Tensor, rows: int, doc_ids: Tensor | None) -> Tensor:
 
 
 class PlainForward:
-    """Forward pass, see `zeco_train.ops.passes.ForwardPass`."""
+    """`zeco_train.ops.passes.ForwardPass`."""
 
     saved: tuple[Tensor, ...] = ()
 
@@ -134,7 +134,7 @@ class PlainForward:
         self._y = convolve(self._x, self._weight, self._bias, self._doc_ids).to(self._x.dtype)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute y [B, T, C], given R [B, 1, w − 1, C]: its first w − 1 tokens once more, with R before them."""
+        """The first w − 1 tokens are computed once more, with R before them."""
         check_state(incoming_state, "incoming_state", self._x, self._weight)
         first = self._x[:, : self._rows]
         joined = torch.cat([incoming_state[:, 0], first.to(incoming_state.dtype)], dim=1)
@@ -144,7 +144,7 @@ class PlainForward:
 
 
 class PlainBackward:
-    """Backward pass, see `zeco_train.ops.passes.BackwardPass`."""
+    """`zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
         self,
@@ -164,12 +164,12 @@ class PlainBackward:
         self.state_grad = self._received_grads()
 
     def _received_grads(self) -> Tensor:
-        """Compute D_loc [B, 1, w − 1, C] from do of the first w − 1 tokens, which see inputs before them."""
+        # D_loc, from do of the first w − 1 tokens, which see inputs before them
         grads = input_grads(self._first_grads(), self._weight, _with_received(self._doc_ids, self._rows))
         return grads[:, None, : self._rows].contiguous()
 
     def _first_grads(self) -> Tensor:
-        """Return do of the first w − 1 tokens, after zeros for the received inputs."""
+        # do of the first w − 1 tokens, after zeros for the received inputs
         first = self._do[:, : self._rows].to(self._incoming.dtype)
         return torch.cat([torch.zeros_like(self._incoming[:, 0]), first], dim=1)
 
@@ -186,7 +186,7 @@ class PlainBackward:
         self._dbias = dbias.to(self._bias.dtype)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Return dx, dweight, dbias, given D_in [B, 1, w − 1, C], the gradient of the last w − 1 inputs."""
+        """D_in is the gradient of the last w − 1 inputs."""
         check_state(incoming_grad, "incoming_grad", self._x, self._weight)
         count = min(self._rows, self._x.shape[1])
         doc_ids = None if self._doc_ids is None else self._doc_ids[-count:]

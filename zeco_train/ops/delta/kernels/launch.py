@@ -12,9 +12,10 @@ from torch import Tensor
 
 from zeco_train.ops.delta.kernels.grads import grads_kernel
 from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
-from zeco_train.ops.delta.kernels.tuning import NARROWEST, DeltaTuning, TileOptions
+from zeco_train.ops.delta.kernels.tuning import NARROWEST, DeltaTuning
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS
+from zeco_train.ops.kept import TileOptions
 from zeco_train.ops.kernel_operands import sum_heads
 from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeco_train.ops.gla.kernels.tuning import TileOptions
-from zeco_train.ops.kept import KeptOptions, Key
+from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 
 # Largest K and V. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
 LARGEST_HEAD_DIM = 256

@@ -6,10 +6,8 @@
 
 Sums over the chunk's tokens; S: true state before the chunk, dS: gradient with respect to that after it. The terms of
 dg are for the paths past token t: to a query of this chunk, from a key of this chunk to a later one, and from before
-the chunk to after it. In a rank's last chunk they include the boundary term of docs/mathematics.md: the usual form,
-Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but as a difference of larger ones.
-
-One program computes all three, so that dS, the largest input, and the keys' decays are corrected only once.
+the chunk to after it. The usual form, Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but a
+difference of larger ones. One program computes all three, so that dS, the largest input, is corrected only once.
 """
 
 from __future__ import annotations

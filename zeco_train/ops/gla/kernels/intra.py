@@ -5,25 +5,20 @@ decay between them is a product of two factors, each of one token alone and at m
 
     exp(b_i − b_j) = exp(b_i − b_r) · exp(b_r − b_j),      r = last token of the earlier block,  j <= r < i
 
-At each size a token has one role: in the later block of its pair of blocks it is a query, in the earlier one a key. So
-each size needs only one tile X [C, K] of queries and keys, by row, times their factors:
+At each size a token is a query if it lies in the later block of its pair, else a key. So each size needs only one tile
+X [C, K] of queries and keys, by row, times their factors:
 
     X Xᵀ         scores of the pairs that the size splits, and of others, which a mask drops
     Y = G X      factors ⊙ Y: dq in the rows of queries, −dk in those of keys
     X ⊙ Y        q ⊙ dq − k ⊙ dk
 
-G [C, C] has the gradients dA of the size's pairs below the diagonal, −dAᵀ above it, and 0 elsewhere. A program handles
-a whole chunk: a factor is computed once, where separate tiles of queries and keys would compute it at both ends of a
-pair, and a size is one product of the largest shape in either pass. Half of the product is masked, but tensor cores are
-not the bottleneck.
+G [C, C] has the gradients dA of the size's pairs below the diagonal, −dAᵀ above it, and 0 elsewhere. Half of a product
+is masked, but each factor is computed once, and tensor cores are not the bottleneck.
 
 Where no channel decays by more than e^-60 between the chunk's middle token and either end, that token is r for all
 pairs. Some factors then exceed 1. Rounding is relative, and in the pairs that are kept a large factor meets a small
 one, so the error is the same. One product takes the place of six, and two exponentials that of six. Such chunks are
 called mild; with GLA's initial gates all are (docs/benchmarks.md).
-
-The backward pass does not recompute the scores: they are small compared with the tokens, so the forward pass saves them
-for `input_grads_kernel`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Launches of the operator's kernels: shapes, grids and outputs, for one shape and dtype."""
+"""Launches of the operator's kernels: shapes, grids and outputs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,8 @@ from zeco_train.ops.gla.kernels.intra import intra_grads_kernel, scores_kernel
 from zeco_train.ops.gla.kernels.outputs import outputs_kernel
 from zeco_train.ops.gla.kernels.states import chunk_states_kernel, correct_starts_kernel, join_segments_kernel
 from zeco_train.ops.gla.kernels.tuning import GlaTuning
+from zeco_train.ops.kept import TileOptions
+from zeco_train.ops.passes import check_state
 
 CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
@@ -22,7 +24,7 @@ MOST_HEADS = 65_535
 # zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients (K 32) or illegal
 # memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined, and
 # input_grads_kernel was not tried with them.
-NARROWEST_GRADS = {torch.bfloat16: 64, torch.float32: 32}
+NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
 # Chunks of a program for those that are not mild; without any, it ends after one check.
@@ -30,60 +32,112 @@ GROUP = 4
 
 
 @dataclass(frozen=True)
-class LocalStates:
-    """States at chunk boundaries, each from the zero start of its segment, and the quantities that join segments.
-
-    In reverse: gradients with respect to the states after the chunks, from the zero end of the segment.
+class Segments:
+    """A rank's chunks in segments that are walked in parallel, joined; in reverse gradients. All fp32.
 
     Attributes:
-        states: [N, B, H, K, V] in the dtype of the inputs.
-        log_decays: [N, B, H, K] fp32, log-decay from the segment's start to each boundary.
-        starts: [J, B, H, K, V] fp32, states at segment starts: from a zero start of the rank, until
-            `GlaKernels.correct` replaces them by the true ones.
-        start_decays: [J, B, H, K] fp32, log-decay from the rank's start to each segment's.
-        state: [B, H, K, V] fp32, S_loc, or D_loc. log_decay: [B, H, K] fp32, G_tot.
+        starts: [J, B, H, K, V], states at segment starts, or gradients at their ends: from a zero start of the rank,
+            until `SegmentKernels.correct` replaces them by the true ones.
+        start_decays: [J, B, H, K], log-decay from the rank's start to each segment's.
+        state: [B, H, K, V], S_loc, or D_loc. log_decay: [B, H, K], G_tot.
     """
 
-    states: Tensor
-    log_decays: Tensor
     starts: Tensor
     start_decays: Tensor
     state: Tensor
     log_decay: Tensor
 
 
-class GlaKernels:
-    """Kernel launches for tokens of one shape and dtype; all tensor arguments must be contiguous.
+class SegmentKernels:
+    """What the launches of operators with a diagonal transition share, for tokens of one shape and dtype.
+
+    All tensor arguments must be contiguous. A walk over chunks is sequential, so a rank has as many segments as it
+    takes to fill the chip: `num_segments`, which the subclass sets.
 
     Args:
-        k: [B, T, H, K]. v: [B, T, H, V].
+        k: [B, T, G, K]. v: [B, T, H, V].
         doc_ids: [T] int32, restarts through each token; None without documents.
         scale: factor of the outputs.
-        tuning: tiles and launch options.
+        join: tiles and launch options of joining segments.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, doc_ids: Tensor | None, scale: float, tuning: GlaTuning) -> None:
-        self.B, self.T, self.H, self.K = k.shape
-        self.V = v.shape[-1]
+    num_segments: int
+
+    def __init__(self, k: Tensor, v: Tensor, doc_ids: Tensor | None, scale: float, join: TileOptions) -> None:
+        (self.B, self.T, self.G, self.K), (self.H, self.V) = k.shape, v.shape[2:]
         self.BH = self.B * self.H
         if self.BH > MOST_HEADS:
-            raise ValueError(f"q: batch × heads = {self.BH}, a grid of CUDA has room for {MOST_HEADS}")
-        self.num_chunks = triton.cdiv(self.T, CHUNK)
-        self.device, self.dtype, self.scale = k.device, k.dtype, scale
-        self.tuning, self.doc_ids = tuning, doc_ids
+            raise ValueError(f"v: batch × heads = {self.BH}, a grid of CUDA has room for {MOST_HEADS}")
+        self.device, self.dtype, self.scale, self.doc_ids = k.device, k.dtype, scale, doc_ids
         # bf16 products are exact in any mode; tf32 alone would lose 3e-4 of fp32 inputs
-        self.flags: dict[str, Any] = {"C": CHUNK, "DOCUMENTS": doc_ids is not None, "PRECISION": "tf32x3"}
-        # A walk is sequential: as many segments as it takes to fill the chip.
-        tiles = self._state_tiles(*self.tuning.local_states.tile(self.K, self.V))
-        segments = max(1, min(self.num_chunks, triton.cdiv(self.tuning.programs, tiles * self.BH)))
-        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
-        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+        self.flags: dict[str, Any] = {"DOCUMENTS": doc_ids is not None, "PRECISION": "tf32x3"}
+        BK, BV = join.tile(self.K, self.V)
+        self._join_tiles, self._join_options = self._state_tiles(BK, BV), {"BK": BK, "BV": BV, **join.launch}
 
     def _state_tiles(self, BK: int, BV: int) -> int:
         return triton.cdiv(self.K, BK) * triton.cdiv(self.V, BV)
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    @property
+    def starts_shape(self) -> tuple[int, ...]:
+        """(J, B, H, K, V)."""
+        return self.num_segments, self.B, self.H, self.K, self.V
+
+    def _new_segments(self) -> tuple[Segments, Tensor]:
+        """Not yet written; and for the walk over each segment its own log-decay, [J, B, H, K]."""
+        heads = self.B, self.H
+        starts, start_decays = self._new(*self.starts_shape), self._new(self.num_segments, *heads, self.K)
+        found = Segments(starts, start_decays, self._new(*heads, self.K, self.V), self._new(*heads, self.K))
+        return found, torch.empty_like(start_decays)
+
+    def _join(self, found: Segments, segment_decays: Tensor, reverse: bool) -> None:
+        """`starts` has the segments' own states on entry."""
+        join_segments_kernel[(self._join_tiles, self.BH)](
+            found.starts, segment_decays, found.start_decays, found.state, found.log_decay,
+            self.K, self.V, self.BH, self.num_segments, REVERSE=reverse, **self._join_options,
+        )  # fmt: skip
+
+    def correct(self, segments: Segments, incoming: Tensor, name: str) -> None:
+        """Update the states at segment starts to the true ones, given the rank's incoming state, or D_in.
+
+        Raises:
+            ValueError: naming it, a state of another shape.
+        """
+        check_state(incoming, name, segments.state.shape)
+        correct_starts_kernel[(self._join_tiles, self.BH, self.num_segments)](
+            segments.starts, segments.start_decays, incoming.contiguous(), self.K, self.V, self.BH,
+            **self._join_options,
+        )  # fmt: skip
+
+
+class LocalStates(NamedTuple):
+    """States before the chunks, or in reverse gradients after them, from the zero start (end) of their segment.
+
+    Attributes:
+        states: [N, B, H, K, V] in the dtype of the inputs.
+        log_decays: [N, B, H, K] fp32, log-decay from the segment's start to each boundary.
+        segments: joined.
+    """
+
+    states: Tensor
+    log_decays: Tensor
+    segments: Segments
+
+
+class GlaKernels(SegmentKernels):
+    """The launches of gated linear attention, see `SegmentKernels`."""
+
+    def __init__(self, k: Tensor, v: Tensor, doc_ids: Tensor | None, scale: float, tuning: GlaTuning) -> None:
+        super().__init__(k, v, doc_ids, scale, tuning.join)
+        self.tuning = tuning
+        self.flags["C"] = CHUNK
+        self.num_chunks = triton.cdiv(self.T, CHUNK)
+        tiles = self._state_tiles(*tuning.local_states.tile(self.K, self.V))
+        segments = max(1, min(self.num_chunks, triton.cdiv(tuning.programs, tiles * self.BH)))
+        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
+        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
 
     def local_states(self, x: Tensor, y: Tensor, g: Tensor, *, b: Tensor | None, reverse: bool) -> LocalStates:
         """Walk each segment from zero, then join the segments.
@@ -95,39 +149,18 @@ class GlaKernels:
             b: output for their cumulative sums inside chunks; None: g already holds those sums.
             reverse: from the last chunk to the first, for gradients.
         """
-        heads = (self.B, self.H)
-        local = LocalStates(
-            states=self._new(*self.states_shape, dtype=self.dtype),
-            log_decays=self._new(self.num_chunks, *heads, self.K),
-            starts=self._new(*self.starts_shape),
-            start_decays=self._new(self.num_segments, *heads, self.K),
-            state=self._new(*heads, self.K, self.V),
-            log_decay=self._new(*heads, self.K),
-        )
-        segment_decays = torch.empty_like(local.start_decays)
+        segments, segment_decays = self._new_segments()
+        states = self._new(*self.states_shape, dtype=self.dtype)
+        log_decays = self._new(self.num_chunks, self.B, self.H, self.K)
         options = self.tuning.local_states
         BK, BV = options.tile(self.K, self.V)
         chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
-            x, y, g, b, self.doc_ids, local.states, local.log_decays, local.starts, segment_decays, self.scale,
+            x, y, g, b, self.doc_ids, states, log_decays, segments.starts, segment_decays, self.scale,
             self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
             BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, **self.flags, **options.launch,
         )  # fmt: skip
-        options = self.tuning.join
-        BK, BV = options.tile(self.K, self.V)
-        join_segments_kernel[(self._state_tiles(BK, BV), self.BH)](
-            local.starts, segment_decays, local.start_decays, local.state, local.log_decay,
-            self.K, self.V, self.BH, self.num_segments, BK=BK, BV=BV, REVERSE=reverse, **options.launch,
-        )  # fmt: skip
-        return local
-
-    def correct(self, local: LocalStates, incoming: Tensor) -> None:
-        """Update the states at segment starts to the true ones, given the rank's incoming state, or D_in."""
-        options = self.tuning.join
-        BK, BV = options.tile(self.K, self.V)
-        correct_starts_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
-            local.starts, local.start_decays, incoming.contiguous(), self.K, self.V, self.BH, BK=BK, BV=BV,
-            **options.launch,
-        )  # fmt: skip
+        self._join(segments, segment_decays, reverse)
+        return LocalStates(states, log_decays, segments)
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -138,11 +171,6 @@ class GlaKernels:
     def states_shape(self) -> tuple[int, ...]:
         """(N, B, H, K, V)."""
         return self.num_chunks, self.B, self.H, self.K, self.V
-
-    @property
-    def starts_shape(self) -> tuple[int, ...]:
-        """(J, B, H, K, V)."""
-        return self.num_segments, self.B, self.H, self.K, self.V
 
     @property
     def _keys(self) -> int:
@@ -166,7 +194,7 @@ class GlaKernels:
         o, options = torch.empty_like(v), self.tuning.outputs
         BK, BV = options.tile(self.K, self.V)
         outputs_kernel[(self.num_chunks * triton.cdiv(self.V, BV), self.BH)](
-            q, v, b, self.doc_ids, scores, local.states, local.log_decays, local.starts, o, self.scale,
+            q, v, b, self.doc_ids, scores, local.states, local.log_decays, local.segments.starts, o, self.scale,
             self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
         )  # fmt: skip
         return o
@@ -177,7 +205,7 @@ class GlaKernels:
         """dq; intra-chunk dk; q ⊙ dq − k ⊙ dk of that dk."""
         dq, dk, terms = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
         for mild, options, chunks in ((True, self.tuning.mild_grads, 1), (False, self.tuning.intra_grads, GROUP)):
-            BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
+            BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
             intra_grads_kernel[(triton.cdiv(self.num_chunks, chunks), self.BH)](
                 q, k, v, b, do, self.doc_ids, states, dq, dk, terms,
                 self.scale, self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV,
@@ -200,9 +228,10 @@ class GlaKernels:
     ) -> tuple[Tensor, Tensor]:
         """dv; dg; completes dk."""
         dv, dg, options = torch.empty_like(v), torch.empty_like(b), self.tuning.input_grads
-        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
+        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         input_grads_kernel[(self.num_chunks, self.BH)](
-            k, v, b, do, self.doc_ids, scores, states, local.states, local.log_decays, local.starts, terms, dk, dv, dg,
+            k, v, b, do, self.doc_ids, scores, states, local.states, local.log_decays,
+            local.segments.starts, terms, dk, dv, dg,
             self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV,
             FUSED=self.tuning.fused and self.K <= BK, **self.flags, **options.launch,
         )  # fmt: skip

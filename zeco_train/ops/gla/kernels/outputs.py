@@ -2,9 +2,7 @@
 
 o_i = scale · (q_i ⊙ exp(b_i))ᵀ S + Σ_{j <= i} A_ij v_j          S: the true state before the chunk
 
-One token of the recurrence, with the state updated in place.
-
-Decoding reads and writes each state once and computes almost nothing: its time is that of 2 · K · V · 4 bytes per head.
+And one token of the recurrence, whose time is that of reading and writing the state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """States at chunk boundaries, segment by segment, and their join over the segments of a rank.
 
-A rank's chunks are cut into segments that are processed in parallel, each from a zero start. This is the split over
-ranks again, inside a GPU: without it, one sequential loop over all chunks would leave most of the chip idle. Forward:
+A rank's chunks are cut into segments that are processed in parallel, each from a zero start: the split over ranks
+again, inside a GPU, which one sequential loop would leave mostly idle. Forward:
 
     states[n] = S before chunk n from the segment's start,    log_decays[n] = summed g from there to chunk n
 

@@ -1,13 +1,11 @@
-"""Helpers shared by the operator's kernels: loads of a chunk's tiles, and masks at document and chunk borders.
+"""Helpers shared by the operators' kernels: loads of a chunk's tiles, and masks at document and chunk borders.
 
 A chunk is `C` tokens of one head. Tensors over tokens are [B, T, H, D], contiguous; a kernel gets a pointer to the
 first element of its (batch, head) and steps over tokens with a stride of H·D. Offsets that grow with T are 64-bit.
 
-Decays inside a chunk are given as `b`, the cumulative sum of g from the chunk's first token through each token: all
-exponents are differences b_i − b_j with i >= j, so no factor exceeds 1 and nothing is divided by a decay.
-
-Documents are given as `doc_ids`, [T] int32, the number of restarts through each token; a token sees another one, or a
-state at a border, if both are of the same piece. Everything before the rank's first token is piece 0.
+`b` is the cumulative sum of g from the chunk's first token through each token: all exponents are differences b_i − b_j
+with i >= j, so no factor exceeds 1 and nothing is divided by a decay. `doc_ids`, [T] int32, is the number of restarts
+through each token; a token sees another one, or a state at a border, if both have the same. Before the rank it is 0.
 """
 
 from __future__ import annotations
@@ -124,8 +122,7 @@ def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK:
 def are_mild(b, first_chunk, T, H, K, C: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr):
     """Whether in all of these chunks decays to and from the middle token are at least e^-`LARGEST_EXPONENT`.
 
-    KEYS: at least K. Sums of log-decays, which are at most 0, fall from token to token: the first and the last token
-    are the farthest from the middle.
+    KEYS: at least K. Sums of log-decays fall from token to token: the first and the last are farthest from the middle.
     """
     start = (first_chunk + tl.arange(0, CHUNKS)) * C
     columns = tl.arange(0, KEYS)
@@ -202,11 +199,7 @@ def state_pointers(states, index, K, V, first_key, first_value, BK: tl.constexpr
 def load_corrected(
     states, log_decays, incoming, index, segment_index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr
 ):
-    """A [BK, BV] tile of the true state, fp32: states[index] + exp(log_decays[index]) ⊙ incoming[segment_index].
-
-    The states are from a zero start of their segment, so this is the correction of step 4 of the operator
-    (docs/mathematics.md), applied where the state is used rather than in a separate pass.
-    """
+    """A [BK, BV] tile of the true state, fp32: states[index] + exp(log_decays[index]) ⊙ incoming[segment_index]."""
     pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
     local = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     pointers, _ = state_pointers(incoming, segment_index, K, V, first_key, first_value, BK, BV)

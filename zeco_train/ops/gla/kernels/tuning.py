@@ -1,46 +1,12 @@
-"""Tiles and launch options of the operator's kernels, measured once and stored: no autotuning at run time.
-
-Entries are keyed by architecture, dtype and key dim; the choice is logged. An unmeasured case takes the nearest entry
-of its dtype: possibly slower, but equally correct, since options change only the order of sums.
-"""
+"""Tiles and launch options of the operator's kernels, by key dim: they change only the order of sums."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
-from zeco_train.ops.kept import KeptOptions, Key
-
-
-@dataclass(frozen=True)
-class TileOptions:
-    """Tile sizes and launch options of one kernel.
-
-    Attributes:
-        keys, values: maximum tile width along K and V, powers of 2.
-        num_warps, num_stages: Triton's launch options.
-        max_registers: per thread; a limit below the compiler's choice lets more programs share a multiprocessor. None:
-            no limit.
-    """
-
-    keys: int
-    values: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-    def tile(self, K: int, V: int, narrowest: int = 16) -> tuple[int, int]:
-        """(BK, BV) for these head dims: no wider than they are, but at least `narrowest`, as a product needs."""
-        most = (self.keys, K), (self.values, V)
-        keys, values = (max(narrowest, min(limit, triton.next_power_of_2(dim))) for limit, dim in most)
-        return keys, values
-
-    @property
-    def launch(self) -> dict[str, int | None]:
-        """Keyword arguments of a launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 
 
 @dataclass(frozen=True)
@@ -97,13 +63,5 @@ KEPT: dict[Key, GlaTuning] = {
     ),
 }
 
-
 _OPTIONS = KeptOptions("kernels of gla", KEPT)
-
-
-def options_for(k: torch.Tensor) -> GlaTuning:
-    """The options for keys [B, T, H, K] like these, of bf16 or fp32; all kernels go through V by tiles."""
-    return _OPTIONS.options_for(k, k)
-
-
-find = _OPTIONS.find
+options_for, find = _OPTIONS.options_for, _OPTIONS.find

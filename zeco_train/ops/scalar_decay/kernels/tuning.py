@@ -1,7 +1,6 @@
-"""Tiles and launch options of these kernels, stored as those of gated linear attention: no autotuning at run time.
+"""Tiles and launch options of these kernels: they change only the order of sums.
 
-Options change only the order of sums, except `chunk` and `span`, which also change between which products
-bf16 rounds.
+Except `chunk` and `span`, which also change between which products bf16 rounds.
 """
 
 from __future__ import annotations
@@ -9,38 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
-from zeco_train.ops.kept import KeptOptions, Key
+from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 
-# No tile is narrower than this: see the note on miscompiled tiles of 32 keys in ops/gla/kernels/launch.py.
-NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
-
-
-@dataclass(frozen=True)
-class ScalarDecayOptions:
-    """Options of one kernel.
-
-    Attributes:
-        columns: maximum width of a program's part of the state; its other dimension is whole.
-        num_warps, num_stages: Triton's launch options.
-        max_registers: per thread; None: no limit.
-    """
-
-    columns: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-    def tile(self, depth: int, width: int, narrowest: int) -> tuple[int, int]:
-        """The tile of a state [depth, width]."""
-        columns = min(self.columns, triton.next_power_of_2(width))
-        return max(narrowest, triton.next_power_of_2(depth)), max(narrowest, columns)
-
-    @property
-    def launch(self) -> dict[str, int | None]:
-        """Keyword arguments of a launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+# Largest K and V: a kernel holds one of the state's two dims whole, in shared memory.
+_DEPTH = 256
+_SUMMARIES = TileOptions(_DEPTH, 64, 4, 3)
+_WALK = TileOptions(_DEPTH, 64, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -55,31 +29,28 @@ class ScalarDecayTuning:
         programs: number of programs of a walk that saturates the chip, all at once.
     """
 
-    summaries: ScalarDecayOptions = ScalarDecayOptions(64, 4, 3)
-    outputs: ScalarDecayOptions = ScalarDecayOptions(64, 4, 2)
-    query_grads: ScalarDecayOptions = ScalarDecayOptions(64, 4, 2)
-    value_grads: ScalarDecayOptions = ScalarDecayOptions(64, 4, 2)
-    key_grads: ScalarDecayOptions = ScalarDecayOptions(64, 4, 2)
-    join: ScalarDecayOptions = ScalarDecayOptions(64, 4, 1)
+    summaries: TileOptions = _SUMMARIES
+    outputs: TileOptions = _WALK
+    query_grads: TileOptions = _WALK
+    value_grads: TileOptions = _WALK
+    key_grads: TileOptions = _WALK
+    join: TileOptions = TileOptions(64, 64, 4, 1)
     chunk: int = 64
     span: int = 4
     programs: int = 264
 
 
-def _alike(
-    summaries: ScalarDecayOptions, walk: ScalarDecayOptions, chunk: int = 64, programs: int = 264
-) -> ScalarDecayTuning:
+def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs: int = 264) -> ScalarDecayTuning:
     return ScalarDecayTuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
 
 
+_WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
 KEPT: dict[Key, ScalarDecayTuning] = {
     ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
-    ((9, 0), torch.bfloat16, 256): _alike(ScalarDecayOptions(64, 8, 2), ScalarDecayOptions(64, 8, 2), programs=132),
-    (None, torch.bfloat16, 128): _alike(ScalarDecayOptions(64, 4, 2), ScalarDecayOptions(64, 4, 1)),
-    ((9, 0), torch.float32, 128): _alike(ScalarDecayOptions(32, 4, 2), ScalarDecayOptions(32, 4, 1)),
-    ((9, 0), torch.float32, 256): _alike(
-        ScalarDecayOptions(32, 8, 1), ScalarDecayOptions(32, 8, 1), chunk=32, programs=132
-    ),
+    ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
+    (None, torch.bfloat16, 128): _alike(TileOptions(_DEPTH, 64, 4, 2), TileOptions(_DEPTH, 64, 4, 1)),
+    ((9, 0), torch.float32, 128): _alike(TileOptions(_DEPTH, 32, 4, 2), TileOptions(_DEPTH, 32, 4, 1)),
+    ((9, 0), torch.float32, 256): _alike(_NARROW, _NARROW, chunk=32, programs=132),
 }
 
 _OPTIONS = KeptOptions("kernels of scalar decays", KEPT)
