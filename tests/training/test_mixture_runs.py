@@ -66,6 +66,7 @@ def test_stores_with_different_rules_for_control_strings_are_told(tmp_path: Path
     assert "became (training store 0: text, training store 1: unknown)" in outcome.err
 
 
+@pytest.mark.slow
 def test_validation_loss_per_store_and_weighted_mean(folder: Path, finished: Path) -> None:
     *_, last = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     web, books = last["val_loss/web"], last["val_loss/long"]
