@@ -102,7 +102,7 @@ def test_auto_counts_both_passes_and_what_a_window_leaves_out() -> None:
     assert [_chosen(shared, ranks, 4096) for ranks in (2, 8)] == ["all_gather", "ulysses"]
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [[], ["model.attn.window=512"], ["model.attn.num_kv_heads=1"]])
 @pytest.mark.parametrize("length", [1024, 16384])
 def test_plan_and_run_choose_alike(settings: list[str], length: int) -> None:
@@ -110,9 +110,8 @@ def test_plan_and_run_choose_alike(settings: list[str], length: int) -> None:
     assert method_of(make_case(*arguments, "world_size=4")).name == _chosen(arguments, 4, length)
 
 
-@pytest.mark.parametrize("pattern", [HYBRID, "model.attn.layers=[1]"])
-def test_mistyped_number_of_layers_does_not_hang(pattern: str) -> None:
-    check_line(train_here(HUGE, pattern), ConfigError.exit_code, "model=gla_tiny: ", "this machine has")
+def test_mistyped_number_of_layers_does_not_hang() -> None:
+    check_line(train_here(HUGE, HYBRID), ConfigError.exit_code, "model=gla_tiny: ", "this machine has")
 
 
 def test_help_lists_the_methods() -> None:

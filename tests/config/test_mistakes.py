@@ -182,7 +182,7 @@ def test_mixture_store_is_overridden_by_index() -> None:
         load_config(["data=mixture", "data.stores=[{path:a},{path:b}]", "data.stores.2.weight=3"])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
