@@ -6,8 +6,7 @@ from datetime import timedelta
 from functools import partial
 
 from models.spec import spec_of
-from zeco_train.config.schema import Config, describe, load_config
-from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.config.schema import describe, load_config
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.system.numbers import compact
 from zeco_train.system.signals import exit_code
@@ -36,11 +35,6 @@ def _train(arguments: list[str], job: Job) -> int:
     config = load_config(arguments)
     with job.joining(timedelta(seconds=config.parallel.timeout_seconds)):
         mesh = join_ranks(config, job.launch)
-    return _run(config, arguments, mesh, job)
-
-
-def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> int:
-    # Returns 0, or `signals.exit_code` of the signal that stopped the run early.
     job.enter("opening data and the run's folder")
     run = open_run(config, arguments, mesh)
     # Closed in reverse order: the lock on the folder is released last, when nothing writes there any more.

@@ -74,7 +74,7 @@ def late(owner: type, method: str, event: threading.Event | None = None, seconds
 
 
 def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[bool]:
-    settings = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep=0", "parallel=zero3", "train.eval_sequences=0"]
+    settings = ["train.steps=3", "checkpoint.every=2", "checkpoint.keep=0", "parallel=zero3", "train.eval_sequences=0"]
     settings += ["data.seq_len=96"]
     train(rank, world_size, f"{folder}/sync", *settings, "checkpoint.mode=sync")
     returned, third = threading.Event(), threading.Event()
@@ -131,12 +131,12 @@ def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
 def test_async_save_holds_state_of_its_step(world_size: int, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     found = run_distributed(_train_in_both_modes, world_size, str(folder))[0]
-    # Copies and writes of steps 2 and 4, and of the last.
-    assert len(found) >= 5
+    # A copy and a write of step 2, and a write of the last.
+    assert len(found) >= 3
     assert all(found)
     log = (folder / "async" / "logs" / "rank_0.log").read_text()
     assert log.index("step 3: sequences") < log.index("checkpoint of step 2 complete")
-    assert names(folder / "async") == [f"step_{step:08d}" for step in (2, 4, 5)]
+    assert names(folder / "async") == [f"step_{step:08d}" for step in (2, 3)]
     for path in complete_checkpoints(folder / "async"):
         states = []
         for mode in ("sync", "async"):
@@ -310,6 +310,7 @@ def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tm
     assert snapshot(run / "checkpoints") == before
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(("at", "expected"), [(2, [2]), (3, [2, 3])], ids=["of its step", "of an earlier step"])

@@ -132,6 +132,7 @@ def test_files_have_numbers_and_those_of_later_versions_are_refused(file: str, r
         assert outcome.code == 4
 
 
+@pytest.mark.slow
 def test_export_of_version_0_2_gives_its_losses(version_2: Path, tmp_path: Path) -> None:
     """With settings in it that this version has no more."""
     folder, out = shutil.copytree(version_2 / "export", tmp_path / "export"), tmp_path / "out"

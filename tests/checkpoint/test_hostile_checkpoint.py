@@ -217,7 +217,7 @@ def _nothing_stored(metadata: Metadata) -> None:
     metadata.storage_data = {i: p for i, p in metadata.storage_data.items() if i.fqn != EMBEDDING}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -295,7 +295,7 @@ def _link(name: str, target: str) -> Callable[[Path], None]:
     return link
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -25,7 +25,11 @@ STEPS = 4
 @pytest.mark.parametrize(
     ("campaign", "kills", "side_by_side"),
     # Without GPUs nothing is replayed: GRAPHS would be SAME with a larger model, six processes at a time.
-    [(SAME, 1, 1), (OTHERS, 2, 1), pytest.param(GRAPHS, 2, 2, marks=pytest.mark.gpu)],
+    [
+        (SAME, 1, 1),
+        pytest.param(OTHERS, 2, 1, marks=pytest.mark.campaign),
+        pytest.param(GRAPHS, 2, 2, marks=pytest.mark.gpu),
+    ],
     ids=["same", "others", "graphs"],
 )
 def test_run_killed_at_random_equals_uninterrupted_run(

@@ -92,6 +92,7 @@ def _start(rank: int, world_size: int, folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_every_rank_refuses_a_long_document_and_none_waits(tmp_path: Path) -> None:
     """Training and validation stores; the model trains where each document is short enough."""
     short = [40] * 100
@@ -129,6 +130,7 @@ def test_standard_tasks_refuse_longer_texts() -> None:
         service.score([ScoreRequest(np.zeros(n, dtype=np.int64), 1) for n in (20, 66, 3)])
 
 
+@pytest.mark.slow
 def test_generation_refuses_a_prompt_whose_text_may_become_too_long(run: Path) -> None:
     prompt = ["--prompt", "a" * 40, "--ignore-eos"]
     assert run_here(generate.main, str(run), *prompt, "--max-tokens", "24").code == 0

@@ -129,6 +129,7 @@ def test_resume_with_changed_identity_is_refused(
     assert snapshot(run) == before
 
 
+@pytest.mark.slow
 def test_resume_accepts_changed_split_and_steps(run: Path, store: Path) -> None:
     changes = ["train.steps=3", "parallel.strategy=ddp", "sp=lasp2", "data.micro_batch=2", "checkpoint.every=1"]
     outcome = train_here(*on(store), f"run_dir={run}", *changes)

@@ -40,8 +40,7 @@ MASKED = [
 SPLITS: dict[int, dict[str, list[str]]] = {
     1: {
         "reference": ["sp=dp"],
-        "micro-batch 2": ["data.micro_batch=2"],
-        "recomputed": ["train.recompute=full", "sp=lasp2"],
+        "micro-batch 2, recomputed": ["data.micro_batch=2", "train.recompute=full", "sp=lasp2"],
     },
     2: {
         "lasp2, recomputed": ["sp=lasp2", "train.recompute=full"],

@@ -24,7 +24,7 @@ def run_on_two_ranks(*command: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_recall_across_ranks_depends_on_states(tmp_path: Path) -> None:
     run = f"run_dir={tmp_path}/run"
     run_on_two_ranks("train.py", "+experiment=gla_recall", run, *TASK, *STAGE, *QUIET)

@@ -129,14 +129,10 @@ def of_groups(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
 
 def find_value(overrides: Sequence[str], key: str) -> Any:
     """The value that the last override of a key sets, of any type, null as text; None if there is none."""
-    found = None
-    for text in overrides:
-        override = _parse(text, _EXAMPLE)
-        if not (override.is_delete() or override.is_sweep_override()):
-            for name, value in _leaves(override.key_or_group, override.value()):
-                if name == key:
-                    found = "null" if value is None else value
-    return found
+    parsed = [_parse(text, _EXAMPLE) for text in overrides]
+    valued = [override for override in parsed if not (override.is_delete() or override.is_sweep_override())]
+    leaves = dict(leaf for override in valued for leaf in _leaves(override.key_or_group, override.value()))
+    return "null" if key in leaves and leaves[key] is None else leaves.get(key)
 
 
 def set_keys(overrides: Sequence[str], groups: Collection[str]) -> set[str]:
@@ -214,11 +210,13 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Collec
     schema = OmegaConf.get_type(settings)
     kind = _type_of(key, schema)
     if kind is None:
-        raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)], _mixer(key, schema)))
+        mixer = getattr(_kinds(schema).get(key.partition(".")[0]), "mixer", None)
+        raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)], mixer))
     if dataclasses.is_dataclass(kind):
         raise ConfigError(key, shown, f"is a section; set its keys, such as {key}.{dataclasses.fields(kind)[0].name}")
-    if section := _section_of(kind):
-        _check_sections(key, value, shown, section, settings)
+    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
+    if dataclasses.is_dataclass(element):
+        _check_sections(key, value, shown, element, settings)
         return
     if OmegaConf.select(settings, key.rpartition(".")[0] or "") is None:
         raise ConfigError(key, shown, "does not fit what it changes, as a number beyond the end of a list")
@@ -239,12 +237,7 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Collec
             raise ConfigError(key, shown, "must be finite")
 
 
-def _section_of(kind: Any) -> type | None:
-    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
-    return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
-
-
-def _check_sections(key: str, value: Any, shown: Any, section: type, settings: Any) -> None:
+def _check_sections(key: str, value: Any, shown: Any, section: Any, settings: Any) -> None:
     kinds = typing.get_type_hints(section)
     names = ", ".join(kinds)
     if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
@@ -302,10 +295,6 @@ def _keys(schema: Any, prefix: str = "") -> list[str]:
         if dataclasses.is_dataclass(kind):
             keys += _keys(kind, f"{prefix}{name}.")
     return keys
-
-
-def _mixer(key: str, schema: Any) -> str | None:
-    return getattr(_kinds(schema).get(key.partition(".")[0]), "mixer", None)
 
 
 def _unknown(key: str, known: Sequence[str], mixer: str | None) -> str:

@@ -24,9 +24,11 @@ _NAMED = 4
 
 def check_attention(model: LanguageModelConfig, sp: SPConfig, segments: int) -> None:
     """Check that nothing cuts what softmax layers read, and that their heads can be spread over `sp.size` ranks."""
-    if not model.attn.chosen(model.num_layers):
+    if not (chosen := model.attn.chosen(model.num_layers)):
         return
-    where = f"the model has softmax attention at {_layers(model)}"
+    # The first ones, since a mistyped number of layers can be huge.
+    named = ", ".join(map(str, itertools.islice(chosen, _NAMED))) + (", …" if len(chosen) > _NAMED else "")
+    where = f"the model has softmax attention at layer{'s' if len(chosen) > 1 else ''} {named}"
     if not model.causal:
         raise ConfigError("model.causal", "false", f"softmax layers are causal for now, and {where}")
     if segments > 1:
@@ -42,13 +44,6 @@ def needs(model: LanguageModelConfig) -> Iterator[tuple[str, str, bool]]:
     for name in ("sp.attention", *(f"model.attn.{field.name}" for field in dataclasses.fields(AttnConfig))):
         if name.rpartition(".")[2] not in _CHOOSING:
             yield name, "model.attn.every", has_softmax
-
-
-def _layers(model: LanguageModelConfig) -> str:
-    chosen = model.attn.chosen(model.num_layers)
-    # The first ones, since a mistyped number of layers can be huge.
-    named = ", ".join(map(str, itertools.islice(chosen, _NAMED)))
-    return f"layer{'s' if len(chosen) > 1 else ''} {named}{', …' if len(chosen) > _NAMED else ''}"
 
 
 def check_documents(

@@ -150,7 +150,11 @@ def join(device: torch.device, timeout: timedelta) -> None:
         return
     prepare_for_peers(launch.world_size)
     if (store := launcher_store(launch)) is None:
-        _await_rank_0(launch, timeout)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # On a timeout, torch would print a page of C++ frames.
+        if launch.rank != 0 and (problem := await_listener(host, port, timeout)) is not None:
+            detail = f"{problem} within {timeout.total_seconds():g} s; start rank 0 there, with the same MASTER_PORT"
+            raise CommunicationError(launch.rank, "joining the other ranks", detail)
         dist.init_process_group(backend, timeout=timeout)
     else:
         store.set_timeout(timeout)
@@ -168,16 +172,6 @@ def prepare_for_peers(world_size: int) -> None:
     needed = FILES_OF_A_PROCESS + _GROUPS * world_size
     if 0 <= (most := allow_open_files(needed)) < needed:
         logger.warning("ulimit -n: %d open files may be too few for %d ranks; allow %d", most, world_size, needed)
-
-
-def _await_rank_0(launch: Launch, timeout: timedelta) -> None:
-    # On a timeout, torch would print a page of C++ frames.
-    if launch.rank == 0:
-        return
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if (problem := await_listener(host, port, timeout)) is not None:
-        detail = f"{problem} within {timeout.total_seconds():g} s; start rank 0 there, with the same MASTER_PORT"
-        raise CommunicationError(launch.rank, "joining the other ranks", detail)
 
 
 def launcher_store(launch: Launch) -> dist.Store | None:
