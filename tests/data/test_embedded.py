@@ -100,7 +100,7 @@ def test_concurrent_processes_share_embedded_cache(library: Path, tmp_path: Path
     command = [sys.executable, "-c", code, str(library), str(tmp_path / "cache")]
     processes = [
         subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     for process in processes:
         assert process.stdout is not None
@@ -110,7 +110,7 @@ def test_concurrent_processes_share_embedded_cache(library: Path, tmp_path: Path
         process.stdin.write("\n")
         process.stdin.flush()
     paths = {process.communicate()[0].strip() for process in processes}
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert len(paths) == 1
     verify(TokenStore.open(paths.pop()))
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -186,6 +186,7 @@ def test_files_outside_of_a_data_set_are_refused(kind: str, tmp_path: Path, caps
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -222,7 +223,7 @@ def test_truncated_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -305,33 +306,30 @@ def write_like(folder: Path, name: str, recipe: Recipe) -> list[str]:
     return texts
 
 
-def test_every_recipe_has_a_test() -> None:
+def test_recipes_are_complete_and_tested() -> None:
     assert sorted(SHAPES) == recipe_names()
-
-
-@pytest.mark.parametrize("name", sorted(SHAPES))
-def test_recipe_prepares_data_of_its_schema(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The recipe file has exactly the fields of the schema, and its loading path reads data with its columns."""
-    recipe = load_recipe(name)
-    given = OmegaConf.to_object(OmegaConf.load(RECIPES / f"{name}.yaml"))
     required = {"description", "homepage", "licence", "size", "dataset", "split", "text_field", "tokenizer"}
-    assert isinstance(given, dict)
-    assert required | {"min_tokens", "validation_fraction", "streaming"} <= set(given)
-    assert recipe.homepage.endswith(recipe.dataset)
-    assert recipe.streaming
+    for name in SHAPES:
+        recipe = load_recipe(name)
+        given = OmegaConf.load(RECIPES / f"{name}.yaml")
+        assert required | {"min_tokens", "validation_fraction", "streaming"} <= set(given), name
+        assert recipe.homepage.endswith(recipe.dataset), name
+        assert recipe.streaming, name
+
+
+QUICK = {"fineweb_edu", "slimpajama"}
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SHAPES.keys() - QUICK)]
+)
+def test_recipe_prepares_data_of_its_schema(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loading path reads data with its columns."""
+    recipe = load_recipe(name)
     texts = write_like(tmp_path / "corpus", name, recipe)
-    arguments = [
-        "--recipe",
-        name,
-        "--dataset",
-        tmp_path / "corpus",
-        "--tokenizer",
-        "bytes",
-        "--out",
-        tmp_path / "store",
-    ]
+    arguments = ["--recipe", name, "--dataset", tmp_path / "corpus", "--tokenizer", "bytes", "--workers", "1"]
     flags = ["--validation-fraction", "0.1"] if recipe.validation_fraction else []
-    assert prepare(*arguments, *flags, "--out", tmp_path / "store", "--workers", "1") == 0, capsys.readouterr().err
+    assert prepare(*arguments, *flags, "--out", tmp_path / "store") == 0, capsys.readouterr().err
     held_out = documents(tmp_path / "store" / "validation") if recipe.validation_fraction else []
     assert documents(tmp_path / "store") + held_out == texts
     recorded = TokenStore.open(tmp_path / "store").meta.preparation

@@ -39,7 +39,8 @@ SEQ_LEN = 24
 # Borders at edges of segments, shards and sequences and inside them; documents of one token, and over several of each.
 LENGTHS = [6, 3, 15, 24, 1, 1, 7, 40, 3, 12, 62, 22, 5, 30, 9]
 # Segments and ranks; a shard has 24 tokens at most, and 1 at least.
-CUTS = [(1, 1), (2, 1), (6, 1), (24, 1), (1, 2), (1, 3), (2, 2), (3, 2), (2, 3), (1, 4), (4, 3), (8, 3), (6, 4)]
+CUTS = [(1, 1), (24, 1), (1, 3), (3, 2), (6, 4)]
+CUTS += [pytest.param(*cut, marks=pytest.mark.campaign) for cut in ((2, 1), (1, 2), (2, 3), (1, 4), (4, 3), (8, 3))]
 GLOBAL_BATCH = 4
 
 
@@ -93,7 +94,7 @@ def test_segments_of_all_ranks_join_to_the_sequence(
         whole = loader(store, **dp)
         ranks = [loader(store, **dp, sp_rank=rank, sp_size=sp_size, segments=segments) for rank in range(sp_size)]
         assert {(rank.micro_steps, rank.num_sequences) for rank in ranks} == {(whole.micro_steps, whole.num_sequences)}
-        for consumed, micro_step in itertools.product([0, 4, 8, 21], range(whole.micro_steps)):
+        for consumed, micro_step in itertools.product([0, 21], range(whole.micro_steps)):
             expected = whole.batch(consumed, micro_step)
             parts = []
             for segment, (rank, part_loader) in itertools.product(range(segments), enumerate(ranks)):
@@ -231,7 +232,7 @@ def test_prefetching_raises_errors_of_a_segment(store: TokenStore, monkeypatch: 
 
 @pytest.mark.parametrize(("segments", "sp_size"), [(1, 1), (2, 3), (6, 2)])
 def test_validation_reads_every_sequence_by_segments(store: TokenStore, segments: int, sp_size: int) -> None:
-    for dp_size, micro_batch, most in itertools.product([1, 2, 4], [1, 2], [None, 5, 100]):
+    for dp_size, micro_batch, most in [(1, 2, None), (2, 1, 5), (4, 2, 100), (2, 2, None)]:
         groups_of_ranks = []
         for dp_rank, sp_rank in itertools.product(range(dp_size), range(sp_size)):
             split = DataSplit(SEQ_LEN, micro_batch, dp_rank, dp_size, sp_rank, sp_size, segments=segments)
@@ -285,7 +286,8 @@ def test_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
     assert whole.read([1]).labels[0].tolist() == list(range(37, 49))
 
 
-@pytest.mark.parametrize("sp_size", [1, 2])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("sp_size", [2, 1])
 def test_step_has_same_sequences_on_every_split(store: TokenStore, sp_size: int) -> None:
     for consumed in range(0, 40, 4):
         expected = None
@@ -323,7 +325,7 @@ def pieces_by_hand(offsets: list[int], sequence_start: int, offset: int, length:
     return cuts, offset - max(start for start in starts if start <= offset)
 
 
-@pytest.mark.parametrize("sp_size", [1, 2, 3, 4, 6, 24])
+@pytest.mark.parametrize("sp_size", [1, 4, 24])
 def test_cu_seqlens_of_every_shard_match_definition(store: TokenStore, sp_size: int) -> None:
     length = SEQ_LEN // sp_size
     seen = set()

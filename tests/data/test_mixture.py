@@ -110,17 +110,19 @@ def starts_of(parts: list[Batch]) -> list[int]:
 @pytest.mark.few
 @pytest.mark.parametrize("shuffle", list(Shuffle))
 @pytest.mark.parametrize("shortest", [0, 5])
-@pytest.mark.parametrize(("sp_size", "segments"), [(1, 1), (2, 1), (3, 2), (1, 4), (12, 1)])
+@pytest.mark.parametrize(
+    ("sp_size", "segments"), [(1, 1), (1, 4), (3, 2), pytest.param(12, 1, marks=pytest.mark.campaign)]
+)
 def test_batches_equal_written_out_streams(
     stores: list[TokenStore], shuffle: Shuffle, shortest: int, sp_size: int, segments: int
 ) -> None:
-    """Every rank reads exactly its slice and one label more; at least four epochs of each store."""
+    """Every rank reads exactly its slice and one label more; at least two epochs of each store."""
     setting = Setting(stores, shuffle, shortest)
     split = {"sp_size": sp_size, "segments": segments, "reset_state_at_document": True}
     ranks = [setting.loader(**split, sp_rank=rank) for rank in range(sp_size)]
     epochs: dict[tuple[int, int], Any] = {}
     length, seen = SEQ_LEN // sp_size // segments, [0] * len(stores)
-    for position in range(0, 12 * sum(WEIGHTS), 4):
+    for position in range(0, 5 * sum(WEIGHTS), 4):
         for micro_step in range(4):
             place = ranks[0].place(position + micro_step)
             seen[place.source] += 1
@@ -136,15 +138,15 @@ def test_batches_equal_written_out_streams(
             tokens = torch.cat([part.input_ids for part in parts], dim=1)[0].tolist()
             labels = torch.cat([part.labels for part in parts], dim=1)[0].tolist()
             assert (tokens, labels, starts_of(parts)) in epochs[key]
-    assert min(seen) >= 12
+    assert min(seen) >= 5
 
 
 @pytest.mark.parametrize("shuffle", list(Shuffle))
 def test_order_of_sequences_equals_definition(stores: list[TokenStore], shuffle: Shuffle) -> None:
     """Sequences are those of the written-out streams in the defined order, on any split of a step."""
     setting = Setting(stores, shuffle, 2)
-    count, taken = 240, Counter[int]()
-    epochs = {(number, epoch): written_out(setting, number, epoch) for number in range(3) for epoch in range(40)}
+    count, taken = 120, Counter[int]()
+    epochs = {(number, epoch): written_out(setting, number, epoch) for number in range(3) for epoch in range(20)}
     expected = []
     for number in dealt_out(WEIGHTS, count):
         size = len(epochs[number, 0])
@@ -171,6 +173,7 @@ def test_order_of_sequences_equals_definition(stores: list[TokenStore], shuffle:
             assert list(itertools.chain(*rows)) == got[consumed : consumed + 4]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shuffle", list(Shuffle))
 @pytest.mark.parametrize("shortest", [0, 5, 22])
 def test_every_epoch_reads_each_token_once(stores: list[TokenStore], shuffle: Shuffle, shortest: int) -> None:
@@ -222,8 +225,8 @@ def test_mixture_of_one_store_ignores_its_weight(stores: list[TokenStore]) -> No
 def test_resume_mid_epoch_on_another_split(stores: list[TokenStore]) -> None:
     setting = Setting(stores, shortest=5)
     whole = setting.loader(reset_state_at_document=True)
-    for consumed in (4, 16, 52):
-        for dp_size, sp_size, segments in [(1, 3, 1), (2, 2, 1), (4, 1, 3), (2, 1, 2)]:
+    for consumed in (4, 52):
+        for dp_size, sp_size, segments in [(2, 2, 1), (4, 1, 3)]:
             seen: dict[int, list[Batch]] = {}
             for dp_rank, sp_rank in itertools.product(range(dp_size), range(sp_size)):
                 split = {"dp_size": dp_size, "dp_rank": dp_rank, "sp_size": sp_size, "sp_rank": sp_rank}
@@ -242,9 +245,7 @@ def test_resume_mid_epoch_on_another_split(stores: list[TokenStore]) -> None:
                 assert {tuple(part.sequence_ids) for part in parts} == {tuple(expected.sequence_ids)}
 
 
-@pytest.mark.parametrize(
-    "weights", [[1], [1, 1], [2, 1], [7, 2, 1], [3, 2], [1, 1, 1, 1], [999, 1], [123_456, 654_321, 1000], [1, 5, 1, 30]]
-)
+@pytest.mark.parametrize("weights", [[1], [7, 2, 1], [3, 2], [999, 1], [123_456, 654_321, 1000], [1, 5, 1, 30]])
 def test_stores_are_drawn_in_proportion_to_weights(weights: list[int]) -> None:
     mixture = Mixture(weights, seed=3)
     shares = [Fraction(weight, sum(weights)) for weight in weights]
@@ -252,7 +253,7 @@ def test_stores_are_drawn_in_proportion_to_weights(weights: list[int]) -> None:
     for first_block in (0, 10**12):
         first = first_block * mixture.block
         taken = [set() for _ in weights]  # type: list[set[int]]
-        for position in range(first, first + min(6 * mixture.block, 4000) // mixture.block * mixture.block):
+        for position in range(first, first + min(6 * mixture.block, 2000) // mixture.block * mixture.block):
             store, index = mixture.place(position)
             assert index not in taken[store], "a sequence of a store is dealt out twice"
             taken[store].add(index)

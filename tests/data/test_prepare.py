@@ -23,7 +23,7 @@ from data.prepare import PrepareOptions, main, prepare_store
 from data.sources.readers import read_lines
 from data.store import TokenStore, is_store
 from data.tokenizer import ByteTokenizer, load_tokenizer
-from tests.support.stores import documents, write_lines
+from tests.support.stores import documents, write_lines, write_word_tokenizer
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import DataError
 
@@ -128,8 +128,9 @@ def test_column_of_nulls_has_no_documents(tmp_path: Path, capsys: pytest.Capture
     assert documents(tmp_path / "store") == ["b"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "jsonl", "txt"])
-@pytest.mark.parametrize("unit_bytes", [10, 1 << 21])
+@pytest.mark.parametrize("unit_bytes", [1 << 21, 50])
 def test_documents_of_too_many_bytes_are_left_out(kind: str, unit_bytes: int, tmp_path: Path) -> None:
     texts, path = ["é" * 50, "é" * 51, "a", "a" * 5000, "b"], tmp_path / f"a.{kind}"
     # Just short enough and one byte too long, also as lines.
@@ -200,6 +201,7 @@ def test_unit_size_does_not_change_the_result(corpus: tuple[Path, list[str]], tm
     assert documents(tmp_path / "store") == expected
 
 
+@pytest.mark.slow
 def test_worker_count_does_not_change_the_result(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, _ = corpus
     for workers in (1, 2):
@@ -223,16 +225,10 @@ def test_validation_part_is_the_last_documents(corpus: tuple[Path, list[str]], t
 
 @pytest.fixture(scope="session")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer of 70,003 words, and a second one without an end-of-sequence token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<unk>": 0, "</s>": 1, **{f"w{index}": index + 2 for index in range(70_001)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    """A folder with a tokenizer of few words with ids up to 70,002, and one without an end-of-sequence token."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder / "whole")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "endless")
+    write_word_tokenizer(folder / "whole", [*range(10), 9999, 70_000], eos_token="</s>")
+    write_word_tokenizer(folder / "endless")
     return folder
 
 
@@ -346,14 +342,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "code", "overwrite"),
     [
+        (signal.SIGTERM, 128 + signal.SIGTERM, False),
         (signal.SIGKILL, -signal.SIGKILL, False),
         (signal.SIGKILL, -signal.SIGKILL, True),
-        (signal.SIGTERM, 128 + signal.SIGTERM, False),
         (signal.SIGINT, 128 + signal.SIGINT, False),
         (signal.SIGHUP, 128 + signal.SIGHUP, False),
     ],
@@ -363,7 +359,7 @@ def test_interrupted_preparation_leaves_no_loadable_store(
 ) -> None:
     line = json.dumps({"text": "some words of text " * 100}) + "\n"
     source = tmp_path / "text.jsonl"
-    source.write_text(line * 60_000)  # 115 MB: about two seconds of work
+    source.write_text(line * 30_000)  # 57 MB: about a second of work
     place = tmp_path / "place"
     out = place / "store"
     if overwrite:
@@ -410,6 +406,7 @@ def test_interrupted_preparation_leaves_no_loadable_store(
     assert [path.name for path in place.iterdir()] == ["store"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_import_does_not_load_torch_or_transformers() -> None:
     code = "import sys, data.prepare; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
@@ -418,9 +415,9 @@ def test_import_does_not_load_torch_or_transformers() -> None:
 
 
 def test_tokens_match_numpy_on_a_large_document(tmp_path: Path) -> None:
-    contents = np.random.default_rng(0).integers(32, 127, 3_000_000).astype(np.uint8).tobytes()
+    contents = np.random.default_rng(0).integers(32, 127, 1_000_000).astype(np.uint8).tobytes()
     (tmp_path / "a.txt").write_bytes(contents)
     assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "store")]) == 0
     opened = TokenStore.open(tmp_path / "store")
-    np.testing.assert_array_equal(opened.read(0, 3_000_000), np.frombuffer(contents, np.uint8).astype(np.int64) + 3)
-    assert opened.read(3_000_000, 3_000_001).tolist() == [1]
+    np.testing.assert_array_equal(opened.read(0, 1_000_000), np.frombuffer(contents, np.uint8).astype(np.int64) + 3)
+    assert opened.read(1_000_000, 1_000_001).tolist() == [1]

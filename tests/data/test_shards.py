@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -43,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("shard_tokens", [1, 7, 25, 49, 50, 51])
+@pytest.mark.parametrize("shard_tokens", [1, 7, 49, 50])
 def test_reads_cross_shard_borders(tmp_path: Path, shard_tokens: int) -> None:
     opened = TokenStore.open(write(tmp_path / "store", shard_tokens))
     assert opened.num_shards == -(-NUM_TOKENS // shard_tokens)
@@ -52,9 +53,10 @@ def test_reads_cross_shard_borders(tmp_path: Path, shard_tokens: int) -> None:
         assert len(data) == 2 * shard.num_tokens <= 2 * shard_tokens
         assert shard.sha256 == hashlib.sha256(data).hexdigest()
         assert opened.shard_range(index) == (index * shard_tokens, index * shard_tokens + shard.num_tokens)
-    for start in range(NUM_TOKENS + 1):
-        for stop in range(start, NUM_TOKENS + 1):
-            np.testing.assert_array_equal(opened.read(start, stop), TOKENS[start:stop])
+    for start, stop in itertools.combinations_with_replacement(
+        range(0, NUM_TOKENS + 1, 1 if shard_tokens == 7 else 5), 2
+    ):
+        assert opened.read(start, stop).tolist() == TOKENS[start:stop].tolist()
     assert opened.doc_offsets.tolist() == [0, *np.cumsum(LENGTHS).tolist()]
     verify(opened)
 
@@ -157,9 +159,7 @@ def test_invalid_shard_list_is_refused(tmp_path: Path, shards: object, expected:
     assert expected in str(caught.value)
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("shard_tokens", [1, 4, 11, 31, 100])
-@pytest.mark.parametrize("stop", range(1, len(LENGTHS)))
+@pytest.mark.parametrize(("shard_tokens", "stop"), [(1, 1), (4, 2), (11, 3), (31, 4), (100, 5)])
 def test_interrupted_writer_resumes_from_checkpoint(tmp_path: Path, shard_tokens: int, stop: int) -> None:
     """Documents after the checkpoint are lost, and the resumed writer writes them again."""
     expected = contents(write(tmp_path / "unbroken", shard_tokens))
@@ -177,7 +177,7 @@ def test_interrupted_writer_resumes_from_checkpoint(tmp_path: Path, shard_tokens
     assert contents(tmp_path / "store") == expected
 
 
-@pytest.mark.parametrize("shard_tokens", [1, 10, 19, 25, 100])
+@pytest.mark.parametrize("shard_tokens", [1, 19, 25, 100])
 def test_tail_is_split_off_across_shards(tmp_path: Path, shard_tokens: int) -> None:
     with new_writer(tmp_path / "store", shard_tokens) as writer:
         writer.append(TOKENS, LENGTHS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,18 @@ def documents(path: Path) -> list[str]:
     ids = [opened.read(start, stop) for start, stop in itertools.pairwise(opened.doc_offsets.tolist())]
     assert all(tokens[-1] == 1 and not (tokens[:-1] == 1).any() for tokens in ids)
     return [ByteTokenizer().decode(tokens) for tokens in ids]
+
+
+def write_word_tokenizer(folder: Path, numbers: Iterable[int] = range(10), **special: str) -> Path:
+    """A Hugging Face tokenizer of the words w0, w1, …, whose ids are their numbers + 2; </s> is 1, unknown words 0."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "</s>": 1, **{f"w{number}": number + 2 for number in numbers}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder
 
 
 def verify(store: TokenStore) -> None:
