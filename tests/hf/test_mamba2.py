@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models.mixers.mamba2 import Mamba2Config
-from models.spec import spec_of
 from tests.support.commands import train_here
 from tests.support.model_card import run_snippet
 from tests.support.transformers_alone import in_transformers
@@ -117,7 +116,7 @@ def test_model_of_transformers_gives_its_logits(settings: dict[str, Any], tmp_pa
     assert error(our_logits(folder, Dtype.bf16, None), expected) <= 4e-2
     stored = load_file(folder / WEIGHTS_FILE)
     names = checked_model(folder)
-    assert {names.name_of(name) for name in spec_of(names.model).parameter_shapes} == stored.keys() - (
+    assert {one.theirs[0] for one in names.tensors()} == stored.keys() - (
         {"lm_head.weight"} if names.model.tie_word_embeddings else set()
     )
 

@@ -1,8 +1,7 @@
 """Export of a trained model to a Hugging Face folder.
 
 Runs in one CPU process, whatever the model was trained on, with the memory of two weight files. The folder is fsynced
-and then renamed into place. With fla installed, `AutoModelForCausalLM.from_pretrained(OUT)` loads it; it contains no
-code, so trust_remote_code is not needed.
+and then renamed into place; it contains no code, so trust_remote_code is not needed.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class ExportSettings:
 
 
 def export(run: str, out: Path, settings: ExportSettings) -> str:
-    """Write a trained model to `out`.
-
-    Returns:
-        A one-line summary.
+    """Write a trained model to `out`; returns a one-line summary.
 
     Raises:
         ZecoError: there is no such model, it is damaged, fla's configuration cannot express it, or `out` exists or
@@ -83,7 +79,10 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     # Run all checks before anything is written.
     record = _config_record(trained, trained.config, dtype, settings.model_type)
     with atomic_folder(out, remedy="name another OUT") as folder:
-        _check_room(out, folder, spec_of(trained.model).num_parameters * dtype.itemsize)
+        num_bytes = spec_of(trained.model).num_parameters * dtype.itemsize
+        if (free := shutil.disk_usage(folder).free) < num_bytes:
+            sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
+            raise ConfigError("OUT", out, sizes)
         written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
     count = f"{compact(spec_of(trained.model).num_parameters)} parameters, {_name(dtype)}"
     files = "1 file" if len(written.files) == 1 else f"{len(written.files)} files"
@@ -97,12 +96,6 @@ def _config_record(trained: Trained, config: Config, dtype: torch.dtype, model_t
         sizes = f"the run's tokenizer has {trained.tokenizer.vocab_size} ids"
         raise ConfigError("model.vocab_size", trained.model.vocab_size, f"{sizes}, which is not the one it began with")
     return record
-
-
-def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
-    if (free := shutil.disk_usage(folder).free) < num_bytes:
-        sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
-        raise ConfigError("OUT", out, sizes)
 
 
 def _fill(
@@ -128,18 +121,13 @@ def _fill(
     losses = last_losses(run_dir, progress.step)
     write_durably(folder / "README.md", model_card(config, written_model.format, progress, losses, origin))
     written = write_weights(trained.path, written_model, folder, dtype, file_bytes)
-    _check_round_trip(folder, trained)
+    found, wanted = dataclasses.replace(checked_model(folder).model, name=trained.model.name), trained.model.canonical()
+    # A failure is a bug in this package.
+    assert found == wanted, (found, wanted)
     # Checksums of the weights only: other files are small, checked on reading, and may be edited by users.
     weights = [folder / name for name in written.files]
     write_checksums(folder, {path.name: (path.stat().st_size, sha256_of(path)) for path in weights})
     return written
-
-
-def _check_round_trip(folder: Path, trained: Trained) -> None:
-    """Assert that the written folder reads back as the same model; a failure is a bug in this package."""
-    found = dataclasses.replace(checked_model(folder).model, name=trained.model.name)
-    wanted = trained.model.canonical()
-    assert found == wanted, (found, wanted)
 
 
 def _name(dtype: torch.dtype) -> str:
