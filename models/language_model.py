@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer, Shared, StateOf, TokenCache
+from models.mixers.base import LayerState, Mixer, Shared
 from models.modules import Embedding, RMSNorm, swiglu
 from models.parameters import MATRIX, ParameterRule, parameter_rules
 from models.projections import Projection, project
@@ -234,19 +234,20 @@ class LanguageModel(nn.Module):
     ) -> Tensor | TokenScores:
         """Loss, or logits, of this rank's tokens.
 
+        Collective: all ranks of a sequence call together.
+
         Args:
-            input_ids: [B, T] int64, this rank's tokens.
-            position: of the tokens, with an exchange. Collective: all ranks of a sequence call together.
+            input_ids: [B, T] int64.
+            position: of the tokens, with an exchange.
             labels: [B, T] int64, the *next* token of each (shifted before sharding), or of a masked token the original
                 one; −100 for ignored tokens.
-            states: state_input states of a segment of a longer sequence; the layers' results are written into it.
-            states_only: skip the head.
-            scores: return each token's loss and prediction instead of the sum, without gradients; needs labels.
+            states: of a segment of a longer sequence; the layers' results are written into it.
+            states_only: return the input of the head, [B, T, D].
+            scores: return `TokenScores` of [B, T] instead of the sum, without gradients; needs labels.
 
         Returns:
             With labels the SUM of the tokens' cross-entropies, a scalar in fp32 (fp64 for fp64 parameters): the caller
-            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters' dtype;
-            with `states_only` the input of the head, [B, T, D]; with `scores` `TokenScores` of [B, T].
+            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters' dtype.
         """
         hidden = self.model(input_ids, position, states)
         return hidden if states_only else self.lm_head(hidden, labels, scores)
@@ -261,16 +262,13 @@ class LanguageModel(nn.Module):
             input_ids: [B] int64.
             states: after the previous tokens (`zero_states`, or `LayerStates.carry_out`); updated in place.
             positions: [B] int64, of these tokens in their sequences.
-            states_only: skip the head.
-
-        Returns:
-            Logits of the next tokens, [B, vocab]; with `states_only` the input of the head, [B, D].
+            states_only: return the input of the head, [B, D], instead of logits of the next tokens, [B, vocab].
         """
         hidden = self.model.step(input_ids, states, positions)
         return hidden if states_only else self.lm_head(hidden)
 
     @property
-    def states(self) -> list[StateOf | TokenCache]:
+    def states(self) -> list[LayerState]:
         """What the layers keep between tokens, layer by layer."""
         return [state for layer in self.model.blocks() for state in layer.attn.states]
 
@@ -281,8 +279,9 @@ class LanguageModel(nn.Module):
         """
         # Under FSDP2 the weight's dtype alternates between master and compute dtype; states have the same for both.
         compute = self.model.norm.weight.dtype
+        wide = accumulation_dtype(compute)
         return [
-            torch.zeros(batch_size, *state.shape(capacity), dtype=state.dtype(compute), device=device)
+            torch.zeros(batch_size, *state.shape(capacity), dtype=compute if state.is_cache else wide, device=device)
             for state in self.states
         ]
 
@@ -299,10 +298,9 @@ class LanguageModel(nn.Module):
         return sum(itemsize * math.prod(state.shape(capacity)) for state in self.states if state.is_cache)
 
     def sharding_units(self) -> list[nn.Module | list[nn.Module]]:
-        """Modules to shard as separate FSDP2 units, in forward order; shard the model itself last.
+        """Modules to shard as separate FSDP2 units, in forward order; the layers' wide parameters are one, a list.
 
-        The layers' wide parameters are one unit, a list. The root unit holds the rest: the final norm and, if tied, the
-        embedding with the head, since a parameter can belong to one unit only.
+        Shard the model itself last: the final norm and, if tied, the embedding with the head.
         """
         wide = [module for layer in self.model.blocks() if (module := layer.attn.wide_parameters) is not None]
         units: list[nn.Module | list[nn.Module]] = [wide] if wide else []

@@ -1,9 +1,9 @@
-"""Initialisation and optimizer treatment of parameters: each module has a rule for each parameter it owns."""
+"""Initialisation and optimizer treatment of parameters: a module's `parameter_rules`, by name, are of those it owns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,6 @@ _OF_TORCH: tuple[tuple[type[nn.Module], Mapping[str, ParameterRule]], ...] = (
 )
 
 
-@runtime_checkable
-class HasRules(Protocol):
-    """A module that owns parameters."""
-
-    def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """Rules of the module's own parameters, without its children's, by name."""
-        ...
-
-
 def parameter_rules(model: nn.Module) -> Iterator[tuple[str, Parameter, ParameterRule]]:
     """Name, parameter and rule of each parameter of a model, in the order of `named_parameters`.
 
@@ -78,6 +69,6 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _rules(module: nn.Module) -> Mapping[str, ParameterRule]:
-    if isinstance(module, HasRules):
-        return module.parameter_rules()
-    return next((rules for kind, rules in _OF_TORCH if isinstance(module, kind)), {})
+    # Of the module's own parameters, without its children's.
+    own: Callable[[], Mapping[str, ParameterRule]] | None = getattr(module, "parameter_rules", None)
+    return own() if own is not None else next((rules for kind, rules in _OF_TORCH if isinstance(module, kind)), {})

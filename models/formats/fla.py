@@ -1,9 +1,8 @@
 """What all models of fla (flash-linear-attention 0.6.0) have in common: keys of the block, and softmax layers.
 
 fla's switches for fused kernels do not change a model; its `use_gk` and `use_gv` are not read by any of its code. Its
-softmax layer (`fla.layers.attn`) always rotates queries and keys, with heads of hidden_size / num_heads, and has no
-norms of queries and keys and no gate. Its window counts the query itself, as ours: it asks flash-attn for w − 1 keys
-before it.
+softmax layer (`fla.layers.attn`) always rotates queries and keys, and has no norms of them and no gate. Its window
+counts the query itself, as ours.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
 def read_common(keys: Keys, *, layers: int = 24, ratio: int = 4) -> dict[str, Any]:
     """The fields of `LanguageModelConfig`, but for the heads.
 
-    Args:
-        keys: of config.json.
-        layers: default of `num_hidden_layers`.
-        ratio: default of `hidden_ratio`; null is 4 in all models.
+    `layers` and `ratio` are the defaults of `num_hidden_layers` and `hidden_ratio`; null is 4 in all models.
     """
     keys.only(_ONLY)
     # It changes names of weights only, see `ModelFormat.other_names`.
@@ -82,10 +78,10 @@ def plain(
 
     Args:
         values: the keys, with the library's defaults.
-        only: see `Keys.only`.
+        only: keys of which one value is supported, with what others mean.
         written: those of `only` that an export writes.
         optional: keys of whole numbers that may be null, which is their default.
-        layers: see `read_common`.
+        layers: default of `num_hidden_layers`.
     """
 
     def read(keys: Keys) -> dict[str, Any]:
@@ -107,7 +103,6 @@ def read_kv_heads(keys: Keys, num_heads: int, meaning: str) -> None:
 
 
 def _read_attn(keys: Keys) -> AttnConfig:
-    """The key `attn`; null and no layers mean no softmax layers."""
     record = keys.record.get("attn")
     if isinstance(record, list | tuple) and len(record) == 1:
         (record,) = record

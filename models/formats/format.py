@@ -1,7 +1,6 @@
-"""What a file of this folder says of one class of language models in fla or transformers.
+"""What a file of this folder says of one class of language models in fla or transformers, and how it reads config.json.
 
-flash-linear-attention (fla) 0.6.0 has most of them, transformers itself the others. `zeco_train.hf` reads and writes
-folders by it. The registry is `models.formats.registry`.
+A stranger may have written a config.json: `Keys` checks its values, and nothing of it is run, whatever it holds.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ _REQUIRED = object()
 
 
 class Keys:
-    """A mapping of a config.json. Every method raises a `ConfigError` that names the key.
+    """A mapping of a config.json, or one inside it, whose keys have a prefix in messages.
 
-    Args:
-        file: for messages.
-        record: the mapping.
-        prefix: of keys in messages, such as "attn.", for a mapping inside another.
+    Every method raises a `ConfigError` that names the key.
     """
 
     def __init__(self, file: Path, record: Mapping[str, Any], prefix: str = "") -> None:
@@ -144,8 +140,8 @@ class Rows:
 
     Attributes:
         ours: our parameters in a layer, in the order of the rows, such as `attn.q_proj.weight`.
-        theirs: the file's tensors in a layer, in the order of the rows. As many as ours: an export writes one for each,
-            and a file may cut the rows elsewhere.
+        theirs: the file's tensors in a layer, in that order. As many as ours: an export writes one for each, and a file
+            may cut the rows elsewhere.
         by_heads: the rows of each head of queries lie together: of each head first those of the first parameter.
     """
 
@@ -199,7 +195,7 @@ class ModelFormat:
 
     @property
     def name(self) -> str:
-        """Name of the model in the library's documentation."""
+        """As in the library's documentation."""
         return self.architecture.removesuffix("ForCausalLM")
 
     @property

@@ -51,13 +51,9 @@ class SoftmaxLayers:
 def read_common(
     keys: Keys, softmax: SoftmaxLayers, defaults: Mapping[str, int], fixed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields of a `GatedDeltaNetConfig`.
+    """The fields of a `GatedDeltaNetConfig`; `fixed` are those that the class decides, with their value.
 
-    Args:
-        keys: of config.json.
-        softmax: the class's softmax layers.
-        defaults: of `vocab_size`, `hidden_size` and `intermediate_size`.
-        fixed: fields that the class decides, with their value.
+    `defaults` are those of `vocab_size`, `hidden_size` and `intermediate_size`.
     """
     keys.only({**_ONLY, **{name: (value, _OTHER_LAYER) for name, value in fixed.items()}})
     same = keys.values({**defaults, "initializer_range": 0.02, "tie_word_embeddings": False})
@@ -129,8 +125,8 @@ def _read_layers(keys: Keys) -> list[int]:
     return chosen
 
 
+# A missing value is refused: it would be another one in another version of transformers.
 def _read_rotation(keys: Keys, softmax: SoftmaxLayers, width: int) -> dict[str, Any]:
-    """Fields `rope_theta` and `rotary_dim`. A missing value would be another one in another version of transformers."""
     record = keys.record
     of_pictures = _OF_PICTURES if softmax.rotates_parts else ()
     keys.only_known("rope_type", "type", "rope_theta", "partial_rotary_factor", *of_pictures)
@@ -157,7 +153,10 @@ def _written_attn(model: GatedDeltaNetConfig, softmax: SoftmaxLayers, label: str
     rotation: dict[str, Any] = {"rope_type": "default", "rope_theta": attn.rope_theta}
     if softmax.rotates_parts:
         rotated = shape.head_dim if attn.rotary_dim is None else attn.rotary_dim
-        rotation["partial_rotary_factor"] = _share(rotated, shape.head_dim)
+        # transformers reads int(width · factor).
+        share = rotated / shape.head_dim
+        share = share if int(shape.head_dim * share) == rotated else math.nextafter(share, 2.0)
+        rotation["partial_rotary_factor"] = share
     return {
         "layer_types": [_SOFTMAX if layer in chosen else _LINEAR for layer in range(model.num_layers)],
         "num_attention_heads": shape.heads,
@@ -165,9 +164,3 @@ def _written_attn(model: GatedDeltaNetConfig, softmax: SoftmaxLayers, label: str
         "head_dim": shape.head_dim,
         "rope_parameters": rotation,
     }
-
-
-def _share(rotated: int, width: int) -> float:
-    """The factor f with int(width · f) = rotated, which is how transformers reads it."""
-    share = rotated / width
-    return share if int(width * share) == rotated else math.nextafter(share, 2.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -12,54 +11,33 @@ from torch import Tensor, nn
 
 from models.config import LanguageModelConfig
 from models.parameters import ParameterRule
-from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import StateInput, StateOutput
 
 
-@dataclass(frozen=True)
-class StateOf:
-    """A state of constant size (H, K, V): [B, H, K, V] in fp32 (fp64 for an fp64 model). A step changes all of it."""
-
-    sizes: tuple[int, int, int]
-    is_cache = False
-
-    def shape(self, capacity: int | None) -> tuple[int, int, int]:
-        """Shape for one sequence."""
-        del capacity
-        return self.sizes
-
-    def dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Its dtype in a model that computes in `compute`."""
-        return accumulation_dtype(compute)
-
-
-@dataclass(frozen=True)
-class TokenCache:
-    """A vector of each token and head, [B, G, tokens, D] in the model's dtype; a step writes one token.
+class LayerState(NamedTuple):
+    """What a layer keeps between the tokens of a sequence in generation, a state of constant size or a cache of tokens.
 
     Attributes:
-        heads: G.
-        width: D.
-        window: tokens that are kept, the last ones; None: all.
+        sizes: H, K, V of a state, [B, H, K, V] in fp32 (fp64 for an fp64 model), of which a step changes all; or of a
+            cache G, the tokens that are kept (None: all) and D, [B, G, tokens, D] in the model's dtype.
+        is_cache: which of them.
     """
 
-    heads: int
-    width: int
-    window: int | None
-    is_cache = True
+    sizes: tuple[int, int | None, int]
+    is_cache: bool = False
 
     def shape(self, capacity: int | None) -> tuple[int, int, int]:
-        """Shape for one sequence of at most `capacity` tokens; `ValueError` without a capacity."""
-        if capacity is None:
-            raise ValueError("softmax layers keep keys and values: give the capacity of their caches in tokens")
-        return self.heads, capacity if self.window is None else min(self.window, capacity), self.width
-
-    def dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Its dtype in a model that computes in `compute`."""
-        return compute
+        """Shape for one sequence of at most `capacity` tokens; `ValueError` for a cache without a capacity."""
+        heads, rows, width = self.sizes
+        if self.is_cache:
+            if capacity is None:
+                raise ValueError("softmax layers keep keys and values: give the capacity of their caches in tokens")
+            rows = capacity if rows is None else min(rows, capacity)
+        assert rows is not None
+        return heads, rows, width
 
 
 class OperatorFLOPs(NamedTuple):
@@ -151,18 +129,18 @@ class Mixer(nn.Module, ABC):
         """
 
     @property
-    def states(self) -> tuple[StateOf | TokenCache, ...]:
+    def states(self) -> tuple[LayerState, ...]:
         """What the layer keeps between tokens; `forward` returns a `StateOutput` for each."""
-        return tuple(StateOf(shape) for shape in self.state_shapes)
+        return tuple(LayerState(shape) for shape in self.state_shapes)
 
     @property
     def wide_parameters(self) -> nn.Module | None:
-        """The submodule whose parameters stay in fp32 (`ParameterRule.wide`), or None.
+        """The submodule `decay`, whose parameters stay in fp32 (`ParameterRule.wide`), or None.
 
         The model calls it, without arguments, and passes the result to the layer as `shared`, a new tensor. So FSDP2
         gathers those of all layers at once, in fp32, and a recomputed or compiled block contains no gathering.
         """
-        return None
+        return self._modules.get("decay")
 
     def constants(self) -> Mapping[str, Tensor]:
         """Tensors that `config` and `layer` determine, such as decays by head: name of the attribute → fp64 value."""
@@ -180,16 +158,11 @@ class Mixer(nn.Module, ABC):
 
     @classmethod
     def longest_document(cls, config: Any) -> int | None:
-        """Tokens of the longest document, or sequence without documents, that the mixer is defined for; None: any.
-
-        Checked before anything runs: `zeco_train.config.rules`, `models.registry.check_document`.
-        """
-        del config
+        """Tokens of the longest document, or sequence without documents, that the mixer is defined for; None: any."""
         return None
 
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         """FLOPs for one token of sequences of `seq_len`, without linear layers, which `models.spec` counts."""
-        del seq_len
         pairs = [(OPERATORS[name], shape) for name, shape in zip(self.operators, self.state_shapes, strict=True)]
         return OperatorFLOPs(
             sum(operator.forward_flops(*shape) for operator, shape in pairs),

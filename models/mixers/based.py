@@ -141,8 +141,7 @@ class Based(FeatureMapAttention):
         super().__init__(config, layer)
         self.polynomial = config.polynomial
 
-    def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The Taylor polynomial; without positions."""
+    def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         return keep_inputs(self._features, q), keep_inputs(self._features, k)
 
     def _features(self, x: Tensor) -> Tensor:

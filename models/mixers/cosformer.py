@@ -70,8 +70,7 @@ class Cosformer(FeatureMapAttention):
         """M."""
         return config.max_document
 
-    def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See the module; `ValueError` without positions."""
+    def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         if positions is None:
             raise ValueError("positions: cosFormer needs the positions of its tokens in the sequence; got None")
         # fp64: at position 8M an angle in fp32 is off by as much as half a token.

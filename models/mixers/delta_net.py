@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ExpandedHeadsConfig, LanguageModelConfig
+from models.decays import step_log_decays
 from models.mixers.base import Mixer
 from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution, l2_normalised
 from models.parameters import MATRIX, ParameterRule
@@ -193,18 +194,13 @@ class DeltaMixer(Mixer):
         self.o_proj = Projection(self.heads.value_width, self.config.hidden_size)
 
     @abstractmethod
-    def projections(self, x: Tensor) -> Projected:
-        """Project this rank's tokens x [B, T, D]."""
-
-    def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:
-        """The operator's g, from its logits and the layer's wide parameters."""
-        raise NotImplementedError("a mixer with decays defines them")
+    def _projections(self, x: Tensor) -> Projected: ...
 
     def forward(
         self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
     ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """Mix this rank's tokens, see `Mixer`."""
-        projected = self.projections(x)
+        projected = self._projections(x)
         inputs, tail = mix_at("short_conv", (projected.inputs, *self._taps()), 1.0, position, state_inputs[0])
         operands = self._operands(inputs, projected, shared)
         o, state = mix_at(self.operator, operands, self.heads.key_dim**-0.5, position, state_inputs[1])
@@ -213,7 +209,7 @@ class DeltaMixer(Mixer):
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """One more token of each sequence, see `Mixer`."""
         tail, state = states
-        projected = self.projections(x)
+        projected = self._projections(x)
         inputs = OPERATORS["short_conv"].step(projected.inputs, *self._taps(), tail, 1.0)
         o = OPERATORS[self.operator].step(*self._operands(inputs, projected, shared), state)
         return self._output(o, projected.gate)
@@ -232,7 +228,10 @@ class DeltaMixer(Mixer):
         beta = projected.strengths.to(accumulation_dtype(inputs.dtype)).sigmoid()
         if self.config.allow_neg_eigval:
             beta = 2 * beta
-        g = () if projected.decays is None else (self.log_decays(projected.decays, shared),)
+        g: tuple[Tensor, ...] = ()
+        if projected.decays is not None:
+            assert shared is not None
+            g = (step_log_decays(projected.decays, shared, heads.values),)
         return q, k, v.unflatten(-1, (heads.values, heads.value_dim)), *g, beta
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
@@ -292,8 +291,7 @@ class DeltaNet(DeltaMixer):
             self.g_proj = Projection(config.hidden_size, self.heads.value_width)
         self._add_output(GateFunction.swish if config.use_gate else None)
 
-    def projections(self, x: Tensor) -> Projected:
-        """Without decays."""
+    def _projections(self, x: Tensor) -> Projected:
         gates = (self.g_proj,) if self.config.use_gate else ()
         q, k, v, strengths, *gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, *gates)
         return Projected(torch.cat([q, k, v], -1), strengths, None, gate[0] if gate else None)

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from models.decays import StepDecay, step_log_decays
+from models.decays import StepDecay
 from models.mixers.delta_net import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import Projection, project
@@ -72,19 +72,8 @@ class GatedDeltaNet(DeltaMixer):
             self.g_proj = Projection(config.hidden_size, self.heads.value_width)
         self._add_output(GateFunction.swish if config.use_gate else None, config.o_norm_eps)
 
-    @property
-    def wide_parameters(self) -> nn.Module:
-        """The decays."""
-        return self.decay
-
-    def projections(self, x: Tensor) -> Projected:
-        """With one decay a head."""
+    def _projections(self, x: Tensor) -> Projected:
         gates = (self.g_proj,) if self.config.use_gate else ()
         layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, *gates
         q, k, v, strengths, decays, *gate = project(x, *layers)
         return Projected(torch.cat([q, k, v], -1), strengths, decays, gate[0] if gate else None)
-
-    def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:
-        """G [B, T, H]."""
-        assert shared is not None
-        return step_log_decays(logits, shared, self.heads.values)

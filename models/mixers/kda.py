@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from models.decays import StepDecay, step_log_decays
+from models.decays import StepDecay
 from models.mixers.delta_net import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import project
@@ -57,18 +57,7 @@ class KimiDeltaAttention(DeltaMixer):
         )
         self._add_output(GateFunction.sigmoid)
 
-    @property
-    def wide_parameters(self) -> nn.Module:
-        """The decays."""
-        return self.decay
-
-    def projections(self, x: Tensor) -> Projected:
-        """Of low rank: decays by channel, and the gate."""
+    def _projections(self, x: Tensor) -> Projected:
         (f_down, f_up), (g_down, g_up) = (cast(list[nn.Linear], list(each)) for each in (self.f_proj, self.g_proj))
         q, k, v, strengths, f, g = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, f_down, g_down)
         return Projected(torch.cat([q, k, v], -1), strengths, f_up(f), g_up(g))
-
-    def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:
-        """G [B, T, H, K]."""
-        assert shared is not None
-        return step_log_decays(logits, shared, self.heads.values)

@@ -64,10 +64,8 @@ class LightningAttention(FixedDecayAttention):
         """The heads' log-decays."""
         return {"log_decay": log_decays(self.config.num_heads, self.layer, self.config.num_layers)}
 
-    def activate(self, x: Tensor) -> Tensor:
-        """Swish."""
+    def _activate(self, x: Tensor) -> Tensor:
         return F.silu(x)
 
-    def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
-        """A norm over all heads."""
+    def _norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.g_norm(o.flatten(-2), gate)

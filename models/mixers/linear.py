@@ -131,16 +131,13 @@ class FeatureMapAttention(OperatorMixer):
         self.o_proj = Projection(heads * head.value, config.hidden_size)
 
     @abstractmethod
-    def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """φ(q), φ(k) [B, T, H, `head.key`] in the dtype of q, of queries and keys [B, T, H, `head.query`].
-
-        `positions` are those of the tokens in the sequence, [T] or [B, T] int64; None unless `reads_positions`.
-        """
+    def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """φ(q), φ(k) [B, T, H, `head.key`] in the dtype of q, of queries and keys [B, T, H, `head.query`]."""
 
     def _operands(self, x: Tensor, positions: Tensor | None, shared: Tensor | None) -> tuple[tuple[Tensor, ...], None]:
         heads = self.config.num_heads
         q, k, v = (y.unflatten(-1, (heads, -1)) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
-        q, k = self.map_features(q, k, positions)
+        q, k = self._map_features(q, k, positions)
         v = with_ones(v) if self.has_normaliser else v
         # Without a mask there is no order, and no decay.
         decays = (x.new_zeros(heads, dtype=accumulation_dtype(x.dtype)),) if self.config.causal else ()
@@ -211,8 +208,7 @@ class LinearAttention(FeatureMapAttention):
         super().__init__(config, layer, scale=scale, has_normaliser=config.normaliser, has_norm=True)
         self.feature_map = config.feature_map
 
-    def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Elementwise; without positions."""
+    def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.feature_map(q), self.feature_map(k)
 
 

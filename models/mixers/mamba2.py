@@ -183,11 +183,6 @@ class Mamba2(Mixer):
         self.norm = RMSNormOfGated(inner, config.n_groups, config.norm_eps)
         self.out_proj = Projection(inner, config.hidden_size)
 
-    @property
-    def wide_parameters(self) -> nn.Module:
-        """Time steps, decays and skips."""
-        return self.decay
-
     def forward(
         self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
     ) -> tuple[Tensor, tuple[StateOutput, ...]]:

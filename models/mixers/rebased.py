@@ -81,6 +81,5 @@ class Rebased(FeatureMapAttention):
         super().__init__(config, layer)
         self.feature_map = RebasedFeatureMap(config)
 
-    def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The learned map; without positions."""
+    def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.feature_map(q), self.feature_map(k)

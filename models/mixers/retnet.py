@@ -74,12 +74,12 @@ class FixedDecayAttention(OperatorMixer):
         self.g_proj = Projection(width, values)
         self.o_proj = Projection(values, width)
 
-    def activate(self, x: Tensor) -> Tensor:
-        """f, of the projections of q, k and v; elementwise."""
+    # f, elementwise.
+    def _activate(self, x: Tensor) -> Tensor:
         return x
 
     @abstractmethod
-    def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
+    def _norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         """The operator's outputs o [B, T, H, V], normed and gated by x Wg [B, T, H·V]: [B, T, H·V]."""
 
     def _operands(
@@ -87,7 +87,7 @@ class FixedDecayAttention(OperatorMixer):
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
-        q, k, v = (self.activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
+        q, k, v = (self._activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
         if self.rope_theta is not None:
             assert positions is not None, "the model asks for positions"
             q, k = rotate(q, k, positions, self.rope_theta)
@@ -95,7 +95,7 @@ class FixedDecayAttention(OperatorMixer):
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        return self.o_proj(self.norm_and_gate(o, gate))
+        return self.o_proj(self._norm_and_gate(o, gate))
 
 
 @dataclass
@@ -136,6 +136,5 @@ class MultiScaleRetention(FixedDecayAttention):
         """The heads' log-decays."""
         return {"log_decay": log_decays(self.config.num_heads)}
 
-    def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
-        """A norm over each head."""
+    def _norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.g_norm_swish_gate(o, gate.unflatten(-1, (-1, self.head_v_dim))).flatten(-2)

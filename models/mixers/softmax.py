@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer, OperatorFLOPs, TokenCache
+from models.mixers.base import LayerState, Mixer, OperatorFLOPs
 from models.modules import RMSNorm, rotate
 from models.projections import Projection, project
 from zeco_train.ops.attend import attend_at
@@ -84,9 +84,9 @@ class SoftmaxAttention(Mixer):
         return self.o_proj(o if gate is None else o * gate.sigmoid())
 
     @property
-    def states(self) -> tuple[TokenCache, ...]:
+    def states(self) -> tuple[LayerState, ...]:
         """Caches of keys, normed and rotated, and of values."""
-        return (TokenCache(self.shape.key_heads, self.shape.head_dim, self.window),) * 2
+        return (LayerState((self.shape.key_heads, self.window, self.shape.head_dim), is_cache=True),) * 2
 
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         """FLOPs of the pairs that queries read; the backward pass computes their scores again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ from lab.exactness_matrix import tiny
 from models import decays
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
-from models.mixers import gated_deltanet, kda
+from models.mixers import delta_net
 from models.parameters import cast
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.numeric
 TOKENS = 65
 
 
-def _log_decays(model: LanguageModel, ids: Tensor, module: Any) -> list[Tensor]:
+def _log_decays(model: LanguageModel, ids: Tensor) -> list[Tensor]:
     """Of each layer in a forward and backward pass; with recomputation of each layer twice."""
     found, scan = [], local_exchange()
 
@@ -41,27 +40,26 @@ def _log_decays(model: LanguageModel, ids: Tensor, module: Any) -> list[Tensor]:
         found.append(decays.step_log_decays(logits, parameters, heads))
         return found[-1]
 
-    with mock.patch.object(module, "step_log_decays", noted):
+    with mock.patch.object(delta_net, "step_log_decays", noted):
         model(ids[:, :-1], SequencePosition((0, TOKENS - 1), exchange=scan), ids[:, 1:]).backward()
     return [g.detach() for g in found]
 
 
 def _in_bf16(rank: int, world_size: int, name: str) -> int:
     config: LanguageModelConfig = tiny(name)
-    module = {"gated_deltanet": gated_deltanet, "kda": kda}[name]
     mesh = make_mesh(rank, world_size, 1)
     ids = torch.randint(config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(rank))
     plain = ModelSpec(config).build()
     plain.init_weights(0)
     cast(plain, torch.bfloat16)
-    expected = _log_decays(plain, ids, module)
+    expected = _log_decays(plain, ids)
     assert len(expected) == config.num_layers
     cases = [*itertools.product(Strategy, (Recompute.none, Recompute.full))]
     for strategy, recompute in cases:
         train = TrainConfig(dtype=Dtype.bf16, recompute=recompute)
         model = build_model(config, train, strategy, mesh, seed=0)
         begin_micro_batch(model, strategy, num_shards(model), last=True)
-        found = _log_decays(model, ids, module)
+        found = _log_decays(model, ids)
         # Recomputation goes from the last layer to the first.
         wanted = expected if recompute is Recompute.none else [*expected, *reversed(expected)]
         for ours, theirs in zip(found, wanted, strict=True):

@@ -67,6 +67,7 @@ def test_text_goes_to_stdout_and_summary_to_stderr(run: Path, tmp_path: Path) ->
     assert generate(*arguments[:-1], "6").out != found.out
 
 
+@pytest.mark.slow
 def test_export_generates_same_text_as_its_run(run: Path, tmp_path: Path) -> None:
     """Also an export without a record of its run, which is computed in fp32."""
     arguments = ["--prompt", "def ", "--max-tokens", "30", "--ignore-eos"]
@@ -227,6 +228,7 @@ def test_byte_order_mark_of_prompt_file_is_no_text(tmp_path: Path) -> None:
     assert read_prompts([tmp_path / "prompt.txt", "\ufeffas given"]) == ["ab\ufeff", "\ufeffas given"]
 
 
+@pytest.mark.slow
 def test_control_strings_of_prompts_are_text_unless_allowed(control_tokens: Path) -> None:
     own = mock.Mock(_tokenizer=load_tokenizer(str(control_tokens)))
     for flags, found in (([], 0), (["--control-strings", "text"], 0), (["--control-strings", "ids"], 2)):

@@ -100,6 +100,7 @@ def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh) -> None:
     assert len({tuple(c.tokens) for c in found}) == len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{"batch": 1}, {"batch": 4, "prefill_tokens": 7}, {"prefill_tokens": 100}])
 def test_texts_do_not_depend_on_batch_or_prefill_size(mesh: ProcessMesh, settings: dict[str, int]) -> None:
@@ -185,6 +186,7 @@ def prefilled(prefill: Prefill) -> list[Tensor]:
     return [found[0], *found[1]]
 
 
+@pytest.mark.slow
 def test_prefill_over_ranks_equals_one_rank(mesh: ProcessMesh) -> None:
     """Uneven shards, pieces, and prompts that end within them: every rank has the logits and states of one rank."""
     expected = prefilled(Prefill(model(), mesh, local_exchange(), 100_000))
@@ -205,6 +207,7 @@ def texts_of(rank: int, world_size: int) -> dict[int, tuple[list[Completion], in
     return found
 
 
+@pytest.mark.slow
 def test_texts_over_ranks_equal_one_rank(mesh: ProcessMesh) -> None:
     """Prompts are divided over sequence groups, texts over the ranks of a group; every rank returns all texts."""
     expected = generate(generator(mesh), samples=2)

@@ -113,7 +113,7 @@ def expected_logits(model: LanguageModel) -> Tensor:
     return torch.stack([whole_logits(model, text[None])[0, -STEPS - 1 :] for text in texts()])
 
 
-@pytest.mark.few
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("tokens", [40, 100_000])
 def test_pieces_and_steps_equal_the_whole_sequence(mesh: ProcessMesh, name: str, tokens: int) -> None:
@@ -138,10 +138,10 @@ def test_steps_from_the_first_token_equal_the_whole_sequence(name: str) -> None:
     assert [state.data_ptr() for state in states] == before
 
 
-def _over_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Tensor]:
+def _over_ranks(rank: int, world_size: int, names: list[str]) -> dict[tuple[str, str], Tensor]:
     mesh = mesh_of(rank, world_size, world_size)
     found = {}
-    for name in HYBRIDS:
+    for name in names:
         model = build(name)
         for method in METHODS if name.startswith("gla") and world_size == 2 else ["auto"]:
             if (spec := METHODS.get(method)) is not None:
@@ -155,13 +155,22 @@ def _over_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Tensor]:
     return found
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_prompts_over_ranks_give_the_logits_of_one_rank(world_size: int) -> None:
+NAMES = ("gla, GQA, window in a piece", "mamba2, first, GQA, norm")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        (2, [*NAMES]),
+        pytest.param(2, [*HYBRIDS], marks=pytest.mark.slow),
+        pytest.param(3, [*HYBRIDS], marks=pytest.mark.campaign),
+    ],
+)
+def test_prompts_over_ranks_give_the_logits_of_one_rank(world_size: int, names: list[str]) -> None:
     """Every rank decodes from whole caches. Shards are uneven; some pieces are too short to be shared."""
-    expected = {name: expected_logits(build(name)) for name in HYBRIDS}
-    for rank, by_case in enumerate(run_distributed(_over_ranks, world_size)):
-        assert {name for name, _ in by_case} == set(HYBRIDS)
+    expected = {name: expected_logits(build(name)) for name in names}
+    for rank, by_case in enumerate(run_distributed(_over_ranks, world_size, names)):
+        assert {name for name, _ in by_case} == set(names)
         for (name, method), found in by_case.items():
             assert relative_error(found, expected[name]) <= TOLERANCE, (rank, name, method)
 
@@ -214,9 +223,6 @@ def _expected_tokens(model: LanguageModel) -> list[list[int]]:
                 ids.append(int(torch.multinomial(logits.float().softmax(-1), 1, generator=stream)))
             found.append(ids[-20:])
     return found
-
-
-NAMES = ("gla, GQA, window in a piece", "mamba2, first, GQA, norm")
 
 
 @pytest.mark.slow

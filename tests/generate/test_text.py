@@ -41,7 +41,7 @@ def test_only_complete_characters_are_shown() -> None:
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_pieces_of_any_bytes_join_to_decoded_text(seed: int) -> None:
     """Also broken UTF-8 with special tokens in it, and texts much longer than the decoding window."""
     random = np.random.default_rng(seed)
@@ -114,7 +114,7 @@ def test_pieces_join_to_decoded_text_of_any_decoder(name: str, tmp_path: Path) -
     random = np.random.default_rng(0)
     characters = [[vocabulary[f"<0x{byte:02X}>"] for byte in text.encode()] for text in ("é", "日", "日本語👍")]
     words = [[vocabulary[word]] for word in WORDS]
-    for _ in range(60):
+    for _ in range(12):
         ids: list[int] = []
         for kind in random.integers(0, 8, random.integers(2, 120)):
             if kind < 4:
@@ -177,7 +177,7 @@ def test_stop_texts_across_pieces_are_found(pieces: list[str], shown: str, found
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]])
 
 
-def draws(sampling: Sampling, logits: Tensor, count: int = 4000) -> Tensor:
+def draws(sampling: Sampling, logits: Tensor, count: int = 1000) -> Tensor:
     sampler = Sampler(sampling, [sampling.seed], CPU)
     return torch.cat([sampler.draw(logits) for _ in range(count)])
 
@@ -207,8 +207,8 @@ def test_draws_follow_the_probabilities(sampling: Sampling, allowed: set[int]) -
     expected[[token not in allowed for token in range(5)]] = 0
     expected /= expected.sum()
     torch.testing.assert_close(probabilities(LOGITS, sampling)[0], expected)
-    # Four standard deviations of 4000 draws are at most 0.032.
-    assert (found.bincount(minlength=5) / len(found) - expected).abs().max() < 0.032
+    # Four standard deviations of 1000 draws are at most 0.064.
+    assert (found.bincount(minlength=5) / len(found) - expected).abs().max() < 0.064
 
 
 def test_filters_equal_those_of_transformers() -> None:

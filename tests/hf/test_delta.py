@@ -55,6 +55,7 @@ def fla_model(name: str, settings: dict[str, Any]) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +75,7 @@ def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypat
     assert (logits - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["gated_deltanet", "delta_net", "kda"])
 def test_training_from_checkpoint_of_fla_and_export_keep_its_weights(case: str, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def exported(run: tuple[Path, dict[str, Tensor]]) -> Path:
     return out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EBADF])
 def test_file_systems_without_permissions_or_fsync_of_folders(
     number: int, run: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,13 +193,15 @@ def test_sharded_export_loads_on_any_split(
             text = (source / name).read_text()
             (source / name).write_text(text.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
         expected = {name: tensor for name, tensor in expected.items() if name != "lm_head.weight"}
-    written = write_weights(find_trained(str(checkpoint_run)).path, find_model(source), source, torch.float32, 50_000)
-    sizes = [(source / name).stat().st_size for name in written.files]
+    files, num_bytes = write_weights(
+        find_trained(str(checkpoint_run)).path, find_model(source), source, torch.float32, 50_000
+    )
+    sizes = [(source / name).stat().st_size for name in files]
     assert len(sizes) > 4
     assert max(sizes) < 54_000
-    assert json.loads((source / INDEX_FILE).read_text())["metadata"]["total_size"] == written.num_bytes
+    assert json.loads((source / INDEX_FILE).read_text())["metadata"]["total_size"] == num_bytes
     layouts = [(Strategy.zero3, Dtype.fp32), (Strategy.hsdp, Dtype.bf16)]
-    for found in run_distributed(_load, 3, str(source), layouts):
+    for found in run_distributed(_load, 3 if tied else 2, str(source), layouts):
         for parameters, (_, dtype) in zip(found, layouts, strict=True):
             assert parameters.keys() == expected.keys()
             for name, tensor in parameters.items():

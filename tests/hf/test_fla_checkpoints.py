@@ -112,7 +112,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint_of_fla_gives_its_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = fla_model(*CHECKPOINTS[name])
@@ -124,6 +124,7 @@ def test_checkpoint_of_fla_gives_its_logits(name: str, tmp_path: Path, monkeypat
         assert (found := error(our_logits(tmp_path, dtype), expected)) <= tolerance, (dtype, found)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mixer", ["retnet", "hgrn2"])
 def test_bf16_checkpoint_in_several_files_gives_its_logits(
@@ -141,6 +142,7 @@ def test_bf16_checkpoint_in_several_files_gives_its_logits(
     assert error(our_logits(tmp_path, Dtype.bf16), expected) <= 4e-2
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mixer", "settings"),

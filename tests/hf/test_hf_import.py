@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +26,10 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import main
 from zeco_train.hf import parity
-from zeco_train.hf.config_json import from_config_json
+from zeco_train.hf.config_json import from_config_json, to_config_json
 from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_model
-from zeco_train.hf.trained import find_trained, load_trained, other_tokenizer
+from zeco_train.hf.trained import check_continuation, find_trained, load_trained, other_tokenizer
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
@@ -178,17 +180,25 @@ def test_training_starts_from_export(run: Path, exported: Path, tmp_path: Path) 
         f"checkpoint.load={exported}: holds no complete checkpoint; name a run's folder, a step_… folder, or hf:PATH "
         "for a Hugging Face model"
     ]
-    outcome = train_here(*load, f"run_dir={tmp_path / 'other'}", "model.num_layers=2", "model.feature_map=relu")
-    assert outcome.errors == [
-        f"model.num_layers=2: the model in {exported} is another one; it takes: model.num_layers=1 "
-        "model.feature_map=null"
-    ]
     assert not (tmp_path / "other").exists()
+
+
+def test_other_models_and_tokenizers_are_named(exported: Path) -> None:
+    other = dataclasses.replace(find_trained(str(exported)).model, num_layers=2, feature_map=FeatureMap.relu)
+    with pytest.raises(ConfigError) as caught:
+        check_continuation(exported, other)
+    assert caught.value.line == (
+        f"error: model.num_layers=2: the model in {exported} is another one; it takes: model.num_layers=1 "
+        "model.feature_map=null"
+    )
+    (exported / "tokenizer.json").write_text("{}")
+    told = other_tokenizer(exported, {"kind": "huggingface", "sha256": "of the data"})
+    assert told is not None
+    assert told.startswith(f"the tokenizer in {exported} could not be compared with the data's: ")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (exported / name).unlink()
-    outcome = train_here(*load, f"run_dir={tmp_path / 'without'}")
-    assert outcome.code == 0
-    assert "has no tokenizer: whether its tokens are those of the data, nobody has checked" in outcome.err
+    told = other_tokenizer(exported, {})
+    assert told == f"{exported} has no tokenizer, so its vocabulary could not be compared with the data's"
 
 
 def flip(folder: Path) -> str:
@@ -314,20 +324,12 @@ def test_invalid_export_commands_are_refused(
     assert json.loads((Path(out) / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_settings_unknown_to_fla_block_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_here(f"run_dir={tmp_path / 'run'}", "train.steps=1", "model.gate_logit_normalizer=8").code == 0
-    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    errors = capsys.readouterr().err
-    assert errors == "error: model.gate_logit_normalizer=8: fla's GLA knows 16 only, so this model cannot be exported\n"
-    assert not (tmp_path / "out").exists()
-    assert GLAConfig().gate_logit_normalizer == 16
-
-
-def test_unloadable_tokenizer_is_reported(exported: Path) -> None:
-    (exported / "tokenizer.json").write_text("{}")
-    told = other_tokenizer(exported, {"kind": "huggingface", "sha256": "of the data"})
-    assert told is not None
-    assert told.startswith(f"whether its tokens are those of the data, nobody can check: {exported}: transformers can")
+def test_settings_unknown_to_fla_block_export() -> None:
+    with pytest.raises(ConfigError) as caught:
+        to_config_json(GLAConfig(gate_logit_normalizer=8), SimpleNamespace(eos_id=1), None, 64, "float32")
+    assert caught.value.line == (
+        "error: model.gate_logit_normalizer=8: fla's GLA knows 16 only, so this model cannot be exported"
+    )
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ def test_hybrid_of_fla_gives_its_logits(name: str, tmp_path: Path, monkeypatch: 
     assert error(our_logits(tmp_path, Dtype.fp32), expected) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_attention")
 def test_export_of_a_hybrid_keeps_all_bits_and_is_read_by_fla(tmp_path: Path) -> None:
     """From fla's own checkpoint through a step that changes nothing."""

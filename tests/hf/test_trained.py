@@ -64,6 +64,7 @@ def _load(rank: int, world_size: int, folder: str) -> list[dict[str, torch.Tenso
     return loaded
 
 
+@pytest.mark.slow
 def test_weights_load_on_other_splits(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     expected = run_distributed(_train, 2, run)[0]
@@ -108,6 +109,7 @@ def _load_different(rank: int, world_size: int, checkpoints: str, exports: str) 
             load_weights(Path(folder, name), model, mesh, host_group(mesh))
 
 
+@pytest.mark.slow
 def test_different_checkpoints_across_ranks_are_refused(run: Path, tmp_path: Path) -> None:
     for name in ("step_00000001", "step_00000002"):
         export(f"{run}/checkpoints/{name}", tmp_path / name, ExportSettings())
@@ -169,7 +171,7 @@ def _texts(section: type, prefix: str = "") -> Iterator[str]:
             yield from _texts(part, f"{prefix}{name}.")
 
 
-@pytest.mark.parametrize("digest", [None, "0" * 64])
+@pytest.mark.parametrize("digest", ["0" * 64, pytest.param(None, marks=pytest.mark.slow)])
 def test_tokenizer_elsewhere_is_taken_by_its_digest_only(hugging_face: Path, digest: str | None) -> None:
     """A stranger's run names a tokenizer of the user, which an export would publish."""
     elsewhere = hugging_face / "whole"

@@ -182,6 +182,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, folder / "run", folder / "out"
 
 
+@pytest.mark.slow
 def test_our_export_gives_our_logits_in_transformers(exported: tuple[str, Path, Path], tmp_path: Path) -> None:
     kind, run, out = exported
     name = in_transformers(_READ, str(out), json.dumps(tokens()), str(tmp_path / "logits.pt"))
@@ -194,11 +195,13 @@ def test_our_export_gives_our_logits_in_transformers(exported: tuple[str, Path, 
     assert "import fla" not in card
 
 
+@pytest.mark.slow
 def test_lines_of_the_model_card_run(exported: tuple[str, Path, Path]) -> None:
     """With the byte tokenizer, and without a GPU although fla is installed."""
     assert run_snippet(exported[2]).startswith("Once")
 
 
+@pytest.mark.slow
 def test_training_on_from_an_export_keeps_its_weights(exported: tuple[str, Path, Path], tmp_path: Path) -> None:
     """A step with a learning rate too small to change fp32 weights."""
     kind, _, out = exported
@@ -245,6 +248,7 @@ def _loaded(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
     return [{name: full(p).clone() for name, p in model.named_parameters()} for model in models]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("olmo_hybrid", marks=pytest.mark.campaign), "qwen3_5_text"])
 def test_joined_rows_are_read_on_any_split(kind: str, tmp_path: Path) -> None:
     """On 3 ranks, whose shards end inside queries, keys and values."""

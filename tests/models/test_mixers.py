@@ -30,13 +30,10 @@ TOKENS = 150
 BORDERS, SPLIT = (0, 20, 50, 110), 70
 # fp64: sums of 150 tokens and 2 layers in another order; measured at most 4e-15.
 TOLERANCE = 1e-12
-# By default one of each family of states' decays: by key channel, fixed by head, by token and head, of the delta rule.
+# One of each family of states' decays: by key channel, of the delta rule; slow: fixed by head, by token and head.
+MARKS = {"gla": (), "kda": (), "retnet": pytest.mark.slow, "mamba2": pytest.mark.slow}
 ONE_OF_A_FAMILY = pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("gla", "retnet", "mamba2", "kda") else pytest.param(name, marks=pytest.mark.campaign)
-        for name in MIXERS
-    ],
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.campaign)) for name in MIXERS]
 )
 
 
@@ -106,13 +103,16 @@ def test_steps_equal_the_whole_sequence(name: str) -> None:
     assert (torch.cat(logits, dim=1) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_sums_of_gradients_are_not_rounded_to_bf16(name: str) -> None:
     """A batch of one sequence many times has that many times its gradients, for every parameter.
 
     Sums in bf16 stop growing after 2^8 equal terms: 0.5 off. Sums in fp32 are rounded once, by at most 2^-9.
     """
-    copies, config = 512, MIXERS[name].config_class(num_layers=1)
+    narrow = {"head_dim": 16} if name == "mamba2" else {}
+    config = MIXERS[name].config_class(num_layers=1, hidden_size=64, intermediate_size=32, **narrow)
+    copies = 512
     model = ModelSpec(config).build()
     model.init_weights(0)
     cast(model, torch.bfloat16)
@@ -124,7 +124,7 @@ def test_sums_of_gradients_are_not_rounded_to_bf16(name: str) -> None:
         assert (of_many.double() / copies - of_one.double()).norm() <= 4e-3 * of_one.double().norm(), parameter
 
 
-@pytest.mark.few
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
 @pytest.mark.parametrize("name", MIXERS)

@@ -153,7 +153,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "plain")
 def test_logits_loss_and_gradients_equal_the_reference(variant: dict[str, Any]) -> None:
     config = dataclasses.replace(SMALL, **variant)
@@ -240,7 +240,7 @@ def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [torch.bfloat16, torch.float32] * SMALL.num_layers
 
 
-@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 4, 6)])
+@pytest.mark.parametrize("shape", [(7, 5), (2, 1, 2, 3)])
 def test_elementwise_functions_have_exact_gradients(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, gate = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -42,9 +42,12 @@ def _config(**attn: Any) -> GLAConfig:
 @pytest.mark.parametrize(
     ("variant", "dtype", "compiled", "recompute"),
     [
-        *((variant, Dtype.bf16, False, Recompute.none) for variant in VARIANTS),
-        ("normed and gated", Dtype.fp32, False, Recompute.none),
-        ("plain", Dtype.fp32, False, Recompute.selective),
+        *((variant, Dtype.bf16, False, Recompute.none) for variant in ("plain", "wide window")),
+        *(
+            pytest.param(variant, Dtype.bf16, False, Recompute.none, marks=pytest.mark.campaign)
+            for variant in VARIANTS
+            if variant not in ("plain", "wide window")
+        ),
         ("normed over all heads, a part rotated, norms after", Dtype.fp32, False, Recompute.selective),
         # Slow: compiled for each case.
         *(
@@ -67,7 +70,8 @@ def test_activations_of_softmax_are_what_autograd_keeps(
     assert (long - short) / 256 == case.measured(SOFTMAX).kept.by_token + positions
 
 
-@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.fp32])
 def test_full_recompute_keeps_input_output_and_sums(dtype: Dtype) -> None:
     config = _config(num_kv_heads=2)
     case = make_case("gpu=cpu", "train.compile=never", f"train.dtype={dtype.value}", "train.recompute=full")
@@ -79,6 +83,7 @@ def test_full_recompute_keeps_input_output_and_sums(dtype: Dtype) -> None:
     assert (long - short) / 256 == kept
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_layers_of_a_hybrid_are_counted_by_kind(name: str) -> None:
     config = MIXERS[name].config_class(num_layers=6, attn=AttnConfig(every=3, num_heads=4, num_kv_heads=2, window=7))

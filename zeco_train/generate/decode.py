@@ -1,8 +1,4 @@
-"""The decode step: tokens and states in, logits out.
-
-Memory is that of the states, independent of sequence length, and of the caches of softmax layers, whose capacity is set
-beforehand.
-"""
+"""The decode step: tokens and states in, logits out. Memory is that of the states and caches, set beforehand."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ class Decoder:
 
 
 class _GraphedStep:
-    """`model.step` as a CUDA graph, with static buffers for tokens, states, positions and logits."""
+    # `model.step` with static buffers for tokens, states, positions and logits.
 
     def __init__(self, model: LanguageModel, states: Sequence[Tensor], positions: Tensor) -> None:
         device = positions.device
@@ -85,5 +81,5 @@ class _GraphedStep:
 
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One capture stream per device: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream."""
+    # One per device: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream.
     return torch.cuda.Stream(device)

@@ -1,10 +1,8 @@
 """Text generation: prefill, then batched decoding, on any number of ranks.
 
 The model is replicated on every rank. After prefill, all ranks of an SP group hold the states of its prompts and divide
-the texts. Decoding is local; ranks synchronise every 16 steps to detect completion.
-
-Softmax layers have caches for the longest prompt of a batch and its text: whole ones on every rank, of all prompts of
-an SP group until they are divided.
+the texts. Decoding is local; ranks synchronise every 16 steps to detect completion. Softmax layers have whole caches on
+every rank, of all prompts of an SP group until they are divided.
 """
 
 from __future__ import annotations
@@ -38,13 +36,7 @@ OnText = Callable[[int, int, str, bool], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """Stopping criteria.
-
-    Attributes:
-        max_tokens: maximum number of tokens.
-        stops: stop strings; the text ends before the first one found.
-        at_eos: stop at the end-of-sequence token, which is not part of the text.
-    """
+    """Stopping criteria: so many tokens, before the first of some texts, at the end-of-sequence token."""
 
     max_tokens: int = 256
     stops: tuple[str, ...] = ()
@@ -60,10 +52,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Completion:
-    """The generated continuation of a prompt.
+    """The continuation of a prompt, by the indices of prompt and sample.
 
     Attributes:
-        prompt, sample: index of the prompt, and of the sample.
         text: without the prompt.
         tokens: its ids, including those of the end of sequence or stop string.
         ended_by: `eos`, `stop`, `length`, or `signal`.
@@ -78,12 +69,7 @@ class Completion:
 
 @dataclass
 class Speed:
-    """Tokens and times of this rank.
-
-    Attributes:
-        prompt_tokens, prefill_seconds: of prefill, by all ranks of the SP group together.
-        tokens, decode_seconds: of decoding, on this rank.
-    """
+    """Tokens and times: of prefill by all ranks of the SP group together, of decoding by this rank."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -150,7 +136,7 @@ class Generator:
     Args:
         model: replicated on every rank, in the compute dtype.
         tokenizer: of the model.
-        mesh: the ranks; an SP group shares a prompt, different groups process different prompts.
+        mesh: an SP group shares a prompt, different groups process different prompts.
         exchange: connects the ranks in prefill.
         prefill_tokens: maximum prompt tokens per rank and prefill piece; bounds memory.
         batch: texts decoded at once per rank.
@@ -188,10 +174,7 @@ class Generator:
         return self._meetings.signal
 
     def encode(self, text: str, *, control: bool = False) -> Tensor:
-        """The ids of a prompt, [T] int64, T ≥ 1; an empty prompt becomes the end-of-sequence id, as in training.
-
-        `control`: see `Tokenizer.encode`.
-        """
+        """The ids of a prompt, [T] int64, T ≥ 1; an empty prompt becomes the end-of-sequence id, as in training."""
         ids = torch.as_tensor(self._tokenizer.encode([text], control=control)[0].astype("int64"))
         return ids if len(ids) else torch.tensor([self._tokenizer.eos_id])
 
@@ -208,7 +191,7 @@ class Generator:
 
         Args:
             prompts: `encode`d, [T_i] int64.
-            sampling: sampling parameters; sample j of each prompt uses seed `sampling.seed` + j.
+            sampling: sample j of each prompt uses seed `sampling.seed` + j.
             limits: stopping criteria.
             samples: texts per prompt.
             on_text: callback for this rank's texts as they are generated.
@@ -266,7 +249,6 @@ class Generator:
             yield own[start : start + at_once]
 
     def _run(self, prompts: dict[int, Tensor], request: _Request) -> list[Completion]:
-        """Prefill and decode some prompts of this SP group; returns this rank's texts."""
         started = time.perf_counter()
         found = self._prefill.run(
             list(prompts.values()),
@@ -293,18 +275,15 @@ class Generator:
             index = torch.tensor([places[key.prompt] for key in own], dtype=torch.int64, device=logits.device)
             positions = torch.tensor([len(prompts[key.prompt]) for key in own], device=logits.device)
             taken = _taken(states, index, is_last=start + at_once >= len(keys))
-            decoder = self._decoder(taken, positions) if rows else None
+            decoder = Decoder(self._model, taken, positions, self._cuda_graph) if rows else None
             self._decode(rows, logits[index], decoder, request)
             done += [row.completion() for row in rows]
         self.speed.decode_seconds += time.perf_counter() - started
         self.speed.tokens += sum(len(completion.tokens) for completion in done)
         return done
 
-    def _decoder(self, states: list[Tensor], positions: Tensor) -> Decoder:
-        return Decoder(self._model, states, positions, self._cuda_graph)
-
+    # With equally many meetings on all ranks of the group; `rows` may be empty.
     def _decode(self, rows: list[_Row], logits: Tensor, decoder: Decoder | None, request: _Request) -> None:
-        """Decode rows to their ends, with equally many meetings on all ranks of the group. `rows` may be empty."""
         seeds = [request.sampling.seed + row.key.sample for row in rows]
         sampler = Sampler(request.sampling, seeds, logits.device)
         # Rows in the decoder; ended rows are dropped once they are half of the batch.
@@ -328,20 +307,17 @@ class Generator:
             tokens = sampler.draw(logits[:, : self._tokenizer.vocab_size])
             for row, token in zip(batch, tokens.tolist(), strict=True):
                 if not row.ended_by:
-                    self._check(row, token)
+                    if token < 0:
+                        place = f"prompt {row.key.prompt + 1}, token {len(row.tokens) + 1} after it"
+                        raise NonFiniteError(f"rank {self._mesh.rank}: {place}: the model's logits are NaN or infinite")
                     request.tell(row, row.add(token))
         for row in rows:
             if not row.ended_by:
                 request.tell(row, row.end("signal"))
 
-    def _check(self, row: _Row, token: int) -> None:
-        if token < 0:
-            place = f"prompt {row.key.prompt + 1}, token {len(row.tokens) + 1} after it"
-            raise NonFiniteError(f"rank {self._mesh.rank}: {place}: the model's logits are NaN or infinite")
-
 
 def _taken(states: list[Tensor], index: Tensor, *, is_last: bool) -> list[Tensor]:
-    """The states of some rows; the last ones leave nothing behind, since caches may be too large to be there twice."""
+    # The last ones leave nothing behind, since caches may be too large to be there twice.
     if not is_last:
         return [state[index] for state in states]
     if not torch.equal(index, torch.arange(len(states[0]), device=index.device)):
@@ -351,29 +327,16 @@ def _taken(states: list[Tensor], index: Tensor, *, is_last: bool) -> list[Tensor
 
 
 class _Meeting(NamedTuple):
-    """Result of a meeting, agreed by all ranks.
-
-    Attributes:
-        signal: nonzero if `stop` was nonzero on some rank.
-        batch_goes_on: some rank of this SP group has unfinished texts in the batch.
-        all_finished: no rank has any work left.
-    """
-
     signal: int
+    # Some rank of this SP group has unfinished texts in the batch.
     batch_goes_on: bool
+    # No rank has any work left.
     all_finished: bool
 
 
 class _Meetings:
-    """Periodic synchronisation of all ranks, to detect completion and stop requests.
-
-    Ranks progress at different speeds in between, but all meet regularly, so the wait is at most a few steps of another
-    rank.
-
-    Attributes:
-        signal: of the last meeting.
-        steps_between: decode steps between two meetings.
-    """
+    # Ranks progress at different speeds in between, but all meet regularly, so the wait is a few steps at most.
+    # `signal` is that of the last meeting.
 
     def __init__(self, mesh: ProcessMesh, stop: Callable[[], int]) -> None:
         self._mesh, self._stop = mesh, stop
@@ -381,7 +344,7 @@ class _Meetings:
         self.steps_between = _STEPS_BETWEEN_MEETINGS if mesh.world_size > 1 else 1
 
     def meet(self, *, in_batch: bool, finished: bool = False) -> _Meeting:
-        """All-reduce the status of all ranks. Collective over all ranks, in prefill, decoding or finished."""
+        # Collective over all ranks, in prefill, decoding or finished.
         # Signal, work left, and by SP group whether its batch goes on: one all-reduce for all.
         flags = torch.zeros(2 + self._mesh.dp_size, dtype=torch.int64)
         flags[0], flags[1], flags[2 + self._mesh.dp_rank] = self._stop(), int(not finished), int(in_batch)

@@ -33,19 +33,7 @@ Ranks share each prompt and divide the texts; with sp=dp, or a smaller sp.size, 
 
 @dataclass(frozen=True)
 class Options:
-    """Parsed command line.
-
-    Attributes:
-        run: path of the model.
-        overrides: KEY=VALUE, of train.py.
-        prompts: texts, or files not yet read; see `read_prompts`.
-        control_strings: what control strings in a prompt become, such as "</s>": "text", or "ids", the control ids.
-        samples: texts per prompt.
-        sampling, limits: sampling parameters and stopping criteria.
-        stream: print text as it is generated.
-        json: file for the results.
-        prefill_tokens, batch, cuda_graph: see `Generator`.
-    """
+    """Parsed command line; `prompts` are texts, or files not yet read."""
 
     run: str
     overrides: list[str]
@@ -62,12 +50,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Read the command line.
-
-    Raises:
-        ConfigError: an invalid argument.
-        SystemExit: after printing --help.
-    """
+    """Read the command line: `ConfigError` for an invalid argument, `SystemExit` after printing --help."""
     # `parse_args` would refuse KEY=VALUE behind an option.
     given = _parser().parse_intermixed_args(arguments)
     if given.greedy and (given.temperature is not None or given.top_k or given.top_p != 1.0):
@@ -97,11 +80,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def read_prompts(prompts: Sequence[str | Path]) -> list[str]:
-    """The texts of prompts; reads files (UTF-8, without a byte-order mark) and stdin.
-
-    Raises:
-        DataError: a file cannot be read or is not UTF-8.
-    """
+    """The texts of prompts; reads files (UTF-8, without a byte-order mark) and stdin, or raises `DataError`."""
     return [_read(prompt) if isinstance(prompt, Path) else prompt for prompt in prompts]
 
 

@@ -16,7 +16,7 @@ class Printer:
     """Prints texts in order of prompt and sample; the first unfinished text is streamed.
 
     Args:
-        total: number of texts. Each has a heading if there are several.
+        total: number of texts, several with a heading each.
         samples: per prompt.
         out: output stream. On a terminal, control characters in generated text are escaped; a file or a pipe gets the
             text unchanged.
@@ -37,7 +37,7 @@ class Printer:
         self.is_closed = False
 
     def tell(self, prompt: int, sample: int, piece: str, is_last: bool) -> None:
-        """Add the next piece of a text. See `OnText`."""
+        """Add the next piece of a text."""
         number = prompt * self._samples + sample
         self._waiting.setdefault(number, []).append(piece)
         if is_last:
@@ -87,11 +87,7 @@ class Printer:
 
 
 def write_json(path: Path, prompts: Sequence[str], completions: Sequence[Completion], facts: Mapping[str, Any]) -> None:
-    """Write the results to a file.
-
-    Raises:
-        DataError: it cannot be written.
-    """
+    """Write the results to a file, or raise `DataError`."""
     rows = [
         {
             "prompt": prompts[c.prompt],

@@ -2,12 +2,11 @@
 
 Prompts of a batch may differ in length: all are processed together up to the end of the shortest, the rest up to the
 end of the next, and so on. In between, tokens are processed in pieces of bounded size, like segments in training, each
-sharded over the ranks of the sequence: memory is that of one piece, whatever the prompt's length. Nothing is padded, so
-only the rounding of a prompt's result depends on the rest of the batch.
+sharded over the ranks of the sequence. Nothing is padded, so only the rounding of a prompt's result depends on the rest
+of the batch.
 
 Softmax layers write the keys and values of each piece to caches of fixed capacity, whole on every rank, and read those
-of all earlier pieces there: memory of generation is then that of one piece and of the caches. Where prompts differ in
-length, the caches of those that go on are copied once a piece.
+of all earlier pieces there.
 
 Prompts of a few tokens go through the recurrent step instead: the operator's kernels take seconds to compile on a
 machine's first call, and the step is needed for decoding anyway.
@@ -33,13 +32,9 @@ _STEPS = 16
 
 
 class Prefill:
-    """Runs prompts through a model. Collective over the ranks that share a sequence; all get the results.
+    """Runs prompts through a replicated model. Collective over the ranks that share a sequence; all get the results.
 
-    Args:
-        model: replicated on every rank.
-        mesh: the ranks.
-        exchange: connects the ranks.
-        tokens: maximum tokens of a piece per rank, summed over its prompts.
+    `tokens`: maximum tokens of a piece per rank, summed over its prompts.
     """
 
     def __init__(self, model: LanguageModel, mesh: ProcessMesh, exchange: Exchange, tokens: int) -> None:
@@ -94,7 +89,7 @@ class Prefill:
         return self._model.lm_head(last), states
 
     def _pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Ranges [start, stop) of the pieces: cut at the ends of prompts, and at the maximum size."""
+        # Ranges [start, stop), cut at the ends of prompts, and at the maximum size.
         start = 0
         for end in sorted(set(lengths)):
             rows = sum(length >= end for length in lengths)
@@ -105,7 +100,7 @@ class Prefill:
                 start = stop
 
     def _steps(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """`_piece`, token by token on this rank alone; updates the carries in place."""
+        # As `_piece`, token by token on this rank alone; updates the carries in place.
         hidden = torch.empty(0)
         for position, column in enumerate(tokens.to(self._mesh.device).unbind(1), start):
             positions = torch.full_like(column, position)
@@ -113,10 +108,7 @@ class Prefill:
         return carries, hidden
 
     def _piece(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Process one piece, [B, T] on all ranks; returns the states after it and the last token's hidden [B, D].
-
-        Caches are updated in place, and returned with the other states.
-        """
+        # Of [B, T] on all ranks: the states after it and the last token's hidden [B, D]; caches are updated in place.
         total, ranks = tokens.shape[1], self._mesh.sp_size
         # Shard only if each rank gets a chunk: every rank needs a token, and smaller shards do not pay off.
         is_shared = ranks > 1 and total >= ranks * CHUNK

@@ -50,12 +50,7 @@ class Sampler:
     """Samples the next token of each row of a batch.
 
     Each row has its own random generator, so its tokens do not depend on the rest of the batch; a row with seed s draws
-    as transformers' `generate` does alone after `torch.manual_seed(s)`.
-
-    Args:
-        sampling: the parameters.
-        seeds: one per row.
-        device: of the logits. The same seed gives different numbers on different device types.
+    as transformers' `generate` does alone after `torch.manual_seed(s)`, on a device of the same type.
     """
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int], device: torch.device) -> None:

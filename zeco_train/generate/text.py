@@ -22,11 +22,7 @@ class TextStream:
     """Decodes a sequence token by token.
 
     The pieces join to the text of context and tokens decoded at once, without as many characters as the context's text
-    has.
-
-    Args:
-        tokenizer: of the tokens.
-        context: tokens before the first; their text is not returned.
+    has; the context is the tokens before the first.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | NDArray[np.integer] = ()) -> None:
@@ -58,7 +54,7 @@ class TextStream:
         return piece
 
     def _end_of(self, ids: Sequence[int] | NDArray[np.integer]) -> list[int]:
-        """The last ids, from which on the text is decoded as it is after all ids before."""
+        # From which on the text is decoded as it is after all ids before.
         start = max(len(ids) - _CONTEXT, 0)
         # Not within ids that are decoded together, and with some text: a decoder treats the first text differently.
         while start and (int(ids[start]) in self._tokenizer.open_ids or not self._decode(ids[start:])):
@@ -70,16 +66,12 @@ class TextStream:
 
 
 def _settled(text: str) -> int:
-    """Length of the prefix of a text that no later token can change."""
+    # Length of the prefix that no later token can change.
     return len(text) - min(len(text) - len(text.rstrip(_MARK)), _MOST_MARKS)
 
 
 class StopTexts:
-    """Ends a text before the first stop string.
-
-    Args:
-        texts: the stop strings, not empty.
-    """
+    """Ends a text before the first stop string; none of them is empty."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = list(texts)
@@ -105,8 +97,6 @@ class StopTexts:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-size:]):
-            return size
-    return 0
+    # Of the longest suffix of `text` that is a proper prefix of `stop`.
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if stop.startswith(text[-size:])), 0)

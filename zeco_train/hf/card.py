@@ -49,15 +49,7 @@ With ZeCO-Train, also without a GPU: `python -m zeco_train.generate PATH --promp
 def model_card(
     config: Config, form: ModelFormat, progress: Progress, losses: Mapping[str, float], origin: Mapping[str, Any]
 ) -> str:
-    """The text of README.md.
-
-    Args:
-        config: of the run.
-        form: the format of the export.
-        progress: at the exported checkpoint.
-        losses: the known losses; see `last_losses`.
-        origin: contents of ORIGIN_FILE.
-    """
+    """The text of README.md of an export whose ORIGIN_FILE is `origin`; for the losses see `last_losses`."""
     model, data = config.model, config.data
     rows = {
         "parameters": f"{spec_of(model).num_parameters:,}",
@@ -73,6 +65,7 @@ def model_card(
         "optimizer": f"learning rate {config.optim.lr:g}, weight decay {config.optim.weight_decay:g}",
         **{name: f"{value:.4f} nats a token" for name, value in losses.items()},
     }
+    remark = f"{form.remark(model)}\n\n" if form.remark(model) else ""
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n"
@@ -80,7 +73,7 @@ def model_card(
         f"# {config.name}, step {progress.step}\n\n"
         f"A language model with {form.title or form.mixer.title}, trained with ZeCO-Train "
         f"{origin['version']}. {_memory(model)}, but it was trained on {data.seq_len:,} tokens at once.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(model, form)}\n\n{_remark(model, form)}"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(model, form)}\n\n{remark}"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
 
@@ -102,11 +95,6 @@ def _memory(model: LanguageModelConfig) -> str:
     return f"Its memory is a state of one size in most layers, and keys and values of {kept} in softmax layers"
 
 
-def _remark(model: LanguageModelConfig, form: ModelFormat) -> str:
-    remark = form.remark(model)
-    return f"{remark}\n\n" if remark else ""
-
-
 def _use(model: LanguageModelConfig, form: ModelFormat) -> str:
     beginning = _OF_TRANSFORMERS
     if form.library == "fla":
@@ -116,11 +104,7 @@ def _use(model: LanguageModelConfig, form: ModelFormat) -> str:
 
 
 def last_losses(run_dir: Path, step: int) -> dict[str, float]:
-    """The last training loss and the last validation loss logged up to `step`.
-
-    Raises:
-        DataError: the metrics cannot be read.
-    """
+    """The last training loss and the last validation loss logged up to `step`; `DataError` for damaged metrics."""
     rows = [row for row in read_metrics(run_dir / METRICS_FILE) if row["step"] <= step]
     found = {}
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):

@@ -20,11 +20,7 @@ from zeco_train.hf.names import StoredModel
 
 
 def from_config_json(record: Mapping[str, Any], path: Path) -> StoredModel:
-    """Convert a config.json to a model configuration.
-
-    Args:
-        record: its contents.
-        path: of its folder, for messages and for the model's name.
+    """Convert a config.json in the folder `path` to a model configuration, with the folder's name.
 
     Raises:
         ConfigError: an unknown model, or an unsupported setting; names the key.
@@ -63,7 +59,7 @@ def to_config_json(
         pad_id: padding id, if there is one.
         seq_len: sequence length in training; no limit of the model, but tools require one.
         dtype: of the weights, by its torch name.
-        model_type: of the format, see `format_of`.
+        model_type: of the format; None: the first that can express the model.
 
     Raises:
         ConfigError: no format can express the model.
@@ -84,11 +80,7 @@ def to_config_json(
 
 
 def format_of(model: LanguageModelConfig, model_type: str | None = None) -> ModelFormat:
-    """The format of a model's export: the one that is asked for, or the first that can express it.
-
-    Raises:
-        ConfigError: there is none, or it cannot express the model.
-    """
+    """The format of a model's export: the one that is asked for, or the first that can express it, or `ConfigError`."""
     formats = {one.model_type: one for one in formats_of(model)}
     if not formats:
         raise ConfigError("model", model.name, f"fla has no model with {model.mixer}, so this one cannot be exported")

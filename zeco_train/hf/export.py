@@ -1,8 +1,7 @@
 """Export of a trained model to a Hugging Face folder.
 
 Runs in one CPU process, whatever the model was trained on, with the memory of two weight files. The folder is fsynced
-and then renamed into place. With fla installed, `AutoModelForCausalLM.from_pretrained(OUT)` loads it; it contains no
-code, so trust_remote_code is not needed.
+and then renamed into place; it contains no code, so trust_remote_code is not needed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from zeco_train.hf.config_json import from_config_json, to_config_json
 from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
-from zeco_train.hf.writer import Written, stored_dtype, write_weights
+from zeco_train.hf.writer import stored_dtype, write_weights
 from zeco_train.system.files import atomic_folder, sha256_of, write_durably
 from zeco_train.system.numbers import check_least, compact
 from zeco_train.system.paths import check_output_folder, is_utf8
@@ -58,10 +57,7 @@ class ExportSettings:
 
 
 def export(run: str, out: Path, settings: ExportSettings) -> str:
-    """Write a trained model to `out`.
-
-    Returns:
-        A one-line summary.
+    """Write a trained model to `out`; returns a one-line summary.
 
     Raises:
         ZecoError: there is no such model, it is damaged, fla's configuration cannot express it, or `out` exists or
@@ -83,11 +79,15 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     # Run all checks before anything is written.
     record = _config_record(trained, trained.config, dtype, settings.model_type)
     with atomic_folder(out, remedy="name another OUT") as folder:
-        _check_room(out, folder, spec_of(trained.model).num_parameters * dtype.itemsize)
-        written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
-    count = f"{compact(spec_of(trained.model).num_parameters)} parameters, {_name(dtype)}"
-    files = "1 file" if len(written.files) == 1 else f"{len(written.files)} files"
-    return f"{out}: step {trained.step} of {trained.config.name}, {count}, {written.num_bytes / 1e6:,.1f} MB in {files}"
+        num_bytes = spec_of(trained.model).num_parameters * dtype.itemsize
+        if (free := shutil.disk_usage(folder).free) < num_bytes:
+            sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
+            raise ConfigError("OUT", out, sizes)
+        count, written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
+    files = "1 file" if count == 1 else f"{count} files"
+    parameters = compact(spec_of(trained.model).num_parameters)
+    size = f"{parameters} parameters, {_name(dtype)}, {written / 1e6:,.1f} MB in {files}"
+    return f"{out}: step {trained.step} of {trained.config.name}, {size}"
 
 
 def _config_record(trained: Trained, config: Config, dtype: torch.dtype, model_type: str | None) -> dict[str, Any]:
@@ -99,15 +99,9 @@ def _config_record(trained: Trained, config: Config, dtype: torch.dtype, model_t
     return record
 
 
-def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
-    if (free := shutil.disk_usage(folder).free) < num_bytes:
-        sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
-        raise ConfigError("OUT", out, sizes)
-
-
 def _fill(
     folder: Path, trained: Trained, config: Config, record: dict[str, Any], dtype: torch.dtype, file_bytes: int
-) -> Written:
+) -> tuple[int, int]:
     written_model = from_config_json(record, folder)
     write_durably(folder / HF_CONFIG_FILE, _json(record))
     ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
@@ -127,19 +121,14 @@ def _fill(
     write_durably(folder / ORIGIN_FILE, _json(origin))
     losses = last_losses(run_dir, progress.step)
     write_durably(folder / "README.md", model_card(config, written_model.format, progress, losses, origin))
-    written = write_weights(trained.path, written_model, folder, dtype, file_bytes)
-    _check_round_trip(folder, trained)
-    # Checksums of the weights only: other files are small, checked on reading, and may be edited by users.
-    weights = [folder / name for name in written.files]
-    write_checksums(folder, {path.name: (path.stat().st_size, sha256_of(path)) for path in weights})
-    return written
-
-
-def _check_round_trip(folder: Path, trained: Trained) -> None:
-    """Assert that the written folder reads back as the same model; a failure is a bug in this package."""
-    found = dataclasses.replace(checked_model(folder).model, name=trained.model.name)
-    wanted = trained.model.canonical()
+    files, num_bytes = write_weights(trained.path, written_model, folder, dtype, file_bytes)
+    found, wanted = dataclasses.replace(checked_model(folder).model, name=trained.model.name), trained.model.canonical()
+    # A failure is a bug in this package.
     assert found == wanted, (found, wanted)
+    # Checksums of the weights only: other files are small, checked on reading, and may be edited by users.
+    weights = [folder / name for name in files]
+    write_checksums(folder, {path.name: (path.stat().st_size, sha256_of(path)) for path in weights})
+    return len(files), num_bytes
 
 
 def _name(dtype: torch.dtype) -> str:

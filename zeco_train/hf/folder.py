@@ -38,13 +38,7 @@ class Stored:
 
 
 class StoredTensors(NamedTuple):
-    """Tensors of a folder's files that hold the rows of some parameters.
-
-    Attributes:
-        tensors: the parameters, and the names as this package writes them.
-        names: of the tensors in these files.
-        shapes: of these tensors.
-    """
+    """Tensors of a folder's files that hold the rows of some parameters, with their names and shapes there."""
 
     tensors: FileTensors
     names: list[str]
@@ -52,9 +46,7 @@ class StoredTensors(NamedTuple):
 
 
 def checked_model(folder: Path) -> StoredModel:
-    """The model of config.json, checked against the headers of the weight files.
-
-    They must hold exactly its parameters, with matching shapes and readable dtypes.
+    """The model of config.json; the headers of the weight files must have exactly its parameters.
 
     Raises:
         ConfigError: an unsupported model; see `from_config_json`.
@@ -120,9 +112,8 @@ def stored_weights(folder: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: there are none, a file is damaged, or files and index disagree.
     """
-    files = _files(folder)
     found: dict[str, Stored] = {}
-    for file in files:
+    for file in _files(folder):
         for name, stored in _header(folder / file).items():
             if name in found:
                 raise CheckpointError(f"{folder}: {name} is in {found[name].file} and in {file}")

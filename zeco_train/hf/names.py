@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
-from models.formats.format import ModelFormat, Rows
+from models.formats.format import ModelFormat
 from models.spec import spec_of
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -52,10 +52,6 @@ class StoredModel:
     model: LanguageModelConfig
     format: ModelFormat
 
-    def name_of(self, parameter: str) -> str:
-        """The name in the file of one of this package's parameters; of several in one tensor, of that tensor."""
-        return next(tensors.theirs[0] for tensors in self.tensors() if parameter in tensors.ours)
-
     def tensors(self) -> list[FileTensors]:
         """All tensors, in the order of our parameters; together those whose rows a file may cut elsewhere."""
         softmax = set(self.model.attn.chosen(self.model.num_layers))
@@ -80,18 +76,13 @@ class StoredModel:
         if layer is not None and int(layer[1]) in softmax:
             names = self.format.softmax_names or names
         prefix = "" if layer is None else layer[0]
+        model = self.model
         for group in names.rows:
             if parameter.removeprefix(prefix) == group.ours[0]:
-                return FileTensors(
-                    tuple(prefix + name for name in group.ours),
-                    tuple(prefix + name for name in group.theirs),
-                    self._blocks(group),
-                )
+                ours, theirs = (tuple(prefix + name for name in names) for names in (group.ours, group.theirs))
+                heads = AttnShape.of(model.attn, model.num_heads, model.hidden_size).heads
+                return FileTensors(ours, theirs, blocks=heads if group.by_heads else 1)
         return FileTensors((parameter,), (renamed(parameter, names.parts),))
-
-    def _blocks(self, group: Rows) -> int:
-        model = self.model
-        return AttnShape.of(model.attn, model.num_heads, model.hidden_size).heads if group.by_heads else 1
 
 
 def renamed(parameter: str, parts: Mapping[str, str]) -> str:

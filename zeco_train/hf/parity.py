@@ -72,7 +72,6 @@ class Parity:
     """Comparison of the two models in one dtype.
 
     Attributes:
-        dtype: of weights and activations.
         error: relative error between the logits, ‖ours − theirs‖ / ‖theirs‖.
         ours, theirs: relative error of each against our logits in fp64.
         same: by kind of text (greedy, drawn): number of equal tokens before the first difference, and total.
@@ -103,16 +102,7 @@ def check_states_are_passed(model: Any) -> None:
 def compare(
     trained: Trained, mesh: ProcessMesh, settings: ParitySettings, dtypes: Sequence[Dtype] = tuple(ALLOWED)
 ) -> Iterator[Parity]:
-    """Compare both models in each dtype, on one rank.
-
-    Args:
-        trained: an export.
-        mesh: of one rank, on a GPU.
-        settings: lengths and seed.
-        dtypes: to compare, one after the other.
-
-    Yields:
-        The comparison in each dtype.
+    """Compare both models, of an export, in each dtype, on one rank with a GPU.
 
     Raises:
         ConfigError: the model would generate without its states with this transformers.

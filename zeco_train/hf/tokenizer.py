@@ -44,11 +44,7 @@ def tokenizer_info(folder: Path) -> dict[str, str] | None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a tokenizer's files.
-
-    Args:
-        tokenizer: the byte tokenizer, or one of Hugging Face.
-        folder: with config.json already, on which depends what transformers makes of the files.
+    """Write a tokenizer's files beside config.json, on which depends what transformers makes of them.
 
     Raises:
         DataError: transformers would not encode as this tokenizer does.

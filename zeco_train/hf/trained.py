@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,10 +32,14 @@ from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.slow_paths import Kernels
 from zeco_train.system.paths import check_path
+from zeco_train.system.terminal import visible
 from zeco_train.tracking.run_folder import read_identity
 from zeco_train.training.config import Dtype
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,6 @@ class Trained:
 
     Attributes:
         path: folder of the weights: a checkpoint, or an export.
-        model: its shape.
         config: of the run that trained it, without run_dir, data.cache_dir and checkpoint.load; None if unknown, as for
             other programs' exports.
         step: at which it was saved; None if unknown.
@@ -183,7 +187,10 @@ def _of_export(path: Path) -> Trained:
     try:
         plain = origin["config"]
         if origin.get("version") != __version__ and isinstance(plain, dict):
-            plain = _known(plain, defaults_of(stored_class(plain)))
+            plain, unknown = _known(plain, defaults_of(stored_class(plain)))
+            if unknown and Launch.from_environment().rank == 0:
+                names = visible(", ".join(unknown))
+                logger.warning("%s: settings that version %s does not have, left out: %.500s", path, __version__, names)
         config, step = _without_places(config_of(plain)), int(origin["step"])
     except (KeyError, TypeError, ValueError, OverflowError, ConfigError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())[:200]
@@ -191,25 +198,31 @@ def _of_export(path: Path) -> Trained:
     return Trained(path, replace(model, name=config.model.name), config, step, info, (path,))
 
 
-def _known(plain: Any, schema: Any) -> Any:
-    """Without keys that only the version of the export had; its model is that of config.json in any case."""
-    if not isinstance(plain, dict) or not isinstance(schema, DictConfig):
-        return plain
-    # Not `in schema`, which leaves out keys without a value.
-    return {key: _known(value, schema._get_node(key)) for key, value in plain.items() if key in list(schema.keys())}
+# Without keys that only the version of the export had, and these; its model is that of config.json in any case.
+def _known(plain: dict[str, Any], schema: DictConfig, prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+    known, unknown = {}, []
+    for key, value in plain.items():
+        # Not `in schema`, which leaves out keys without a value.
+        if key not in list(schema.keys()):
+            unknown.append(f"{prefix}{key}")
+            continue
+        node = schema._get_node(key)
+        if isinstance(value, dict) and isinstance(node, DictConfig):
+            value, inner = _known(value, node, f"{prefix}{key}.")
+            unknown += inner
+        known[key] = value
+    return known, unknown
 
 
+# Without the folders that the training wrote to and the weights that it began with: a stranger may have named them. The
+# stores of `data` stay: of a store nothing but its tokens is read, and nothing is written there.
 def _without_places(config: Config) -> Config:
-    """Drop the folders that the training wrote to and the weights that it began with: a stranger may have named them.
-
-    The stores of `data` stay: of a store nothing but its tokens is read, and nothing is written there.
-    """
     data, checkpoint = replace(config.data, cache_dir=None), replace(config.checkpoint, load=None)
     return replace(config, run_dir="", data=data, checkpoint=checkpoint)
 
 
 def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
-    """Check that the model in `folder` matches the configured one.
+    """Check that the model in `folder` matches the configured one of a run that begins with it.
 
     Raises:
         ConfigError: it differs; the message names the overrides that it needs.
@@ -236,14 +249,14 @@ def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:
     """A warning if the data's tokenizer is not, or may not be, the model's; None if they match."""
     info = tokenizer_info(folder)
     if info is None:
-        return f"{folder} has no tokenizer: whether its tokens are those of the data, nobody has checked"
+        return f"{folder} has no tokenizer, so its vocabulary could not be compared with the data's"
     is_bytes, of_bytes = (one.get("kind") == BYTES for one in (info, of_data))
     try:
         same = is_bytes == of_bytes
         if same and not is_bytes:
             same = HuggingFaceTokenizer(str(folder)).info["sha256"] == of_data.get("sha256")
     except DataError as error:
-        return f"whether its tokens are those of the data, nobody can check: {error}"
+        return f"the tokenizer in {folder} could not be compared with the data's: {error}"
     if same:
         return None
     return f"the tokenizer in {folder} is not the one that the data was prepared with; the model may not know its ids"

@@ -24,13 +24,9 @@ from zeco_train.lifecycle.join import check_same
 
 
 def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:
-    """Load weights only, in place, converted to the model's dtype. Collective.
+    """Load the weights of a checkpoint or a Hugging Face folder in place, converted to the model's dtype. Collective.
 
-    Args:
-        path: a checkpoint's folder, or a Hugging Face folder.
-        model: plain, or parallelised.
-        mesh: the ranks.
-        group: CPU process group of all ranks.
+    The model may be parallelised; `group` is a CPU process group of all ranks.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
@@ -51,13 +47,10 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
     set_model_state_dict(model, model_state)
 
 
+# Each rank reads its shards. Tensors that are no parameter as they stand are read whole, a layer's at a time.
 def _read_folder(
     path: Path, model_state: Mapping[str, Any], stored: Sequence[StoredTensors], group: dist.ProcessGroup
 ) -> None:
-    """Read a Hugging Face folder into `model_state`. Collective.
-
-    Each rank reads its shards. Tensors that are no parameter as they stand are read whole, a layer's at a time.
-    """
     single = {one.names[0]: model_state[one.tensors.ours[0]] for one in stored if one.tensors.is_one}
     read_state(single, path, group, HuggingFaceStorageReader(str(path)))
     others = [one for one in stored if not one.tensors.is_one]
@@ -87,12 +80,9 @@ def _read_joined(
             local(parameter).copy_(part)
 
 
+# Identity of a folder, to be compared over ranks: each looks for the newest checkpoint by itself, the run may still be
+# writing checkpoints, and nodes may hold different exports under the same path.
 def _which(path: Path, is_hf: bool) -> dict[str, Any]:
-    """Identity of a folder, to be compared over ranks.
-
-    Each rank looks for the newest checkpoint by itself, the run may still be writing checkpoints, and nodes may hold
-    different exports under the same path.
-    """
     if not is_hf:
         return {"checkpoint": path.name}
     # Other programs' folders have no ORIGIN_FILE.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ from zeco_train.system.files import make_readable, sync_file, write_durably
 # Key of the weights in a checkpoint (`Checkpointer`).
 _MODEL = "model"
 _EMBEDDING = "model.embeddings.weight"
-
-
-@dataclass(frozen=True)
-class Written:
-    """The weight files: their names, and the total bytes of all tensors."""
-
-    files: list[str]
-    num_bytes: int
 
 
 def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
@@ -73,30 +64,26 @@ def _dtypes(checkpoint: Path, metadata: Mapping[str, Any], shapes: Mapping[str, 
     return dtypes
 
 
-def write_weights(checkpoint: Path, written: StoredModel, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
+def write_weights(
+    checkpoint: Path, written: StoredModel, folder: Path, dtype: torch.dtype, file_bytes: int
+) -> tuple[list[str], int]:
     """Write the weights, converted to `dtype`, under the names of the format; verify each file by reading it back.
 
-    Wide parameters (`ParameterRule`) are written in fp32 if `dtype` is narrower.
-
-    Args:
-        checkpoint: the folder to read from.
-        written: its shape, and the format.
-        folder: to write to.
-        dtype: of the weights in the files.
-        file_bytes: maximum bytes of tensors per file; a single larger tensor gets its own file.
+    Wide parameters (`ParameterRule`) are written in fp32 if `dtype` is narrower. Files have at most `file_bytes` of
+    tensors; a single larger tensor gets its own file. Returns the files' names, and the bytes of all tensors.
 
     Raises:
         CheckpointError: a weight cannot be read.
         OSError: a file cannot be written, or differs when read back.
     """
-    spec = spec_of(written.model)
+    spec, wide = spec_of(written.model), accumulation_dtype(dtype)
     parts = list(_parts(written.written(), spec.parameter_shapes, dtype.itemsize, file_bytes))
     names = _file_names(len(parts))
     table: dict[str, str] = {}
     total = 0
     for file, part in zip(names, parts, strict=True):
         own = {
-            name: torch.empty(spec.parameter_shapes[name], dtype=_dtype(name, dtype, spec.wide))
+            name: torch.empty(spec.parameter_shapes[name], dtype=wide if name in spec.wide else dtype)
             for one in part
             for name in one.ours
         }
@@ -115,11 +102,7 @@ def write_weights(checkpoint: Path, written: StoredModel, folder: Path, dtype: t
     if len(names) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
         write_durably(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
-    return Written(names, total)
-
-
-def _dtype(name: str, dtype: torch.dtype, wide: Collection[str]) -> torch.dtype:
-    return accumulation_dtype(dtype) if name in wide else dtype
+    return names, total
 
 
 def _parts(
