@@ -100,7 +100,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
 def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConfig) -> None:
     """Heads of more than 256 channels, and no mask."""
     case = _case(config)
-    block = case.block(0)
+    block = next(iter(case.spec.blocks.values()))
     assert case.in_pytorch(block)
     on_cpu = dataclasses.replace(case, machine=machine(Gpu.cpu))
     (kind,) = case.spec.blocks
@@ -116,7 +116,7 @@ def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int)
 
     sizes = f"data.micro_batch={batch}", f"data.global_batch={batch}"
     case = make_case(f"model={name}", "gpu=h200", "train.dtype=bf16", "train.compile=never", *sizes)
-    heads, key_dim, value_dim = case.block(0).state_shape
+    heads, key_dim, value_dim = next(iter(case.spec.blocks.values())).state_shape
     meta: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     q, v = (torch.empty(batch, 1 << 18, *shape, **meta) for shape in ((1, key_dim), (heads, value_dim)))
     (starts,) = cuda.CUDA_FIXED.saved_like((q, q, v, torch.empty(heads, device="meta")))

@@ -177,7 +177,10 @@ def test_chain_and_lasp1_wait_by_one_rule(ranks: int) -> None:
         for layers in (2, 20):
             split = [f"model.num_layers={layers}", f"world_size={ranks}", f"data.seq_len={16384 * ranks}"]
             case = make_case(*GLA_1B, "sp.all_scan.transport=p2p", *split)
-            choice, work = scan_choice(case, backend, scan), operator_seconds(case, case.block(0))
+            choice, work = (
+                scan_choice(case, backend, scan),
+                operator_seconds(case, next(iter(case.spec.blocks.values()))),
+            )
             assert choice is not None
             if scan.in_series:
                 lates = [choice.seconds + (ranks - 1) * calibration.LASP1_SERIAL * each for each in work]

@@ -99,7 +99,7 @@ def test_step_time_by_kind_matches_formula() -> None:
     expected = (own.linear * (1 + 3 / 4 / 3) + own.head) * 16384 / 500e12
     assert segments == pytest.approx(expected)
     case = make_case(*arguments)
-    forward, backward = operator_seconds(case, case.block(0))
+    forward, backward = operator_seconds(case, next(iter(case.spec.blocks.values())))
     assert time.seconds["operator"] == pytest.approx(20 * (forward + backward))
     assert forward + backward == pytest.approx(0.745e-3 / calibration.IN_STEP, rel=0.01)
     slower = planned(*arguments, "bandwidth_gbps=1000").time
@@ -123,7 +123,7 @@ def test_operator_times_are_those_of_the_operator(
 ) -> None:
     """On an H200 alone, 16,384 tokens: of 16 heads of K = V = 128, scaled to those of the model."""
     case = make_case(*f"model={model} train.dtype=bf16 data.global_batch=1 data.seq_len=16384".split())
-    block = case.block(0)
+    block = next(iter(case.spec.blocks.values()))
     assert block.operators[-1] == operator
     if milliseconds is not None:
         heads, key_dim, value_dim = block.state_shape

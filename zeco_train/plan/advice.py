@@ -1,11 +1,9 @@
-"""Settings with which a run fits, fastest first: `train.recompute` and `train.segments`, then more ranks.
-
-Also the fastest `parallel.shard_size`.
-"""
+"""Settings with which a run fits, fastest first: recomputation and segments, then more ranks; the best shard size."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 from zeco_train.distributed.parallelize import Strategy
@@ -21,8 +19,6 @@ from zeco_train.system.numbers import divisors
 # Shorter segments per rank leave a device idle; this also bounds their number.
 LEAST_TOKENS = 1024
 _MOST_RANKS = 1 << 16
-# Least gain of a step that is mentioned.
-_WORTH = 0.01
 
 
 @dataclass(frozen=True)
@@ -45,12 +41,15 @@ def evaluate(case: Case, headroom: float, backend: BackendSpec | None = None) ->
 
 
 def options(case: Case, headroom: float) -> list[Option]:
-    """For each recompute setting the smallest number of segments that fits, and the case itself if it fits.
-
-    Fastest first; empty if nothing fits.
-    """
-    found = [_smallest(case.with_changes(recompute=recompute), headroom) for recompute in Recompute]
-    fitting = [option for option in found if option is not None]
+    """Fastest first, for each recompute setting the fewest segments that fit, and the case itself if it fits."""
+    fitting = []
+    for recompute, segments in itertools.product(Recompute, legal_segments(case)):
+        # Memory decreases with the number of segments, except for boundary states.
+        if fitting and fitting[-1].case.recompute is recompute:
+            continue
+        candidate = case.with_changes(recompute=recompute, segments=segments)
+        if plan_memory(candidate, headroom).fits:
+            fitting.append(evaluate(candidate, headroom))
     own = evaluate(case, headroom)
     if own.memory.fits and own.setting not in [option.setting for option in fitting]:
         fitting.append(own)
@@ -60,7 +59,7 @@ def options(case: Case, headroom: float) -> list[Option]:
 def legal_segments(case: Case) -> list[int]:
     """Numbers of segments that divide the sequence, with at least `LEAST_TOKENS` tokens of each on a rank.
 
-    Only 1 for models with layers that read the whole sequence at once: unmasked ones, and softmax attention.
+    Only 1 with layers that read the whole sequence at once: unmasked ones, and softmax attention.
     """
     if not case.config.model.causal or any(attention_blocks(case)):
         return [1]
@@ -69,10 +68,7 @@ def legal_segments(case: Case) -> list[int]:
 
 
 def more_ranks(case: Case, headroom: float) -> Option | None:
-    """The fastest option on the fewest ranks that share a sequence: twice as many, and so on.
-
-    None if there is none. Ranks of `sp=dp` share no sequence.
-    """
+    """The fastest option on the fewest ranks that share a sequence, doubled until one fits; None if none does."""
     if not case.config.sp.spec.scans:
         return None
     while case.world_size < _MOST_RANKS:
@@ -87,10 +83,7 @@ def more_ranks(case: Case, headroom: float) -> Option | None:
 
 
 def fastest_shards(case: Case, headroom: float, backend: BackendSpec | None = None) -> Option | None:
-    """The case with the `parallel.shard_size` that is fastest, of those that fit; the largest of equals.
-
-    None if none fits, or the strategy does not shard.
-    """
+    """The case with the fastest `parallel.shard_size` that fits, the largest of equals; None without one."""
     if case.config.parallel.strategy is Strategy.ddp:
         return None
     sizes = reversed(divisors(case.world_size))
@@ -99,9 +92,9 @@ def fastest_shards(case: Case, headroom: float, backend: BackendSpec | None = No
 
 
 def shard_note(planned: Option, headroom: float) -> str | None:
-    """A line on the fastest shard size, if it is worth a change."""
+    """A line on the fastest shard size, if it makes a step 1 % faster."""
     best = fastest_shards(planned.case, headroom)
-    if best is None or best.time.total > (1 - _WORTH) * planned.time.total:
+    if best is None or best.time.total > 0.99 * planned.time.total:
         return None
     wire, own = parameter_seconds(best.case).total, parameter_seconds(planned.case).total
     return (
@@ -109,12 +102,3 @@ def shard_note(planned: Option, headroom: float) -> str | None:
         f"shards over {planned.case.shards} ranks; FSDP's collectives take {wire:.3g} s, not {own:.3g}, mostly beside "
         "compute"
     )
-
-
-def _smallest(case: Case, headroom: float) -> Option | None:
-    """The fewest segments with which the case fits. Memory decreases with their number, except for boundary states."""
-    for segments in legal_segments(case):
-        candidate = case.with_changes(segments=segments)
-        if plan_memory(candidate, headroom).fits:
-            return evaluate(candidate, headroom)
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from models.spec import AttentionSpec, BlockSpec
 from zeco_train.plan import calibration as known
@@ -14,14 +14,8 @@ from zeco_train.sp.backend import BackendSpec
 from zeco_train.training.forward import softmax_load
 
 
-@dataclass(frozen=True)
-class Exchanges:
-    """What softmax layers exchange per step, on the rank with the most.
-
-    Attributes:
-        sent: bytes.
-        seconds: of the messages, less what is computed meanwhile.
-    """
+class Exchanges(NamedTuple):
+    """Bytes that the busiest rank sends for softmax layers in a step; seconds, less what is computed meanwhile."""
 
     sent: float
     seconds: float
@@ -35,10 +29,10 @@ def attention_blocks(case: Case) -> Iterator[tuple[BlockSpec, AttentionSpec]]:
 
 
 def method_of(case: Case) -> MethodSpec:
-    """The method of `sp.attention` for the softmax layers, which the model has, on the case's ranks: as the run's.
+    """The run's method of softmax attention.
 
     Raises:
-        ConfigError: it cannot spread their heads over these ranks.
+        ConfigError: it cannot spread the heads over these ranks.
     """
     config = case.config
     load = softmax_load(config.model, case.sp_size, config.data.seq_len, config.train.dtype.compute)
@@ -47,7 +41,7 @@ def method_of(case: Case) -> MethodSpec:
 
 
 def problem_of(case: Case, method: str) -> str | None:
-    """Why a method, or `auto`, cannot spread the heads of the softmax layers over the case's ranks; None: it can."""
+    """Why a method, or `auto`, cannot spread the softmax layers' heads over the case's ranks; None: it can."""
     if method not in METHODS:
         return None
     spec = METHODS[method]
@@ -56,24 +50,17 @@ def problem_of(case: Case, method: str) -> str | None:
 
 
 def method_costs(case: Case, attention: AttentionSpec, method: MethodSpec | None = None) -> MethodCosts:
-    """Bytes and memory of one layer, for all sequences of a micro-batch.
-
-    Args:
-        case: the configuration on its ranks; one rank exchanges and holds nothing.
-        attention: shape of the layer.
-        method: instead of the configured one.
-    """
+    """Bytes and memory of one layer for a micro-batch, by the configured method or another."""
     if case.sp_size == 1:
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
     of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
     load = AttentionLoad(*attention[:3], *of_sequence, case.compute_bytes, case.wide_bytes, case.topology.nodes)
     costs = (method or method_of(case)).costs(load)
-    times = case.batch
-    return costs._replace(forward=times * costs.forward, backward=times * costs.backward, held=times * costs.held)
+    return costs._replace(**{name: case.batch * getattr(costs, name) for name in ("forward", "backward", "held")})
 
 
 def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None = None) -> Exchanges:
-    """The messages of all softmax layers in a step; none where no rank shares a sequence. A replay sends nothing."""
+    """The messages of a step; none where no rank shares a sequence, or in a replay."""
     sent = seconds = 0.0
     if backend.scans and case.sp_size > 1:
         link = case.machine.node_link if case.crosses_nodes else case.machine.link
@@ -90,10 +77,8 @@ def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None =
 
 
 def attention_seconds(case: Case, backend: BackendSpec, method: MethodSpec | None = None) -> float:
-    """Seconds of the softmax layers' scores and outputs in a step, without their linear layers.
-
-    Where no rank shares a sequence, each has a sequence of its own of as many tokens.
-    """
+    """Seconds of the softmax layers' scores and outputs in a step."""
+    # Where no rank shares a sequence, each has one of its own of as many tokens.
     shared, total = bool(backend.scans) or case.sp_size == 1, 0.0
     seq_len = case.config.data.seq_len // (1 if shared else case.sp_size)
     for block, attention in attention_blocks(case):
@@ -103,7 +88,7 @@ def attention_seconds(case: Case, backend: BackendSpec, method: MethodSpec | Non
 
 
 def _layer_seconds(case: Case, block: BlockSpec, seq_len: int) -> tuple[float, float]:
-    """Forward and backward time of one layer's scores and outputs over the tokens of a pass, on the average rank."""
+    # Forward and backward, of a pass on the average rank.
     flops, rate = block.operator_flops(seq_len), case.machine.flops[case.config.train.dtype]
     tokens = case.tokens * case.slow_down(block) / rate
     backward = tokens * (2 * flops.forward + flops.again) / known.ATTENTION_BACKWARD

@@ -1,10 +1,10 @@
-"""One case to plan: a configuration on a number of ranks of a device, and the counts derived from both."""
+"""What is planned: a configuration on a number of ranks of a device, and the counts derived from both."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
@@ -18,7 +18,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.slow_paths import SlowPath, check_kernels, find_slow_paths
+from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.plan.activations import BlockMemory, measure_block
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
@@ -30,14 +30,7 @@ from zeco_train.training.graphs import capture_problem
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration on a number of ranks of a device.
-
-    Attributes:
-        config: of the run.
-        world_size, sp_size: all ranks, and those that share a sequence.
-        machine: the device of a rank.
-        gpus_per_node: ranks per node.
-    """
+    """A configuration on `world_size` ranks, of which `sp_size` share a sequence, each a device `machine`."""
 
     config: Config
     world_size: int
@@ -48,12 +41,10 @@ class Case:
     def with_changes(
         self, *, segments: int | None = None, recompute: Recompute | None = None, shard_size: int | None = None
     ) -> Case:
-        """A copy with other values of `train` and `parallel`; None leaves a value unchanged."""
-        train = dataclasses.replace(
-            self.config.train, segments=segments or self.segments, recompute=recompute or self.recompute
-        )
-        parallel = dataclasses.replace(self.config.parallel, shard_size=shard_size or self.config.parallel.shard_size)
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, train=train, parallel=parallel))
+        """A copy with other values; None leaves one unchanged."""
+        train = replace(self.config.train, segments=segments or self.segments, recompute=recompute or self.recompute)
+        parallel = replace(self.config.parallel, shard_size=shard_size or self.config.parallel.shard_size)
+        return replace(self, config=replace(self.config, train=train, parallel=parallel))
 
     @property
     def dp_size(self) -> int:
@@ -82,12 +73,12 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank per pass, of the one with the most: one segment of a micro-batch."""
+        """Most tokens of a rank in a pass: one segment of a micro-batch."""
         return self.batch * -(-self.config.data.seq_len // (self.segments * self.sp_size))
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes with gradients per step: segments of micro-batches."""
+        """Forward and backward passes with gradients per step."""
         return self.micro_steps * self.segments
 
     @property
@@ -124,27 +115,18 @@ class Case:
 
     @property
     def state_bytes(self) -> int:
-        """S: a state [B, H, K, V] of a layer, the largest if they differ."""
+        """S: the largest state [B, H, K, V] of a layer."""
         return self.batch * math.prod(self.spec.state_shape) * self.wide_bytes
-
-    @property
-    def nodes(self) -> int:
-        """Machines that hold the ranks."""
-        return -(-self.world_size // self.gpus_per_node)
 
     @property
     def crosses_nodes(self) -> bool:
         """Whether ranks that share a sequence are on several nodes."""
-        straddles = self.nodes > 1 and self.gpus_per_node % self.sp_size != 0
+        straddles = self.world_size > self.gpus_per_node and self.gpus_per_node % self.sp_size != 0
         return self.sp_size > self.gpus_per_node or straddles
 
     @property
     def topology(self) -> Topology:
-        """Nodes of the ranks of a sequence, of the group that is on most of them; as configured, if it is.
-
-        Raises:
-            ConfigError: the ranks do not fill the configured nodes.
-        """
+        """Nodes of the ranks of a sequence, of the group that is on most of them; as configured, if it is."""
         found = Topology((self.sp_size,))
         if self.crosses_nodes:
             groups = (range(first, first + self.sp_size) for first in range(0, self.world_size, self.sp_size))
@@ -154,7 +136,7 @@ class Case:
 
     @property
     def link(self) -> Link:
-        """The link of messages between the processes of a sequence; symmetric memory is All-Scan's alone."""
+        """Link of the ranks' messages; symmetric memory is All-Scan's alone."""
         if self.machine.is_cpu:
             return Link.gloo
         return Link.nccl if self.topology.nodes == 1 else Link.nccl_across_nodes
@@ -199,30 +181,6 @@ class Case:
         path = found.get(block.operators[-1] if block.operators else "softmax")
         return 1.0 if path is None or path.slow_down is None else path.slow_down
 
-    @property
-    def slow_paths(self) -> list[SlowPath]:
-        """What runs in PyTorch on GPUs.
-
-        Raises:
-            ConfigError: `train.kernels=require` refuses it, or CPUs.
-        """
-        config, target = self.config, self.machine.target
-        return check_kernels("train.kernels", config.train.kernels, kernel_calls(config), target, self.tokens)
-
-    @property
-    def last_layers(self) -> dict[str, int]:
-        """The last layer of each kind of block, by its name; that of the very last layer comes first."""
-        found: dict[str, int] = {}
-        for layer in reversed(range(self.config.model.num_layers)):
-            found.setdefault(self.config.model.mixer_of(layer), layer)
-            if len(found) == len(self.spec.blocks):
-                break
-        return found
-
-    def block(self, layer: int) -> BlockSpec:
-        """Block of a layer; negative numbers count from the last one."""
-        return self.spec.blocks[self.config.model.mixer_of(layer % self.config.model.num_layers)]
-
 
 def build_case(request: Request) -> tuple[Case, list[str]]:
     """The requested case, and the assumptions made for it, one per line.
@@ -243,7 +201,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
             f"data.global_batch={batch}, not {config.data.global_batch}: {world_size // sp_size} groups of ranks take "
             "different sequences; train.py has to be told, too"
         )
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
+        config = replace(config, data=replace(config.data, global_batch=batch))
     count_shards(config.parallel.strategy, config.parallel.shard_size, world_size, sp_size)
     device = _machine(request, gpu)
     if config.train.matmul is Matmul.fp8 and not device.has_fp8:
@@ -254,7 +212,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
     case = Case(config, world_size, sp_size, device, per_node)
     config.sp.scans_over(case.topology)
-    for path in case.slow_paths:
+    for path in check_kernels("train.kernels", config.train.kernels, kernel_calls(config), device.target, case.tokens):
         times = "the times above count that" if path.slow_down else "the times above are of kernels, and too short"
         notes.append(f"{path}; {times}")
     return case, notes
@@ -263,27 +221,21 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
 def _machine(request: Request, gpu: Gpu) -> Machine:
     """The device, with the overrides of the command line."""
     settings, known = request.settings, machine(gpu)
-    flops = known.flops
+    overrides: dict[str, Any] = {
+        field: given * 1e9
+        for field, given in (
+            ("memory", settings.memory_gb),
+            ("bandwidth", settings.bandwidth_gbps),
+            ("link", settings.link_gbps),
+            ("node_link", settings.node_gbps),
+        )
+        if given is not None
+    }
     if settings.matmul_tflops is not None:
-        flops = dict.fromkeys(flops, settings.matmul_tflops * 1e12)
-
-    def given(gigabytes: float | None, otherwise: float) -> float:
-        return otherwise if gigabytes is None else gigabytes * 1e9
-
-    return Machine(
-        known.name,
-        memory=given(settings.memory_gb, known.memory),
-        flops=flops,
-        bandwidth=given(settings.bandwidth_gbps, known.bandwidth),
-        link=given(settings.link_gbps, known.link),
-        node_link=given(settings.node_gbps, known.node_link),
-        scans=assumed_costs(
-            *_alpha_and_beta(settings.scan_alpha_us, settings.scan_gbps),
-            *_alpha_and_beta(settings.scan_node_alpha_us, settings.scan_node_gbps),
-        ),
+        overrides["flops"] = dict.fromkeys(known.flops, settings.matmul_tflops * 1e12)
+    alphas = settings.scan_alpha_us, settings.scan_node_alpha_us
+    alpha, node_alpha = (None if given is None else given * 1e-6 for given in alphas)
+    beta, node_beta = (
+        None if given is None else 1e-9 / given for given in (settings.scan_gbps, settings.scan_node_gbps)
     )
-
-
-def _alpha_and_beta(microseconds: float | None, gigabytes: float | None) -> tuple[float | None, float | None]:
-    """Seconds a message, and seconds a byte."""
-    return None if microseconds is None else microseconds * 1e-6, None if gigabytes is None else 1e-9 / gigabytes
+    return replace(known, scans=assumed_costs(alpha, beta, node_alpha, node_beta), **overrides)

@@ -1,8 +1,7 @@
-"""The command `python -m zeco_train.plan`: a command line in, a plan out. Connects no ranks; a dry run starts one."""
+"""The command `python -m zeco_train.plan`. Connects no ranks; a dry run starts one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from zeco_train.plan.advice import evaluate, more_ranks, options, shard_note
@@ -20,16 +19,6 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(describe())
         return 0
-    print(run(arguments))
-    return 0
-
-
-def run(arguments: Sequence[str]) -> str:
-    """The plan's text; its JSON is written where the command line asks.
-
-    Raises:
-        ZecoError: an error in the command line, a file that cannot be written, or a dry run that cannot start.
-    """
     request = parse(arguments)
     settings = request.settings
     warn_of_replacing([] if settings.json is None else [settings.json])
@@ -43,7 +32,8 @@ def run(arguments: Sequence[str]) -> str:
         text, values = f"{text}\n\n{found.as_text(plan.planned)}", values | {"dry_run": found.as_json()}
     if settings.json is not None:
         write_json_result(Path(settings.json), values)
-    return text
+    print(text)
+    return 0
 
 
 def make_plan(request: Request) -> Plan:

@@ -81,13 +81,7 @@ _MOST_RANKS, _LARGEST = 1 << 20, 1e18
 
 @dataclass(frozen=True)
 class Request:
-    """A planning request.
-
-    Attributes:
-        settings: of the planner.
-        config: of the run.
-        given: keys of the run set by the command line, without configuration groups.
-    """
+    """The planner's settings, the run's configuration, and its keys that the command line sets, without groups."""
 
     settings: PlanSettings
     config: Config
@@ -98,28 +92,20 @@ def parse(arguments: Sequence[str]) -> Request:
     """Separate the planner's keys from train.py's, and parse both.
 
     Raises:
-        ConfigError: as of `load_settings` and `load_config`.
+        ConfigError: an unknown key, or an invalid value.
     """
     names = [entry.name for entry in dataclasses.fields(PlanSettings)]
-    own = [text for text in arguments if _key(text) in names]
-    overrides = [text for text in arguments if _key(text) not in names]
-    settings = load_settings(PlanSettings, own)
+    known = {*group_options(), *(entry.name for entry in dataclasses.fields(Config))}
+    keys = {text: text.partition("=")[0].lstrip("+~") for text in arguments}
+    settings = load_settings(PlanSettings, [text for text in arguments if keys[text] in names])
+    overrides = [text for text in arguments if keys[text] not in names]
     for text in overrides:
-        _check_near_miss(text, names)
+        # A misspelt key of the planner would otherwise be looked up among train.py's only.
+        key = keys[text]
+        if "." not in key and key not in known and (close := difflib.get_close_matches(key, [*known, *names], n=1)):
+            raise ConfigError(key, text.partition("=")[2], f"unknown key; did you mean {close[0]}?")
     config, given = load_given(overrides)
     return Request(settings, config, frozenset(given))
-
-
-def _key(text: str) -> str:
-    return text.partition("=")[0].lstrip("+~")
-
-
-def _check_near_miss(text: str, names: list[str]) -> None:
-    """Raise for a misspelt planner key, which would otherwise be looked up among train.py's only."""
-    key = _key(text)
-    known = {*group_options(), *(entry.name for entry in dataclasses.fields(Config))}
-    if "." not in key and key not in known and (close := difflib.get_close_matches(key, [*known, *names], n=1)):
-        raise ConfigError(key, text.partition("=")[2], f"unknown key; did you mean {close[0]}?")
 
 
 def describe() -> str:

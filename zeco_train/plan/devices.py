@@ -1,4 +1,4 @@
-"""Devices of the planner: data sheets, and the achieved fraction of them."""
+"""Devices of the planner: data sheets, at their achieved share."""
 
 from __future__ import annotations
 
@@ -26,16 +26,13 @@ class Gpu(Enum):
     cpu = "cpu"
 
 
-# GiB of memory, as reported by torch; dense TFLOP/s in bf16, fp32, fp64; TB/s of memory; GB/s of NVLink, per direction.
+# Compute capability; GiB of memory, as reported by torch; dense TFLOP/s in bf16, fp32, fp64; TB/s of memory; GB/s of
+# NVLink, per direction.
 _DATA_SHEETS = {
-    Gpu.h200: (139.8, 989, 67, 67, 4.8, 450),
-    Gpu.h100: (79.1, 989, 67, 67, 3.35, 450),
-    Gpu.a100: (79.1, 312, 19.5, 19.5, 2.0, 300),
+    Gpu.h200: ((9, 0), 139.8, 989, 67, 67, 4.8, 450),
+    Gpu.h100: ((9, 0), 79.1, 989, 67, 67, 3.35, 450),
+    Gpu.a100: ((8, 0), 79.1, 312, 19.5, 19.5, 2.0, 300),
 }
-
-
-# Compute capabilities.
-_ARCHITECTURES = {"h200": (9, 0), "h100": (9, 0), "a100": (8, 0)}
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,9 @@ class Machine:
     Attributes:
         name: as on the command line.
         memory: bytes of a device; on a CPU those of the machine, shared by its ranks.
-        flops: achieved by matrix products of these sizes in a step, FLOP/s, by compute dtype.
-        bandwidth: of memory, achieved by elementwise work, bytes/s.
-        link: between devices of a machine, bytes/s per direction, achieved by NCCL (gloo).
-        node_link: between machines, bytes/s per device and direction.
+        flops: of matrix products in a step, FLOP/s, by compute dtype.
+        bandwidth: of memory, bytes/s.
+        link, node_link: between devices of a machine and of different ones, bytes/s per device and direction.
         scans: costs of the scans' messages, by link.
     """
 
@@ -73,7 +69,7 @@ class Machine:
     @property
     def target(self) -> Target:
         """What calls run on."""
-        return Target("cpu") if self.is_cpu else Target("cuda", _ARCHITECTURES[self.name])
+        return Target("cpu") if self.is_cpu else Target("cuda", _DATA_SHEETS[Gpu(self.name)][0])
 
 
 def machine(gpu: Gpu) -> Machine:
@@ -82,14 +78,12 @@ def machine(gpu: Gpu) -> Machine:
         memory = total_memory(torch.device("cpu"))[0]
         flops = dict(zip((Dtype.bf16, Dtype.fp32, Dtype.fp64), known.CPU_FLOPS, strict=True))
         return Machine("cpu", float(memory), flops, known.CPU_BANDWIDTH, known.CPU_LINK, known.CPU_LINK)
-    gib, bf16, fp32, fp64, bandwidth, link = _DATA_SHEETS[gpu]
+    _, gib, bf16, fp32, fp64, bandwidth, link = _DATA_SHEETS[gpu]
+    peaks = {Dtype.bf16: bf16, Dtype.fp32: fp32, Dtype.fp64: fp64}
     return Machine(
         gpu.value,
         memory=gib * GIB,
-        flops={
-            dtype: peak * 1e12 * known.MATMUL_EFFICIENCY * known.IN_STEP
-            for dtype, peak in ((Dtype.bf16, bf16), (Dtype.fp32, fp32), (Dtype.fp64, fp64))
-        },
+        flops={dtype: peak * 1e12 * known.MATMUL_EFFICIENCY * known.IN_STEP for dtype, peak in peaks.items()},
         bandwidth=bandwidth * 1e12 * known.BANDWIDTH_EFFICIENCY,
         link=link * 1e9 * known.LINK_EFFICIENCY,
         # 400 Gbit/s per GPU.

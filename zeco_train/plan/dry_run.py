@@ -1,19 +1,16 @@
 """One rank of a planned run, built and stepped without its peers (`python -m zeco_train.plan … dry_run=true`).
 
 torch's fake process group stands in for all others: its collectives return at once and leave what was in memory. So
-mesh, shards and messages have the shapes of the real run at any size, and values mean nothing. On a GPU the step has
-the run's tokens, and its peak memory is the run's; on a CPU, where that would take hours, it has few, and every other
-shape.
+mesh, shards and messages have the run's shapes, and values mean nothing. On a GPU the step has the run's tokens, and
+its peak memory; on a CPU, where that would take hours, it has few tokens.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -48,15 +45,12 @@ class DryRun:
     """What a rank without peers has after a step.
 
     Attributes:
-        rank, world_size: of the run.
-        dp_rank, sp_rank: its place in the mesh.
-        dp_size, sp_size: the mesh.
         topology: nodes of the ranks of its sequence.
         tokens: of a pass on this rank.
         scans: launched in the step, forward and backward.
         parameters, gradients, optimizer: bytes of this rank's shards.
         planned: the plan's bytes of the same, of the rank with most.
-        peak: peak memory as torch reports it; None on a CPU.
+        peak: bytes as torch reports them; None on a CPU.
     """
 
     rank: int
@@ -76,7 +70,7 @@ class DryRun:
 
     def as_json(self) -> dict[str, Any]:
         """The fields by name."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     def as_text(self, option: Option) -> str:
         """Lines for the command's output, beside the plan."""
@@ -111,44 +105,31 @@ def dry_run(case: Case, rank: int) -> DryRun:
     device = find_device(case.config.train.device, Launch(0, 1, 0), "train.device")
     if device.type == "cpu":
         case = _shortened(case)
-    with _no_peers(rank, case.world_size):
-        launch = Launch(rank, case.world_size, 0)
-        timeout = timedelta(seconds=case.config.parallel.timeout_seconds)
-        mesh = init_mesh(launch, case.sp_size, device, timeout, _topology(case, rank))
-        return _step(case, mesh)
-
-
-@contextmanager
-def _no_peers(rank: int, world_size: int) -> Iterator[None]:
-    """The default process group is torch's fake one."""
     # Registers the backend; it is torch's own means of tests, at the same place in all supported versions.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    first = rank // case.sp_size * case.sp_size
+    hosts = [f"node {each // case.gpus_per_node}" for each in range(first, first + case.sp_size)]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world_size)
     try:
-        yield
+        timeout = timedelta(seconds=case.config.parallel.timeout_seconds)
+        launch = Launch(rank, case.world_size, 0)
+        return _step(case, init_mesh(launch, case.sp_size, device, timeout, Topology.of_hosts(hosts)))
     finally:
         dist.destroy_process_group()
 
 
-def _topology(case: Case, rank: int) -> Topology:
-    """The nodes of the ranks of this rank's sequence."""
-    first = rank // case.sp_size * case.sp_size
-    return Topology.of_hosts([f"node {rank // case.gpus_per_node}" for rank in range(first, first + case.sp_size)])
-
-
 def _shortened(case: Case) -> Case:
-    """The case with few tokens in a pass."""
     tokens = min(case.tokens // case.batch, _TOKENS_ON_CPU)
-    data = dataclasses.replace(case.config.data, seq_len=tokens * case.sp_size * case.segments)
-    return dataclasses.replace(case, config=dataclasses.replace(case.config, data=data))
+    data = replace(case.config.data, seq_len=tokens * case.sp_size * case.segments)
+    return replace(case, config=replace(case.config, data=data))
 
 
 def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     config = case.config
     # Symmetric memory needs peers that map it.
-    all_scan = dataclasses.replace(config.sp.all_scan, transport=AllScanTransport.p2p)
-    config = dataclasses.replace(config, sp=dataclasses.replace(config.sp, all_scan=all_scan))
+    all_scan = replace(config.sp.all_scan, transport=AllScanTransport.p2p)
+    config = replace(config, sp=replace(config.sp, all_scan=all_scan))
     if mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     parallel = config.parallel
@@ -164,9 +145,8 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
-    parameters = [local(parameter) for parameter in model.parameters()]
-    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    states = [local(value) for state in optimizer.state.values() for value in state.values()]
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    states = (value for state in optimizer.state.values() for value in state.values())
     return DryRun(
         rank=mesh.rank,
         world_size=mesh.world_size,
@@ -177,9 +157,9 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
         topology=str(mesh.topology),
         tokens=case.tokens,
         scans=(counted.counts[False], counted.counts[True]),
-        parameters=_bytes(parameters),
-        gradients=_bytes(gradients),
-        optimizer=_bytes(states),
+        parameters=_local_bytes(model.parameters()),
+        gradients=_local_bytes(gradients),
+        optimizer=_local_bytes(states),
         planned={
             "parameters": parameter_bytes(case, case.master_bytes),
             "gradients": parameter_bytes(case, case.master_bytes),
@@ -190,7 +170,7 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
 
 
 def _batches(case: Case, mesh: ProcessMesh) -> list[Batch]:
-    """The segments of one micro-batch, of arbitrary tokens; with document resets of a single document."""
+    # The segments of one micro-batch, of arbitrary tokens; with document resets of a single document.
     seq_len, has_documents = case.config.data.seq_len, case.config.data.reset_state_at_document
     split = mesh.split(seq_len, case.batch, documents=has_documents, segments=case.segments)
     documents = [torch.tensor([0, seq_len])] * case.batch if has_documents else None
@@ -203,13 +183,12 @@ def _batches(case: Case, mesh: ProcessMesh) -> list[Batch]:
     return batches
 
 
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _local_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
+# Counts launches by direction.
 class _Counting(TappedScan):
-    """Counts launches by direction."""
-
     def __init__(self, scan: StateScan) -> None:
         super().__init__(scan)
         self.counts = Counter[bool]()

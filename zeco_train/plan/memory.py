@@ -1,16 +1,14 @@
-"""Memory of a rank: resident memory, and the peak of a step.
-
-The peak of a step is in one of four phases, each of which is summed up by kind:
+"""Memory of a rank, by kind, in each phase of a step that may have the peak.
 
     loss            activations of all blocks, and the loss with a chunk of logits
-    last block      backward pass of the last block: activations of all blocks, and that block's gradients
-    layer N         with several kinds of blocks, backward pass of the last block of another kind than the last one's: a
+    last block      its backward pass: activations of all blocks, and that block's gradients
+    layer N         with several kinds of blocks, backward pass of the last one of another kind than the last block's: a
                     softmax layer may hold the keys and values of the whole sequence
-    first block     backward pass of the first block: its activations, and the gradients of all parameters
+    first block     its backward pass: its activations, and the gradients of all parameters
     optimizer       weights, gradients and optimizer state
 
-Weights, gradients and optimizer state are computed from the shapes of the parameters, and exact; what a block keeps,
-and takes in its backward pass, is measured on tensors without memory (`zeco_train.plan.activations`).
+Weights, gradients and optimizer state are exact, by the shapes of the parameters; activations are measured
+(`zeco_train.plan.activations`).
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ class Memory:
 
     Attributes:
         phases: by phase and kind (`KINDS`).
-        outside: memory not allocated through torch.
+        outside: not allocated through torch.
         headroom: fraction of `available` that stays free.
-        available: total memory of a rank.
+        available: in all.
     """
 
     phases: dict[str, dict[str, float]]
@@ -72,8 +70,10 @@ class Memory:
 
 def plan_memory(case: Case, headroom: float) -> Memory:
     """The memory of the rank with the highest peak."""
-    first, last = (case.config.model.mixer_of(layer) for layer in (0, case.config.model.num_layers - 1))
-    others = dict(list(case.last_layers.items())[1:])
+    mixers = [case.config.model.mixer_of(layer) for layer in range(case.config.model.num_layers)]
+    first, last = mixers[0], mixers[-1]
+    # The last layer of each other kind.
+    others = sorted((at, name) for name, at in {name: at for at, name in enumerate(mixers)}.items() if name != last)
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
     # Master weights of this rank; its reduced gradients take as much again.
     parameters = parameter_bytes(case, case.master_bytes)
@@ -90,7 +90,10 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     kept = sum(block.count * kept_bytes(case, name) for name, block in case.spec.blocks.items())
     whole, passing_back = kept + 16.0 * case.tokens, _passing_back(case, last)
     if case.machine.is_cpu:
-        everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + passing_back)
+        everywhere["workspace"] = calibration.PROCESS_BYTES
+        largest = max(case.measured(name).widest.at(case.tokens) for name in case.spec.blocks)
+        if case.passes > 1 and largest < calibration.HEAP_TENSOR:
+            everywhere["workspace"] += calibration.HEAP_SHARE * (whole + passing_back)
     updating = case.master_bytes * case.config.optim.spec.working(case.spec.parameters)
     phases = {
         "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
@@ -100,7 +103,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
             "gradients": max(carried, max(unit_bytes(case, case.master_bytes)) / case.shards),
             "activations": whole + passing_back,
         },
-        **{f"backward of layer {at}, {name}": {**everywhere, **_back_to(case, at)} for name, at in others.items()},
+        **{f"backward of layer {at}, {name}": {**everywhere, **_back_to(case, at)} for at, name in reversed(others)},
         "backward of the first block": {
             **everywhere,
             "gradients": parameters,
@@ -120,7 +123,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
 
 
 def _back_to(case: Case, layer: int) -> dict[str, float]:
-    """Gradients and activations in the backward pass of a layer: the blocks after it are done."""
+    # In the backward pass of a layer the blocks after it are done.
     model, blocks = case.config.model, case.spec.blocks
     after = [model.mixer_of(later) for later in range(layer + 1, model.num_layers)]
     done = sum(_local(shape, case.shards) for name in after for shape in blocks[name].parameters) * case.master_bytes
@@ -134,34 +137,26 @@ def _back_to(case: Case, layer: int) -> dict[str, float]:
     }
 
 
-def _heap_share(case: Case) -> float:
-    """Overhead of a CPU's allocator relative to the activations."""
-    largest = max(case.measured(name).widest.at(case.tokens) for name in case.spec.blocks)
-    return calibration.HEAP_SHARE if case.passes > 1 and largest < calibration.HEAP_TENSOR else 0.0
-
-
 def parameter_bytes(case: Case, itemsize: int) -> float:
-    """Total over this rank's parameters.
-
-    Where a parameter does not divide evenly, the largest shard counts, that of the first ranks.
-    """
-    return float(itemsize * sum(_local(shape, case.shards) for shape, _ in case.spec.parameters))
+    """Bytes of a rank's parameters, of the first ranks' if they do not divide evenly."""
+    shards = case.shards
+    return float(itemsize * sum(_local(shape, shards) for shape, _ in case.spec.parameters))
 
 
 def optimizer_bytes(case: Case) -> float:
     """Optimizer state of this rank's parameters."""
-    state_bytes = case.config.optim.spec.state_bytes
-    elements = ((_local(shape, case.shards), rule) for shape, rule in case.spec.parameters)
-    return float(sum(state_bytes(count, case.master_bytes, rule) for count, rule in elements))
+    state_bytes, shards = case.config.optim.spec.state_bytes, case.shards
+    parameters = case.spec.parameters
+    return float(sum(state_bytes(_local(shape, shards), case.master_bytes, rule) for shape, rule in parameters))
 
 
 def kept_bytes(case: Case, name: str) -> float:
-    """What a block of a kind keeps from its forward pass to its backward pass."""
+    """Bytes that a block of a kind keeps for its backward pass."""
     return case.measured(name).kept.at(case.tokens)
 
 
 def _passing_back(case: Case, name: str) -> float:
-    """Memory of a block's backward pass in addition to what it keeps; a method of softmax attention holds more."""
+    # Of a block's backward pass, in addition to what it keeps; a method of softmax attention holds more.
     measured, attention = case.measured(name), case.spec.blocks[name].attention
     passing = measured.backward.at(case.tokens)
     if attention is None:
@@ -170,7 +165,7 @@ def _passing_back(case: Case, name: str) -> float:
 
 
 def _loss_bytes(case: Case) -> float:
-    """Logits of a chunk, their gradient, and the gradient of the head's weight."""
+    # Logits of a chunk, their gradient, and the gradient of the head's weight.
     model = case.config.model
     chunk = min(calibration.LOSS_CHUNK[case.machine.is_cpu], case.tokens) * model.vocab_size
     # In fp32 and fp64 the gradient overwrites the logits; a compiled loss needs no fp32 copy of them.
@@ -182,7 +177,7 @@ def _loss_bytes(case: Case) -> float:
 
 
 def _state_bytes(case: Case) -> float:
-    """R and the carries of each layer and segment, and the buffers of a scan."""
+    # R and the carries of each layer and segment, and the buffers of a scan.
     kept = case.segments
     if case.segments > 1:
         # The carries into each segment, and the gradients at both ends of one.
@@ -196,7 +191,7 @@ def _state_bytes(case: Case) -> float:
 
 
 def _gathered_bytes(case: Case) -> float:
-    """Unsharded parameters in the compute dtype: of the model; with zero3 of the root and two adjacent others."""
+    # Unsharded parameters in the compute dtype: of the model; with zero3 of the root and two adjacent others.
     sizes = unit_bytes(case, case.compute_bytes)
     if case.config.parallel.strategy is Strategy.zero3:
         # The last unit is the root: its parameters are gathered beside those of the others.
@@ -206,20 +201,16 @@ def _gathered_bytes(case: Case) -> float:
 
 
 def _buffer_bytes(case: Case) -> float:
-    """FSDP's buffers: the unsharded gradient of a unit, and the inputs of two reductions."""
+    # FSDP's: the unsharded gradient of a unit, and the inputs of two reductions.
     sizes = sorted(unit_bytes(case, 1))
-    reduce_bytes = case.wide_bytes
-    return sizes[-1] * case.compute_bytes + sum(sizes[-2:]) * reduce_bytes
+    return sizes[-1] * case.compute_bytes + sum(sizes[-2:]) * case.wide_bytes
 
 
 def unit_bytes(case: Case, itemsize: int) -> list[float]:
-    """Unsharded parameters of each FSDP unit, in the order of `ModelSpec.units`, padded to divide evenly.
-
-    Wide parameters are counted with `itemsize` as well: they are too few to matter.
-    """
-    return [
-        float(itemsize * case.shards * sum(_local(shape, case.shards) for shape, _ in unit)) for unit in case.spec.units
-    ]
+    """Unsharded parameters of each FSDP unit, in the order of `ModelSpec.units`, padded to divide evenly."""
+    # Wide parameters count with `itemsize` as well: they are too few to matter.
+    shards = case.shards
+    return [float(itemsize * shards * sum(_local(shape, shards) for shape, _ in unit)) for unit in case.spec.units]
 
 
 def _local(shape: Shape, shards: int) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 from models.spec import AttentionSpec
 from zeco_train.collectives.cost_model import Costs
-from zeco_train.collectives.spec import ScanSpec
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
 from zeco_train.plan.attention import attention_blocks, method_costs, method_of, plan_exchanges, problem_of
@@ -30,7 +29,6 @@ from zeco_train.plan.wire import (
 )
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import METHODS
-from zeco_train.sp.backend import BackendSpec
 from zeco_train.system.tables import format_heading, format_row, format_table
 
 _BACKEND_COLUMNS = {
@@ -54,7 +52,7 @@ _METHOD_COLUMNS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan: the requested case, and alternatives that fit.
+    """A plan.
 
     Attributes:
         planned: the requested case.
@@ -82,18 +80,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "bytes": memory.kinds,
             "phases": memory.phases,
             "phase": memory.phase,
-            "peak_bytes": memory.peak,
-            "usable_bytes": memory.usable,
-            "available_bytes": memory.available,
-            "outside_bytes": memory.outside,
+            **{f"{name}_bytes": getattr(memory, name) for name in ("peak", "usable", "available", "outside")},
             "headroom": memory.headroom,
             "fits": memory.fits,
         },
         "time": _time(plan.planned, plan.settings),
         "wire": {
             "state_bytes": case.state_bytes,
-            "scans": {"forward": scans.forward, "backward": scans.backward, "with_carry": scans.with_carry},
-            "parameters": {"gathered": traffic.gathered, "scattered": traffic.scattered, "summed": traffic.summed},
+            "scans": asdict(scans),
+            "parameters": {name: getattr(traffic, name) for name in ("gathered", "scattered", "summed")},
             "parameter_seconds": asdict(parameter_seconds(case)),
             "halos": _halos(case),
             "attention": _attention(case),
@@ -192,11 +187,9 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _backends(case: Case) -> dict[str, dict[str, Any]]:
-    """Predictions for all backends on the same ranks.
-
-    Those that share sequences are left out if there are no ranks to share them.
-    """
+    # Predictions on the same ranks; without ranks to share a sequence, only for those that share none.
     rows: dict[str, dict[str, Any]] = {}
+    configured = scan_choice(case, case.config.sp.spec)
     for name, backend, scan in ways():
         choice = scan_choice(case, backend, scan)
         if choice is None and backend.scans:
@@ -210,21 +203,19 @@ def _backends(case: Case) -> dict[str, dict[str, Any]]:
             "exposed_seconds": time.seconds["scans"],
             "step_seconds": time.total,
             "tokens_per_second_per_device": time.per_device,
-            "planned": _is_planned(case, backend, scan),
+            "planned": backend is case.config.sp.spec and scan is (None if configured is None else configured.scan),
         }
     return rows
 
 
 def _halos(case: Case) -> dict[str, float] | None:
-    """States that cross one border only, for the configured backend; None: the model has none."""
-    halos = plan_halos(case, case.config.sp.spec)
     if not case.spec.needs_halo:
         return None
+    halos = plan_halos(case, case.config.sp.spec)
     return {"messages": halos.messages, "bytes_per_step": halos.sent, "seconds": halos.seconds}
 
 
 def _attention(case: Case) -> list[dict[str, Any]]:
-    """Softmax layers, and what they exchange and hold by method on the same ranks, or why they cannot."""
     return [
         {
             "layers": block.count,
@@ -252,23 +243,23 @@ def _method(case: Case, attention: AttentionSpec, method: MethodSpec) -> dict[st
     }
 
 
-def _is_planned(case: Case, backend: BackendSpec, scan: ScanSpec | None) -> bool:
-    """Whether a row is the one selected by the configuration."""
-    choice = scan_choice(case, backend)
-    return backend is case.config.sp.spec and scan is (None if choice is None else choice.scan)
-
-
 def _wire(case: Case) -> list[str]:
-    traffic, scans = parameter_traffic(case), count_scans(case)
+    traffic, scans, halos = parameter_traffic(case), count_scans(case), _halos(case)
     reduced = (traffic.scattered + traffic.summed) / 1e9
     lines = [
         "on the wire, sent by a rank",
         f"  parameters: gathered {traffic.gathered / 1e9:.4g}, gradients {reduced:.4g} GB a step",
-        *_sharding_line(case),
-        *_halo_lines(case),
-        *_attention_lines(case),
-        f"  states of {case.state_bytes / 1e6:.4g} MB, {scans.total} scans a step, by backend on the same ranks:",
     ]
+    if case.world_size > 1:
+        group, took = shard_group(case), parameter_seconds(case)
+        where = f"{group.ranks} ranks, {group.nodes} {'node' if group.nodes == 1 else 'nodes'}"
+        seconds = f"gathers {took.gathered * 1e3:.4g} ms, reductions {(took.scattered + took.summed) * 1e3:.4g} ms"
+        lines.append(f"  parameters are sharded over {where}: {seconds} a step")
+    if halos is not None:
+        sent = f"{halos['bytes_per_step'] / 1e9:.4g} GB and {halos['seconds'] * 1e3:.4g} ms a step"
+        lines.append(f"  halos of convolutions: {halos['messages']} messages to the next rank, {sent}")
+    lines += _attention_lines(case)
+    states = f"  states of {case.state_bytes / 1e6:.4g} MB, {scans.total} scans a step, by backend on the same ranks:"
     rows = [
         {
             "name": f"  {name}",
@@ -277,37 +268,17 @@ def _wire(case: Case) -> list[str]:
             "scan_us": row["scan_seconds"] * 1e6,
             "exposed_ms": row["exposed_seconds"] * 1e3,
             "rate": row["tokens_per_second_per_device"],
-            "note": _mark(row["planned"]),
+            "note": _NOTE[row["planned"]],
         }
         for name, row in _backends(case).items()
     ]
-    return [*lines, format_table(rows, _BACKEND_COLUMNS, gap="")]
+    return [*lines, states, format_table(rows, _BACKEND_COLUMNS, gap="")]
 
 
-def _mark(planned: bool) -> str:
-    return "(as planned)" if planned else ""
-
-
-def _sharding_line(case: Case) -> list[str]:
-    if case.world_size == 1:
-        return []
-    group, took = shard_group(case), parameter_seconds(case)
-    where = f"{group.ranks} ranks, {group.nodes} {'node' if group.nodes == 1 else 'nodes'}"
-    seconds = f"gathers {took.gathered * 1e3:.4g} ms, reductions {(took.scattered + took.summed) * 1e3:.4g} ms"
-    return [f"  parameters are sharded over {where}: {seconds} a step"]
-
-
-def _halo_lines(case: Case) -> list[str]:
-    halos = _halos(case)
-    if halos is None:
-        return []
-    milliseconds = halos["seconds"] * 1e3
-    sent = f"{halos['bytes_per_step'] / 1e9:.4g} GB and {milliseconds:.4g} ms a step"
-    return [f"  halos of convolutions: {halos['messages']} messages to the next rank, {sent}"]
+_NOTE = {True: "(as planned)", False: ""}
 
 
 def _attention_lines(case: Case) -> list[str]:
-    """A table of the methods of softmax layers."""
     lines = []
     for row in _attention(case):
         window = "" if row["window"] is None else f", window {row['window']:,}"
@@ -327,7 +298,7 @@ def _attention_lines(case: Case) -> list[str]:
                 "step_ms": found["seconds"] * 1e3,
                 "held_gb": found["held_bytes"] / 1e9,
                 "rate": found["tokens_per_second_per_device"],
-                "note": _mark(found["planned"]),
+                "note": _NOTE[found["planned"]],
             }
             lines.append(format_row(cells, _METHOD_COLUMNS, gap=""))
     return lines
@@ -345,56 +316,34 @@ def _option(option: Option, settings: PlanSettings) -> dict[str, Any]:
 
 
 def _advice(plan: Plan) -> list[str]:
-    if not plan.options:
+    options, own = plan.options, plan.planned.setting
+    lines = ["advice: the fewest segments with which each recompute setting fits, fastest first"]
+    if not options:
         if plan.elsewhere is None:
             return ["advice: nothing fits, with any train.recompute and train.segments; a smaller model or micro-batch"]
-        ranks = plan.elsewhere.case
+        ranks, options, own = plan.elsewhere.case, [plan.elsewhere], ""
         lines = [f"advice: nothing fits on these ranks; with world_size={ranks.world_size} sp.size={ranks.sp_size}:"]
-        return [*lines, _option_line(plan.elsewhere, "")]
-    lines = ["advice: the fewest segments with which each recompute setting fits, fastest first"]
-    for option in plan.options:
-        lines.append(_option_line(option, "  (as planned)" if option.setting == plan.planned.setting else ""))
+    for option in options:
+        rate = f"{option.time.per_device:>9,.0f} tokens/s/device{'  (as planned)' if option.setting == own else ''}"
+        lines.append(f"  {option.setting:<48}{option.memory.peak / 1e9:>8.1f} GB{rate}")
     return lines
 
 
-def _option_line(option: Option, mark: str) -> str:
-    rate = f"{option.time.per_device:>9,.0f} tokens/s/device"
-    return f"  {option.setting:<48}{option.memory.peak / 1e9:>8.1f} GB{rate}{mark}"
-
-
 def _assumptions(case: Case) -> dict[str, str]:
-    machine = case.machine
+    machine, dtype, blocks = case.machine, case.config.train.dtype, scanning_blocks(case)
     costs = costs_of(case, case.config.sp.scans_over(case.topology), matrices=load_of(case).matrices)
-    between = "" if costs.between is None else f"; between nodes {_alpha_beta(costs.between)}"
-    dtype = case.config.train.dtype
-    return {
+    rows = {
         "matrix products": f"{machine.flops[dtype] / 1e12:.4g} TFLOP/s in {dtype.value}",
         "memory bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s",
         "between devices, between nodes": f"{machine.link / 1e9:.4g}, {machine.node_link / 1e9:.4g} GB/s",
-        **_rings(case),
-        "scans": f"{costs.link.value}: {_alpha_beta(costs)}{between}",
-        **_operators(case),
     }
-
-
-def _rings(case: Case) -> dict[str, str]:
-    if case.machine.is_cpu:
-        return {}
-    inside, between = (
-        " / ".join(f"{seconds * 1e6:.3g}" for seconds in hops)
-        for hops in zip(*((way.hop, way.node_hop) for way in calibration.RINGS), strict=True)
-    )
-    return {"hops of FSDP's rings": f"{inside} µs by protocol, {between} between nodes (NCCL's table)"}
-
-
-def _alpha_beta(costs: Costs) -> str:
-    return f"α {costs.message * 1e6:.3g} µs, 1/β {1e-9 / costs.byte:.4g} GB/s"
-
-
-def _operators(case: Case) -> dict[str, str]:
-    """The times of the operators, and where another one's measurement is taken."""
-    rows = {}
-    blocks = scanning_blocks(case)
+    if not machine.is_cpu:
+        hops = [[f"{getattr(way, name) * 1e6:.3g}" for way in calibration.RINGS] for name in ("hop", "node_hop")]
+        inside, between = map(" / ".join, hops)
+        rows["hops of FSDP's rings"] = f"{inside} µs by protocol, {between} between nodes (NCCL's table)"
+    rows["scans"] = f"{costs.link.value}: {_alpha_beta(costs)}"
+    if costs.between is not None:
+        rows["scans"] += f"; between nodes {_alpha_beta(costs.between)}"
     for block in blocks:
         operator = block.operators[-1]
         time = calibration.operator_time(operator, case.machine.is_cpu)
@@ -410,3 +359,7 @@ def _operators(case: Case) -> dict[str, str]:
         rates = calibration.ATTENTION_FORWARD, calibration.ATTENTION_BACKWARD
         rows["softmax attention"] = "{:.0%} of the matrix products' rate forward, {:.0%} backward".format(*rates)
     return rows
+
+
+def _alpha_beta(costs: Costs) -> str:
+    return f"α {costs.message * 1e6:.3g} µs, 1/β {1e-9 / costs.byte:.4g} GB/s"

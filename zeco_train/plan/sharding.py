@@ -1,4 +1,4 @@
-"""Time of FSDP's collectives, by NCCL's rings and trees over nodes; the shard size that is fastest.
+"""Time of FSDP's collectives, by NCCL's rings and trees over nodes.
 
 A collective over n ranks on k nodes, with as many ranks on each, takes
 
@@ -6,8 +6,7 @@ A collective over n ranks on k nodes, with as many ranks on each, takes
     tree    start + 2 ((n / k − 1) hop + log₂ k node_hop) + bytes / rate
 
 with 1 step for an all-gather or a reduce-scatter and 2 for an all-reduce, of which NCCL takes the faster, by the
-fastest protocol (`calibration.RINGS`). Bytes are those that leave a rank. Inside a node they go over its link; a node's
-ranks share what leaves the node, each by its own network card, so the rate is the lesser of link and n / k cards.
+fastest protocol (`calibration.RINGS`). The rate is the lesser of a rank's link and n / k network cards.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ from zeco_train.plan.wire import parameter_traffic
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective.
-
-    Attributes:
-        ranks: n.
-        nodes: k, machines that hold them.
-    """
+    """The n ranks of a collective, and the k nodes that hold them."""
 
     ranks: int
     nodes: int
@@ -96,8 +90,7 @@ class ParameterSeconds:
 
     Attributes:
         gathered, scattered, summed: as in `ParameterTraffic`.
-        first: of the gathers before any compute, of embedding and first block; included above.
-        last: of the reductions after all compute, of the same; included above.
+        first, last: gathers before any compute and reductions after it, among them: of embedding and first block.
     """
 
     gathered: float
@@ -108,7 +101,7 @@ class ParameterSeconds:
 
     @property
     def total(self) -> float:
-        """All of them, one after the other."""
+        """One after the other."""
         return self.gathered + self.scattered + self.summed
 
 
@@ -137,8 +130,7 @@ def exposed_parameter_seconds(case: Case, compute: float) -> float:
     """Seconds of FSDP's traffic that a step takes longer for.
 
     The first gathers and the last reductions are exposed. Others overlap with compute: gathers with forward passes,
-    which take a third of it, and reductions with backward passes. They slow compute down, or take longer than it. On a
-    CPU the same cores do both, so nothing is hidden.
+    which take a third of it, and reductions with backward passes. They slow compute down, or take longer than it.
 
     Args:
         case: the configuration on its ranks.
@@ -146,6 +138,7 @@ def exposed_parameter_seconds(case: Case, compute: float) -> float:
     """
     seconds, traffic = parameter_seconds(case), parameter_traffic(case)
     if case.machine.is_cpu:
+        # The same cores do both.
         return seconds.total
     ends = seconds.first + seconds.last
     gathers, scattered = seconds.gathered - seconds.first, seconds.scattered / case.passes

@@ -1,15 +1,14 @@
 """Time of a step: the sum over kinds of work, each at its rate in `calibration` and for the device.
 
-products      FLOPs of the linear layers and the head, including recomputation / rate, that of fp8 for those in fp8
-attention     FLOPs of softmax attention, which grow with the sequence / an assumed rate; only for models that have it
-operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`);
-              in PyTorch on GPUs times the measured slow-down (`zeco_train.ops.slow_paths`)
-elementwise   bytes of norms, gates, logits and rounding to fp8 / bandwidth
-optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
+products      FLOPs of the linear layers and the head, with recomputation
+attention     FLOPs of softmax attention, which grow with the sequence
+operator      measured seconds per token, head and layer; in PyTorch on GPUs times the measured slow-down
+elementwise   bytes of norms, gates, logits and rounding to fp8
+optimizer     bytes of norm, clipping and update, its products, and FSDP's copies
 parameters    FSDP's first gathers and last reductions; the others' cost to compute, or what no compute hides of them
-scans         part of the scans, by the cost model of `zeco_train.collectives`, that exceeds the overlapped work
-exchanges     messages of softmax layers, less the attention that overlaps with them; only for models that have them
-halos         messages of convolutions' inputs to the next rank, without overlap; only for models that have them
+scans         what exceeds the overlapped work, by the cost model of `zeco_train.collectives`
+exchanges     messages of softmax layers, less the attention that overlaps with them
+halos         messages of convolutions' inputs to the next rank, without overlap
 gaps          idle time between kernels; launch-bound time; synchronisation of a step
 """
 
@@ -42,13 +41,7 @@ from zeco_train.training.optim.spec import Precision
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted time of a step.
-
-    Attributes:
-        seconds: per step, by kind of work.
-        tokens: per step, over all ranks.
-        world_size: ranks.
-    """
+    """Predicted seconds of a step by kind of work, and its tokens over all ranks."""
 
     seconds: dict[str, float]
     tokens: int
@@ -56,7 +49,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the step."""
         return sum(self.seconds.values())
 
     @property
@@ -81,7 +74,7 @@ def plan_step(
     Args:
         case: the configuration on its ranks.
         backend: instead of the configured one, on the same ranks and tokens.
-        scan: one of its algorithms; None is the configured one, or the fastest.
+        scan: one of its algorithms; None: the configured one, or the fastest.
         method: of softmax attention, instead of the configured one.
     """
     backend, has_attention = backend or case.config.sp.spec, any(attention_blocks(case))
@@ -100,7 +93,7 @@ def plan_step(
 
 
 def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
-    """Forward and backward time of one layer's operator over the tokens of a pass, within a step; softmax has none."""
+    """Forward and backward seconds of one layer's operator in a pass of a step; softmax has none."""
     if not block.state_shapes:
         return 0.0, 0.0
     dtype, (heads, key_dim, value_dim) = case.config.train.dtype, block.state_shape
@@ -116,42 +109,36 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
 
 def exposed_scan_seconds(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> float:
     """Exposed communication of the scans per step."""
-    return sum(_exposed_of(case, backend, scan, block) for block in scanning_blocks(case))
-
-
-def _exposed_of(case: Case, backend: BackendSpec, scan: ScanSpec | None, block: BlockSpec) -> float:
-    choice, passes = scan_choice(case, backend, scan, block), block.count * case.passes
-    if choice is None:
-        return 0.0
-    forward, backward = operator_seconds(case, block)
-    if choice.scan.in_series:
-        # Each rank computes its outputs between receive and send, serialised over the ranks.
-        serial = (case.sp_size - 1) * known.LASP1_SERIAL
-        late = [choice.seconds + serial * work for work in (forward, backward)]
-    else:
-        overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
-        late = [max(0.0, choice.seconds - work) for work in overlapped]
-    drift = drift_seconds(case) if choice.scan.one_way else 0.0
-    return passes * sum(waited_seconds(each, drift, _scanning_layers(case)) for each in late)
+    exposed, blocks = 0.0, scanning_blocks(case)
+    layers = sum(block.count for block in blocks)
+    for block in blocks:
+        if (choice := scan_choice(case, backend, scan, block)) is None:
+            continue
+        forward, backward = operator_seconds(case, block)
+        if choice.scan.in_series:
+            # Each rank computes its outputs between receive and send, serialised over the ranks.
+            serial = (case.sp_size - 1) * known.LASP1_SERIAL
+            late = [choice.seconds + serial * work for work in (forward, backward)]
+        else:
+            overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
+            late = [max(0.0, choice.seconds - work) for work in overlapped]
+        drift = drift_seconds(case) if choice.scan.one_way else 0.0
+        exposed += block.count * case.passes * sum(waited_seconds(each, drift, layers) for each in late)
+    return exposed
 
 
 def waited_seconds(late: float, drift: float, layers: int) -> float:
-    """Seconds that a layer waits, on average over a pass.
+    """Seconds that a layer waits, on average over a pass, for states that are `late` after the work that hides them.
 
-    The last rank's states are `late` after the work that hides them. Ranks that may be `drift` apart wait for as much
-    only once: then they stay behind, and their states come in time.
+    Ranks that may be `drift` apart wait for as much only once: then they stay behind, and their states come in time.
     """
     return max(0.0, late - drift) + min(late, drift) / layers
 
 
 def drift_seconds(case: Case) -> float:
-    """Seconds by which ranks may be apart (`calibration.DRIFT`), with forward and backward blocks on average."""
+    """Seconds by which ranks may be apart: a share of an average block's pass (`calibration.DRIFT`)."""
     seconds = _compute_seconds(case)
     return known.DRIFT[case.is_replayed] * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
-
-
-def _scanning_layers(case: Case) -> int:
-    return sum(block.count for block in scanning_blocks(case))
 
 
 def _compute_seconds(case: Case) -> dict[str, float]:
@@ -164,7 +151,10 @@ def _compute_seconds(case: Case) -> dict[str, float]:
     for name, block in spec.blocks.items():
         forward, backward = operator_seconds(case, block)
         operators += block.count * (forwards * forward + case.passes * backward)
-        traffic += block.count * _traffic(case, name) / case.tokens
+        # All segments but the last have one more forward pass.
+        measured, passes = case.measured(name), 1 + (case.segments - 1) / case.segments
+        moved = passes * measured.forward_traffic.at(case.tokens) + measured.backward_traffic.at(case.tokens)
+        traffic += block.count * moved / case.tokens
     parameters = parameter_bytes(case, 1)
     copies = parameter_traffic(case)
     around = known.REDUCE_TRAFFIC * copies.reductions
@@ -187,11 +177,9 @@ def _compute_seconds(case: Case) -> dict[str, float]:
 
 
 def _fp8(case: Case) -> tuple[float, float]:
-    """What `train.matmul=fp8` changes, for one token: FLOPs in bf16 whose time it saves, and bytes that rounding moves.
-
-    On CPUs it is emulated, for which there is no rate.
-    """
+    """For one token, FLOPs in bf16 whose time `train.matmul=fp8` saves, and bytes that rounding moves."""
     train, seq_len = case.config.train, case.config.data.seq_len
+    # CPUs emulate it, for which there is no rate.
     if train.matmul is not Matmul.fp8 or train.dtype is not Dtype.bf16 or case.machine.is_cpu:
         return 0.0, 0.0
     blocks = case.spec.blocks.values()
@@ -209,24 +197,15 @@ def _fp8(case: Case) -> tuple[float, float]:
 
 
 def _optimizer_products(case: Case) -> float:
-    """Seconds of the optimizer's matrix products on the rank that has most of them."""
+    # Seconds on the rank that has most of them.
     optim = case.config.optim.resolved(case.config.train.dtype.compute)
     master = Dtype.fp64 if case.config.train.dtype is Dtype.fp64 else Dtype.fp32
     dtype = Dtype.bf16 if optim.ns_dtype is Precision.bf16 else master
     return optim.spec.products(case.spec.parameters, case.world_size, optim) / case.machine.flops[dtype]
 
 
-def _traffic(case: Case, name: str) -> float:
-    """Bytes moved in a pass by the elementwise work of a block, averaged over the segments."""
-    measured, again = case.measured(name), (case.segments - 1) / case.segments
-    return (1 + again) * measured.forward_traffic.at(case.tokens) + measured.backward_traffic.at(case.tokens)
-
-
 def _gaps(case: Case, busy: float) -> float:
-    """Idle time between kernels, or launch time in excess of kernel time; and the synchronisation of a step.
-
-    On a CPU launches are part of the work, and a replayed CUDA graph has none.
-    """
+    # On a CPU launches are part of the work, and a replayed CUDA graph has none.
     if case.machine.is_cpu or case.is_replayed:
         return known.HOST_STEP
     layers, backward = case.config.model.num_layers, case.passes

@@ -1,13 +1,11 @@
-"""Communication volume of one rank: bytes sent for one scan and for a step, by backend; and FSDP's traffic.
-
-A scan's volume is that of its descriptor in `zeco_train/collectives`; the rank that sends most counts.
-"""
+"""Bytes that the busiest rank sends: for a scan and a step, by backend, as its descriptor says; and FSDP's traffic."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import Costs, Link, Load
@@ -24,12 +22,7 @@ from zeco_train.sp.registry import BACKENDS, Backend
 
 @dataclass(frozen=True)
 class Scans:
-    """Scans per step on one rank.
-
-    Attributes:
-        forward, backward: over all layers, segments and micro-batches.
-        with_carry: how many of both also return the state after the last rank.
-    """
+    """Scans per step on one rank; `with_carry` of them also return the state after the last rank."""
 
     forward: int
     backward: int
@@ -42,30 +35,24 @@ class Scans:
 
 
 def count_scans(case: Case) -> Scans:
-    """Count the scans of a step: one per layer with a state, pass and direction.
-
-    Recomputation adds none, since received states are replayed. With segments a carry is passed on, forward from each
-    segment but the last, and its gradient back from each. An unmasked model reads the state after the last rank, in
-    every scan.
-    """
+    """Count the scans of a step: one per layer with a state, pass and direction; replays need none."""
     layers = sum(block.count for block in scanning_blocks(case))
     passes = layers * case.passes
+    # A carry goes forward from each segment but the last, and its gradient back from each.
     carries = 0 if case.segments == 1 else layers * case.micro_steps * (2 * case.segments - 1)
     if not case.config.model.causal:
+        # The state after the last rank is read in every scan.
         carries = 2 * passes
     return Scans(passes, passes, carries)
 
 
 def scanning_blocks(case: Case) -> list[BlockSpec]:
-    """The kinds of blocks that exchange states; softmax layers have none."""
+    """Kinds of blocks that exchange states, which softmax layers do not."""
     return [block for block in case.spec.blocks.values() if block.state_shapes]
 
 
 def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
-    """The backends, and each algorithm of those that have several, by the names of table rows.
-
-    A backend without algorithms has the same tokens on each rank as separate sequences.
-    """
+    """Name, backend and algorithm of each row of the table; a backend without algorithms trains separate sequences."""
     return [
         (spec.name if len(spec.scans) < 2 or scan is None else f"{spec.name} ({scan.name})", spec, scan)
         for spec in BACKENDS.values()
@@ -74,7 +61,7 @@ def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
 
 
 def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -> Costs:
-    """Costs of the link of the scans to choose from; transitions that are matrices go by messages."""
+    """Costs of the link of these scans; transitions that are matrices go by messages."""
     link, transport = case.link, case.config.sp.all_scan.transport
     in_kernel = not matrices and any(scan.kernel for scan in scans)
     if link is Link.nccl and transport is not AllScanTransport.p2p and in_kernel:
@@ -85,14 +72,12 @@ def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -
 def scan_choice(
     case: Case, backend: BackendSpec, scan: ScanSpec | None = None, block: BlockSpec | None = None
 ) -> Choice | None:
-    """Time of one scan from launch to wait, without overlapped work; None if nothing is communicated.
-
-    None also for a given scan that cannot run over the nodes.
+    """Time of one scan from launch to wait, alone; None: nothing is sent, or the scan cannot run over the nodes.
 
     Args:
         case: the configuration on its ranks.
         backend: instead of the configured one.
-        scan: one of its algorithms; None is the configured one, or the fastest.
+        scan: one of its algorithms; None: the configured one, or the fastest.
         block: whose state is scanned; None: the largest of the model.
     """
     if not backend.scans or case.sp_size == 1 or not scanning_blocks(case):
@@ -127,26 +112,17 @@ def scan_bytes(case: Case, scan: ScanSpec | None, *, want_carry: bool = False, b
 
 
 def step_bytes(case: Case, scan: ScanSpec | None) -> float:
-    """Bytes that a rank sends in a step for all scans."""
+    """Bytes that the busiest rank sends in a step for all scans."""
     scans, blocks = count_scans(case), scanning_blocks(case)
-    plain, layers = scans.total - scans.with_carry, sum(block.count for block in blocks)
-    of_layers = (
-        plain * scan_bytes(case, scan, block=block)
-        + scans.with_carry * scan_bytes(case, scan, want_carry=True, block=block)
-        for block in blocks
-    )
-    return sum(block.count * sent for block, sent in zip(blocks, of_layers, strict=True)) / max(1, layers)
+    plain, layers, sent = scans.total - scans.with_carry, sum(block.count for block in blocks), 0.0
+    for block in blocks:
+        carried = scans.with_carry * scan_bytes(case, scan, want_carry=True, block=block)
+        sent += block.count * (plain * scan_bytes(case, scan, block=block) + carried)
+    return sent / max(1, layers)
 
 
-@dataclass(frozen=True)
-class Halos:
-    """States that cross one border only, such as the last inputs of a convolution, per step and rank.
-
-    Attributes:
-        messages: to the next rank, both directions.
-        sent: bytes.
-        seconds: of the messages; nothing is computed meanwhile.
-    """
+class Halos(NamedTuple):
+    """Messages, bytes and seconds of a rank's halos in a step, such as the last inputs of convolutions."""
 
     messages: int
     sent: float
@@ -154,7 +130,7 @@ class Halos:
 
 
 def plan_halos(case: Case, backend: BackendSpec) -> Halos:
-    """The halos of a step: one message per layer, pass and direction, beside the scans; none where no rank shares."""
+    """One message per layer, pass and direction, to the next rank; none where no rank shares a sequence."""
     messages, sent, seconds = 0, 0.0, 0.0
     if backend.scans and case.sp_size > 1:
         link = case.link
@@ -170,12 +146,12 @@ def plan_halos(case: Case, backend: BackendSpec) -> Halos:
 
 @dataclass(frozen=True)
 class ParameterTraffic:
-    """FSDP's traffic per step and rank.
+    """FSDP's traffic of a rank in a step.
 
     Attributes:
         gathered, scattered: bytes sent within the sharding ranks, for parameters and for gradients.
         summed: bytes sent between replicas of shards.
-        gathers, reductions: number of all-gathers of the model, and reductions of its gradient, per step.
+        gathers, reductions: all-gathers of the model, and reductions of its gradient.
     """
 
     gathered: float
@@ -186,15 +162,12 @@ class ParameterTraffic:
 
     @property
     def total(self) -> float:
-        """Bytes sent by a rank in a step."""
+        """All bytes sent."""
         return self.gathered + self.scattered + self.summed
 
 
 def parameter_traffic(case: Case) -> ParameterTraffic:
-    """FSDP's traffic by ring algorithms.
-
-    Over n ranks, (n − 1)/n of a gathered or scattered tensor leaves a rank, and twice that of an all-reduced one.
-    """
+    """By rings: over n ranks (n − 1)/n of a gathered or scattered tensor leaves a rank, twice that of a reduced one."""
     shards, copies = case.shards, case.world_size // case.shards
     strategy, whole = case.config.parallel.strategy, parameter_bytes(case, 1) * shards
     gathers, gathered = case.passes, whole * case.passes
@@ -218,5 +191,5 @@ def parameter_traffic(case: Case) -> ParameterTraffic:
 
 
 def forward_passes(case: Case) -> int:
-    """Forward passes through the blocks per step: each segment but the last also without gradients, for the states."""
+    """Forward passes of a step: all segments but the last also have one without gradients, for their states."""
     return case.micro_steps * (2 * case.segments - 1)
