@@ -104,7 +104,8 @@ def test_mixers_are_measured_one_after_the_other_on_two_ranks(tmp_path: Path) ->
 
 
 def _hybrids(rank: int, world_size: int, folder: str) -> None:
-    arguments = ["model=gla_tiny", "model.num_layers=2", "every=[2]", "attention=ring", "segments=1"]
+    arguments = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=32"]
+    arguments += ["every=[2]", "attention=ring"]
     config = ModelConfig.load([*arguments, *FAST, "variants=[dp,products,zeco:chain]", f"out={folder}"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     model.CASE.measure(config, session)
