@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.commands import run_here
 from tests.support.distributed import run_distributed
+from zeco_train.bench import __main__ as command
 from zeco_train.bench import attention, attention_variants, figures
 from zeco_train.bench.attention import AttentionConfig, _flops
 from zeco_train.bench.attention_variants import DEFAULTS, VARIANTS, build_variant
@@ -129,9 +131,19 @@ def _case(rank: int, world_size: int, folder: str, settings: list[str]) -> list[
     return found
 
 
+def test_case_on_one_rank(tmp_path: Path) -> None:
+    variants = ["dp", "ring", "ulysses", "megatron_sp", "gla:zeco"]
+    outcome = run_here(command.main, "attention", *SMALL, f"variants=[{','.join(variants)}]", f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["pass"], row["variant"]) for row in rows] == [(kind, name) for kind in PASSES for name in variants]
+    assert all(row["relative_error"] < 1e-11 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [["key_heads=2", "window=30", "passes=[forward_backward]"], pytest.param([], marks=pytest.mark.slow)],
+    [["key_heads=2", "window=30", "passes=[forward_backward]"], pytest.param([], marks=pytest.mark.campaign)],
     ids=["window", "default"],
 )
 def test_methods_are_checked_and_measured_on_two_ranks(settings: list[str], tmp_path: Path) -> None:

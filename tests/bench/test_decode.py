@@ -45,6 +45,7 @@ def test_result_rows_and_plot_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "decode.png").is_file()
 
 
+@pytest.mark.slow
 def test_states_of_a_hybrid_include_its_caches(tmp_path: Path) -> None:
     """With the capacity of the context and the steps after it."""
     outcome = run_here(

@@ -147,6 +147,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Path]]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_wandb_offline_runs_share_id_and_layout(offline: tuple[str, list[Path]]) -> None:
     run_id, (first, second) = offline
     run = run_record(second)

@@ -73,7 +73,7 @@ READERS: list[Callable[[Path], Outcome]] = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
@@ -108,7 +108,7 @@ def test_metric_of_wrong_type_is_refused(field: str, value: object, shown: str, 
     assert snapshot(run) == before
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", ["", "[1, 2]", "null", "3", "{", '"text"', "\x00" * 20, "[" * 100_000, "\xff"])
 def test_malformed_metrics_line_is_refused(line: str, run: Path) -> None:
     path = run / METRICS_FILE
@@ -186,7 +186,7 @@ def test_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytes
     assert (again.code, again.err) == (0, "")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("file", "values", "problem"),
     [
