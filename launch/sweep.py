@@ -17,7 +17,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -31,6 +30,7 @@ from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.command import docstring, errors_in_a_line
 from zeco_train.system.files import METRICS_FILE, write_durably
+from zeco_train.system.tables import format_table
 from zeco_train.system.terminal import show_any_text
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.training.forward import check_softmax
@@ -43,11 +43,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder whose path would be interpreted within the quotes around run_dir in the settings.
-
-    Raises:
-        ConfigError: names the option.
-    """
+    """Refuse a folder whose path would be interpreted within the quotes around run_dir, by `ConfigError`."""
     if sign := re.search(r"['\\]|\$\{", str(folder)):
         raise ConfigError(option, folder, f"must have no {sign[0]} in its path; name another folder")
 
@@ -87,12 +83,7 @@ class Case:
         return [*shared, *own, *([f"sp.all_scan.algorithm={algorithm}"] if algorithm else [])]
 
     def check(self) -> Config:
-        """Load and check the run's configuration.
-
-        Raises:
-            ConfigError: an error that the run would report at its start, as far as it can be found without data; names
-                the run.
-        """
+        """Load and check the run's configuration, as far as that can be done without data; errors name the run."""
         try:
             config = load_config(self.overrides)
             world_size = self.nodes * self.ranks
@@ -106,11 +97,7 @@ class Case:
 
 
 def tokens(length: str) -> int:
-    """`16k` → 16384, `1M` → 1048576, `3000` → 3000.
-
-    Raises:
-        ConfigError: not a valid length.
-    """
+    """`16k` → 16384, `1M` → 1048576, `3000` → 3000; `ConfigError` for another text."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", length)
     if match is None or int(match[1]) == 0:
         raise ConfigError("--lengths", length, "must be a number of tokens, such as 16384, 16k or 1M (powers of two)")
@@ -154,11 +141,16 @@ class Sweep:
                 state, ok = self._start(case, before, previous)
                 failed |= not ok
             rows.append((case.backend, case.length, str(case.nodes * case.ranks), str(case.run_dir), state))
-        print(_table(("backend", "length", "ranks", "run", "state"), rows))
+        headings = ("backend", "length", "ranks", "run", "state")
+        widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
+        columns = {name: (name, f"<{width}") for name, width in zip(headings, widths, strict=True)} | {
+            "state": ("state", "<")
+        }
+        print(format_table([dict(zip(headings, row, strict=True)) for row in rows], columns))
         return 1 if failed else 0
 
     def _start(self, case: Case, before: str, previous: list[str]) -> tuple[str, bool]:
-        """Start one case; returns its state for the table, and whether that succeeded. `previous`: earlier job ids."""
+        # Returns the case's state for the table, and whether that succeeded. `previous`: earlier job ids.
         command = self._local(case) if self.options.local else self._submission(case, previous)
         if self.options.dry_run:
             print(shlex.join(command))
@@ -186,16 +178,12 @@ class Sweep:
         return f"submitted as job {number}, {before}", True
 
     def _submission(self, case: Case, previous: list[str]) -> list[str]:
-        gpus = 0 if self.options.cpu else case.ranks
-        after = []
+        command = ["sbatch", "--parsable", f"--output={self.folder}/%x-%j.out", f"--job-name={case.name}"]
+        command += [f"--nodes={case.nodes}", f"--gpus-per-node={0 if self.options.cpu else case.ranks}"]
         if self.options.at_once and len(previous) >= self.options.at_once:
-            after = [f"--dependency=afterany:{previous[-self.options.at_once]}"]
-        own = [f"--job-name={case.name}", f"--nodes={case.nodes}", f"--gpus-per-node={gpus}", *after]
-        own.append(f"--export=ALL,RANKS_PER_NODE={case.ranks}")
-        return [
-            *("sbatch", "--parsable", f"--output={self.folder}/%x-%j.out", *own, *shlex.split(self.options.sbatch)),
-            *(str(SCRIPT), "--", *case.overrides),
-        ]
+            command.append(f"--dependency=afterany:{previous[-self.options.at_once]}")
+        command.append(f"--export=ALL,RANKS_PER_NODE={case.ranks}")
+        return [*command, *shlex.split(self.options.sbatch), str(SCRIPT), "--", *case.overrides]
 
     def _local(self, case: Case) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
@@ -220,7 +208,6 @@ def _check_grid(options: argparse.Namespace) -> None:
 
 
 def _read_jobs(path: Path) -> dict[str, str]:
-    """Job ids by name, written by an earlier call."""
     try:
         return dict(json.loads(path.read_text())["jobs"])
     except FileNotFoundError:
@@ -240,7 +227,7 @@ def _run_here(command: list[str]) -> int:
 
 
 def _queued(jobs: dict[str, str]) -> dict[str, str]:
-    """States of the queued and running jobs, by name of the case."""
+    # States of the queued and running jobs, by name of the case.
     command = ["squeue", "--me", "--noheader", "--format=%i %T"]
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -248,12 +235,6 @@ def _queued(jobs: dict[str, str]) -> dict[str, str]:
         raise ConfigError("squeue", "", f"which jobs are still queued cannot be found out ({error})") from error
     states = dict(line.split() for line in done.stdout.splitlines())
     return {name: states[number] for name, number in jobs.items() if number in states}
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -91,6 +91,7 @@ def test_unknown_command_prints_one_error_line() -> None:
     assert done.stderr == f"error: command=trian: must be one of {', '.join(COMMANDS)}\n"
 
 
+@pytest.mark.slow
 def test_closed_stdout_ends_command_silently() -> None:
     shell = f"{sys.executable} -m zeco_train.plan --help | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=REPOSITORY, capture_output=True, text=True)

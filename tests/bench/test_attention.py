@@ -11,10 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.commands import run_here
 from tests.support.distributed import run_distributed
+from zeco_train.bench import __main__ as command
 from zeco_train.bench import attention, attention_variants, figures
 from zeco_train.bench.attention import AttentionConfig, _flops
 from zeco_train.bench.attention_variants import DEFAULTS, VARIANTS, build_variant
+from zeco_train.bench.config import PASSES
 from zeco_train.bench.operands import Inputs
 from zeco_train.bench.samples import WrongResultError
 from zeco_train.bench.session import Session
@@ -111,14 +114,12 @@ def test_figure_shows_times_and_balance() -> None:
     assert not [*figures._attention([{**row, "pass": "forward"}], "here")]
 
 
-def _case(rank: int, world_size: int, folder: str) -> list[str]:
-    settings = [[], ["key_heads=2", "window=30", "passes=[forward_backward]"]]
+def _case(rank: int, world_size: int, folder: str, settings: list[str]) -> list[str]:
     found = []
-    for index, more in enumerate(settings):
-        config = AttentionConfig.load([*SMALL, *more, f"out={folder}/{index}"])
-        session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        attention.CASE.measure(config, session)
-        session.drain()
+    config = AttentionConfig.load([*SMALL, *settings, f"out={folder}/right"])
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    attention.CASE.measure(config, session)
+    session.drain()
     # A method that forgets the keys of other ranks must not be timed.
     config = AttentionConfig.load([*SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
@@ -130,21 +131,35 @@ def _case(rank: int, world_size: int, folder: str) -> list[str]:
     return found
 
 
-def test_methods_are_checked_and_measured_on_two_ranks(tmp_path: Path) -> None:
-    for wrong in run_distributed(_case, 2, str(tmp_path)):
+def test_case_on_one_rank(tmp_path: Path) -> None:
+    variants = ["dp", "ring", "ulysses", "megatron_sp", "gla:zeco"]
+    outcome = run_here(command.main, "attention", *SMALL, f"variants=[{','.join(variants)}]", f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["pass"], row["variant"]) for row in rows] == [(kind, name) for kind in PASSES for name in variants]
+    assert all(row["relative_error"] < 1e-11 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [["key_heads=2", "window=30", "passes=[forward_backward]"], pytest.param([], marks=pytest.mark.campaign)],
+    ids=["window", "default"],
+)
+def test_methods_are_checked_and_measured_on_two_ranks(settings: list[str], tmp_path: Path) -> None:
+    for wrong in run_distributed(_case, 2, str(tmp_path), settings):
         assert len(wrong) == 1
         assert "ulysses is wrong, nothing is timed: " in wrong[0]
     assert not (tmp_path / "wrong").exists()
-    assert (tmp_path / "0" / "attention.png").exists()
-    for index, passes in enumerate((["forward", "forward_backward"], ["forward_backward"])):
-        results = json.loads((tmp_path / str(index) / "results.json").read_text())
-        measured = [name for name in DEFAULTS if name != "torch"]
-        assert {*METHODS, "megatron_sp", "all_gather:contiguous", "gla:zeco"} < {*measured}
-        assert [(row["pass"], row["variant"]) for row in results["rows"]] == [
-            (kind, name) for kind in passes for name in measured
-        ]
-        for row in results["rows"]:
-            assert row["relative_error"] < 1e-11
-            assert ("tflops_per_gpu" in row) == (not row["variant"].startswith("gla:"))
-            assert (row["heads"], row["head_dim"], row["tokens"]) == (4, 8, 24)
-        assert any("torch is not measured: " in note for note in results["notes"])
+    assert (tmp_path / "right" / "attention.png").exists()
+    results = json.loads((tmp_path / "right" / "results.json").read_text())
+    measured = [name for name in DEFAULTS if name != "torch"]
+    assert {*METHODS, "megatron_sp", "all_gather:contiguous", "gla:zeco"} < {*measured}
+    assert [(row["pass"], row["variant"]) for row in results["rows"]] == [
+        (kind, name) for kind in (["forward_backward"] if settings else PASSES) for name in measured
+    ]
+    for row in results["rows"]:
+        assert row["relative_error"] < 1e-11
+        assert ("tflops_per_gpu" in row) == (not row["variant"].startswith("gla:"))
+        assert (row["heads"], row["head_dim"], row["tokens"]) == (4, 8, 24)
+    assert any("torch is not measured: " in note for note in results["notes"])

@@ -26,7 +26,6 @@ def test_reference_figures_of_the_papers_load() -> None:
     assert "lasp1" not in figures.reference("zeco_model_tokens_per_second_per_gpu")[5]
 
 
-@pytest.mark.usefixtures("rendered")
 def test_plot_combines_results_of_several_runs(tmp_path: Path) -> None:
     files = []
     for gpus in (1, 2):

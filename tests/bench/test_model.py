@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.support.bench_settings import QUICK, error_line
-from tests.support.commands import TORCHRUN, Command
+from tests.support.commands import TORCHRUN, Command, run_here
 from tests.support.distributed import run_distributed
+from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures, model, steps
 from zeco_train.bench.backends import RandomTokens
 from zeco_train.bench.case import Report
@@ -301,10 +302,26 @@ def test_wrong_first_loss_raises() -> None:
             measurement._check_losses(losses)
 
 
+def test_model_case_on_one_rank(tmp_path: Path) -> None:
+    variants = ["dp", "products", "zeco:chain"]
+    arguments = [*QUICK, "dtype=fp64", "model.attn.every=2", f"variants=[{','.join(variants)}]", f"out={tmp_path}"]
+    outcome = run_here(command.main, "model", *arguments)
+    assert outcome.code == 0, outcome
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == variants
+    assert rows[2]["relative_error"] < 1e-13
+    assert rows[2]["loss"] == pytest.approx(math.log(259), rel=0.05)
+    assert rows[2]["ratio"] == pytest.approx(rows[0]["wall_ms"] / rows[2]["wall_ms"])
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [[], ["segments=2", "recompute=full", "strategy=zero3", "micro_batches=3", "dtype=fp64"]]
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.campaign),
+        ["segments=2", "recompute=full", "strategy=zero3", "micro_batches=3", "dtype=fp64"],
+    ],
 )
 def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]

@@ -49,5 +49,10 @@ def test_gathered_scan_equals_lasp1() -> None:
 
 
 def test_copied_scan_returns_its_own_state() -> None:
-    state, log_decay = torch.randn(1, 2, 3, 4), torch.zeros(1, 2, 3)
-    assert torch.equal(LocalCopyScan().launch(ScanRequest(state, log_decay, want_carry=True)).carry_out(), state)
+    state = torch.randn(1, 2, 3, 4)
+    pending = LocalCopyScan().launch(ScanRequest(state, torch.zeros(1, 2, 3), want_carry=True))
+    received = pending.wait()
+    pending.finish()
+    assert torch.equal(received, state)
+    assert received.data_ptr() != state.data_ptr()
+    assert torch.equal(pending.carry_out(), state)

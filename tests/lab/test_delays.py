@@ -129,6 +129,7 @@ def test_delayed_scans_grow_beyond_the_window() -> None:
     assert predicted.operator_growth(True, 4.0) == 4.0
 
 
+@pytest.mark.slow
 def test_prediction_is_that_of_the_planner() -> None:
     config = DelaysConfig.load([])
     session = mock.Mock(spec=Session, on_cuda=True, world_size=2, device=torch.device("cuda"))

@@ -41,6 +41,7 @@ def test_table_has_mean_and_range_over_seeds_with_control_and_chance() -> None:
     assert lines[0].endswith("| 64 tokens, 8 pairs | 128 tokens, 16 pairs |")
 
 
+@pytest.mark.slow
 def test_linear_models_have_states_of_equal_size() -> None:
     shapes = {name: spec_of(load_config([*own, *SHARED.split()]).model).state_shape for name, own in MODELS.items()}
     assert shapes.pop("softmax") == (0, 0, 0)
@@ -53,6 +54,7 @@ def _family(folder: Path, on_ranks: Callable[..., str], *more: str) -> int:
         return main(options)
 
 
+@pytest.mark.slow
 def test_stages_follow_each_other_and_finished_ones_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

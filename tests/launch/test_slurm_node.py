@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from launch import slurm_node
 from launch.slurm_node import SignedBackend
 from tests.support.commands import REPOSITORY
+from tests.support.few import one_of
 from tests.support.waiting import ENOUGH
 
 # Prints which addresses listen on the store ports, MASTER_ADDR, and whether the rank inherits the key.
@@ -85,6 +86,7 @@ def connect(port: int) -> dist.TCPStore:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_unsigned_rendezvous_state_is_not_unpickled(tmp_path: Path) -> None:
     """A foreign process finds the key of the rendezvous in the store and writes a forged state."""
     port, target = free_port(), tmp_path / "executed"
@@ -134,8 +136,8 @@ def test_state_is_read_only_with_signing_key() -> None:
             own.get_state()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("interface", ["lo", ""])
+@pytest.mark.slow
+@pytest.mark.parametrize("interface", one_of(["lo", ""], "lo"))
 def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> None:
     port = free_port()
     with node(tmp_path, port, CLUSTER_INTERFACE=interface) as process:

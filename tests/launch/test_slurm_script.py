@@ -116,6 +116,7 @@ def test_each_start_has_unique_rendezvous_id_and_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_cluster_interface_sets_head_address(tmp_path: Path) -> None:
     """The address comes from the real `slurm_checks.py` on this machine."""
     stub = SRUN.replace("bad=(", 'case "$*" in *--address) exec "${@: -3}" ;; esac\nbad=(', 1)
@@ -136,6 +137,7 @@ def test_warn_mode_keeps_faulty_nodes_if_too_few_are_sound(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("restarts", "ends", "starts", "code"),
     [

@@ -28,27 +28,28 @@ def dry_run(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
 
 
 def test_one_job_per_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = ["--backends", "dp", "zeco:chain", "--lengths", "1k", "2k", "--nodes", "1", "4", "--ranks-per-node", "2"]
-    options = ["--sbatch", "--partition 'a b' --time 9", "--at-once", "3", "--", "sp.size=2", "data.global_batch=8"]
+    grid = ["--backends", "dp", "zeco:chain", "--lengths", "1k", "2k", "--nodes", "4", "--ranks-per-node", "2"]
+    options = ["--sbatch", "--partition 'a b' --time 9", "--at-once", "2", "--", "sp.size=2", "data.global_batch=8"]
     commands, rows = dry_run(tmp_path, capsys, *grid, *options)
-    assert len(commands) == len(rows) == 8
+    assert len(commands) == len(rows) == 4
     configs = []
     for number, command in enumerate(commands):
         assert command[0] == "sbatch"
         assert command[command.index("--partition") + 1] == "a b"
         waits = [word for word in command if word.startswith("--dependency=")]
-        assert waits == ([f"--dependency=afterany:JOB{number - 2}"] if number >= 3 else [])
+        assert waits == ([f"--dependency=afterany:JOB{number - 1}"] if number >= 2 else [])
         configs.append(load_config(command[command.index("--") + 1 :]))
     # dp keeps sequences whole, so sp.size=2 does not apply to it.
-    assert [(c.sp.backend.value, c.sp.size, c.data.seq_len) for c in configs[::2]] == [
+    assert [(c.sp.backend.value, c.sp.size, c.data.seq_len) for c in configs] == [
         *(("dp", -1, length) for length in (1024, 2048)),
         *(("zeco", 2, length) for length in (1024, 2048)),
     ]
-    assert {c.sp.all_scan.algorithm.value for c in configs[4:]} == {"chain"}
-    assert len({c.run_dir for c in configs}) == 8
+    assert {c.sp.all_scan.algorithm.value for c in configs[2:]} == {"chain"}
+    assert len({c.run_dir for c in configs}) == 4
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_sp_size_of_experiment_does_not_apply_to_dp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["--backends", "dp", "lasp2", "--lengths", "64k", "--ranks-per-node", "8"]
     commands, _ = dry_run(tmp_path, capsys, *grid, "--", "+experiment=gla_1b_16k", "data.global_batch=8")
@@ -106,7 +107,7 @@ def test_invalid_options_are_refused_before_submission(
 
 def test_folder_names_are_quoted_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Folder names with special characters are passed on exactly, or refused."""
-    for name in ("a b", 'a"b', "a $b", "a%j=,b"):
+    for name in ('a "b', "a $b%j=,b"):
         commands, _ = dry_run(tmp_path / name, capsys, "--lengths", "1k", "--backends", "dp")
         config = load_config(commands[0][commands[0].index("--") + 1 :])
         assert config.run_dir == str(tmp_path / name / "dp-1k-1n")

@@ -126,6 +126,7 @@ def test_settings_owned_by_script_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_checkpoints_of_another_run_are_not_deleted(tmp_path: Path) -> None:
     kept = tmp_path / "dp" / "checkpoints" / "step_00000001"
     kept.mkdir(parents=True)

@@ -112,6 +112,7 @@ def test_changed_chart_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None
     assert chart_name() == name
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_offline_dashboard_with_benchmarks(tmp_path: Path) -> None:
     out, folder = tmp_path / "dashboard.json", tmp_path / "bench"

@@ -69,11 +69,7 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """Args:
-    nodes: number of nodes, called n0, n1, ….
-    cpus: of each node; may exceed the machine's.
-    gpus: of each node; counted by Slurm, but not real.
-    """
+    """Nodes n0, n1, …, whose CPUs may exceed the machine's and whose GPUs are only counted."""
 
     def __init__(self, nodes: int = 4, cpus: int = 2, gpus: int = 2) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="zeco-slurm-"))
@@ -106,11 +102,7 @@ class SlurmCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, *command: str, cwd: Path | None = None, timeout: float = ENOUGH) -> str:
-        """Run a Slurm client; returns its stdout.
-
-        Raises:
-            AssertionError: it failed.
-        """
+        """Run a Slurm client; returns its stdout."""
         done = subprocess.run(
             command, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -118,7 +110,6 @@ class SlurmCluster:
         return done.stdout.strip()
 
     def submit(self, *arguments: str, cwd: Path) -> str:
-        """`sbatch`; returns the job's id."""
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd)
 
     def job(self, number: str) -> dict[str, str]:
@@ -127,11 +118,6 @@ class SlurmCluster:
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def wait(self, condition: Callable[[], object], what: str, timeout: float) -> None:
-        """Wait for a condition.
-
-        Raises:
-            AssertionError: it is not met within `timeout` seconds.
-        """
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"no {what} within {timeout:g} s\n{self.logs()}"
@@ -175,7 +161,6 @@ class SlurmCluster:
         return found
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
         ends = [f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}" for path in self.folder.glob("*.out.log")]
         return "\n".join(ends)
 
@@ -270,7 +255,6 @@ def _parent(process: int) -> int | None:
 
 @contextlib.contextmanager
 def _free_ports(count: int) -> Iterator[list[int]]:
-    """Free ports of the loopback address, all held until the block's end."""
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(count):
@@ -282,5 +266,4 @@ def _free_ports(count: int) -> Iterator[list[int]]:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process, and the program that replaces it, when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

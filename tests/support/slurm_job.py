@@ -18,16 +18,7 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 
 class SlurmJob:
-    """A submitted job, by default of four nodes, and its output files.
-
-    Args:
-        cluster: runs it.
-        folder: where it is submitted.
-        options: of sbatch.
-        settings: of train.py.
-        patience: seconds that a wait may take.
-        variables: of the script.
-    """
+    """A submitted job, by default of four nodes, and its output files; `variables` are the script's."""
 
     def __init__(
         self,
@@ -47,13 +38,11 @@ class SlurmJob:
 
     @property
     def output(self) -> str:
-        """What the job has printed."""
         path = self.folder / f"zeco-{self.number}.out"
         return path.read_text() if path.exists() else ""
 
     @property
     def state(self) -> str:
-        """Slurm's state of the job."""
         return self.cluster.job(self.number)["JobState"]
 
     def lines(self) -> list[dict[str, Any]]:
@@ -72,14 +61,12 @@ class SlurmJob:
         self.wait(reached, f"step {step} in start {start}")
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for a condition; failing, show the job's output."""
         try:
             self.cluster.wait(condition, what, self._patience)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
 
     def finish(self) -> str:
-        """Wait for the end; returns the output."""
         self.wait(lambda: self.state in ENDED, "end of the job")
         return self.output
 

@@ -19,12 +19,8 @@ _BLOCK, _HEADER, _FILE_HEADER = 32768, 7, 7
 class WandbServer:
     """Implements the subset of the API needed by a run and a dashboard.
 
-    Attributes:
-        url: for WANDB_BASE_URL.
-        answer_with: status code of all responses (400 and above: an error), or `stall`: no response.
-        runs: history rows by run id, in line order.
-        started: the variables of each UpsertBucket mutation.
-        views, charts: the variables of saved views, and of custom charts.
+    `answer_with` is the status code of all responses, or `stall`: no response. It keeps the history rows by run id, in
+    line order, and the variables of each UpsertBucket mutation (`started`), saved view and custom chart.
     """
 
     def __init__(self) -> None:
@@ -44,12 +40,11 @@ class WandbServer:
         self.close()
 
     def close(self) -> None:
-        """Refuse connections from now on."""
         self._server.shutdown()
         self._server.server_close()
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Environment for a client of this server, with an account there and without the user's W&B configuration."""
+        """Of a client with an account here and without the user's W&B configuration."""
         return {
             "WANDB_BASE_URL": self.url,
             "WANDB_API_KEY": "0" * 40,
@@ -61,12 +56,10 @@ class WandbServer:
         }
 
     def rows(self, run_id: str) -> list[dict[str, Any]]:
-        """The history rows received for a run."""
         lines = self.runs.get(run_id, {})
         return [lines[offset] for offset in sorted(lines)]
 
     def respond(self, path: str, body: bytes) -> dict[str, Any]:
-        """The answer to a request."""
         if path.endswith("/file_stream"):
             history = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
             lines = self.runs.setdefault(path.split("/")[-2], {})
@@ -81,19 +74,10 @@ class WandbServer:
     def _data(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         if "RunResumeStatus" in query:
             lines = self.rows(variables["name"])
-            bucket = {
-                "id": "x",
-                "name": variables["name"],
-                "historyLineCount": len(lines),
-                "eventsLineCount": 0,
-                "logLineCount": 0,
-                "historyTail": json.dumps([json.dumps(line) for line in lines[-1:]]),
-                "eventsTail": "[]",
-                "config": "{}",
-                "summaryMetrics": "{}",
-                "tags": [],
-                "wandbConfig": '{"t": 1}',
-            }
+            tail = json.dumps([json.dumps(line) for line in lines[-1:]])
+            bucket = {"id": "x", "name": variables["name"], "tags": [], "wandbConfig": '{"t": 1}', "eventsTail": "[]"}
+            bucket |= {"historyLineCount": len(lines), "eventsLineCount": 0, "logLineCount": 0, "historyTail": tail}
+            bucket |= {"config": "{}", "summaryMetrics": "{}"}
             return {"model": {"id": "1", "name": "p", "entity": {"id": "2", "name": "me"}, "bucket": bucket}}
         if "upsertBucket" in query:
             self.started.append(variables)
@@ -147,11 +131,7 @@ def _handler(server: WandbServer) -> type[BaseHTTPRequestHandler]:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The messages (`wandb_internal_pb2.Record`) of a run-*.wandb file: a log in LevelDB's format.
-
-    Raises:
-        AssertionError: the file has another format.
-    """
+    """The messages (`wandb_internal_pb2.Record`) of a run-*.wandb file: a log in LevelDB's format."""
     from wandb.proto import wandb_internal_pb2
 
     content = path.read_bytes()
@@ -175,11 +155,9 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run-*.wandb file."""
     rows = [record.history for record in records(path) if record.HasField("history")]
     return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item} for row in rows]
 
 
 def run_record(path: Path) -> Any:
-    """The record of the run itself, of a run-*.wandb file."""
     return next(record.run for record in records(path) if record.HasField("run"))

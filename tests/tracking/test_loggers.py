@@ -134,17 +134,22 @@ def run_python(command: list[str], home: Path, **variables: str) -> subprocess.C
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=ENOUGH)
 
 
-@pytest.mark.processes
-def test_wandb_offline_runs_share_id_and_sync(tmp_path: Path) -> None:
-    run_dir, home = tmp_path / "a-run", tmp_path / "home"
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Path]]:
+    """The id of an offline run, and the files of its two starts."""
+    run_dir = tmp_path_factory.mktemp("runs") / "a-run"
     run_dir.mkdir()
-    home.mkdir()
-    done = run_python(["-c", _OFFLINE, str(run_dir)], home)
+    done = run_python(["-c", _OFFLINE, str(run_dir)], tmp_path_factory.mktemp("home"))
     assert (done.returncode, done.stderr) == (0, "")
     run_id, again = done.stdout.split()
     assert run_id == again
-    first, second = sorted(run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    return run_id, sorted(run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
 
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_wandb_offline_runs_share_id_and_layout(offline: tuple[str, list[Path]]) -> None:
+    run_id, (first, second) = offline
     run = run_record(second)
     assert (run.run_id, run.run_group, run.job_type, run.display_name) == (run_id, "gla_tiny-1M", "train", "a-run")
     assert list(run.tags) == ["a", *LAYOUT.tags]
@@ -163,10 +168,14 @@ def test_wandb_offline_runs_share_id_and_sync(tmp_path: Path) -> None:
     # The median excludes the first row of a start, which includes compilation.
     assert [row["tokens_per_second_per_device_median"] for row in rows] == [30.0, 40.0, 45.0]
 
-    # `wandb sync` merges both into one run without losing a row.
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, list[Path]], tmp_path: Path) -> None:
+    run_id, files = offline
     with WandbServer() as server:
-        folders = [str(first.parent), str(second.parent)]
-        synced = run_python(["-m", "wandb", "sync", *folders], home, **server.environment(home))
+        folders = [str(file.parent) for file in files]
+        synced = run_python(["-m", "wandb", "sync", *folders], tmp_path, **server.environment(tmp_path))
         assert synced.returncode == 0, synced.stderr
         assert [row["step"] for row in server.rows(run_id)] == [1, 2, 3, 4, 3, 4, 5]
         assert {start["name"] for start in server.started} == {run_id}
@@ -191,6 +200,22 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_of_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    # As if killed in step 5: training resumes from the checkpoint of step 4.
+    for before, last in ((0, 5), (4, 7)):
+        board = build_logger(LoggerConfig(kind=LoggerKind.tensorboard), tmp_path, 0)
+        assert board.begin({"seed": 0}, Start(before, LAYOUT, {}), "kept") == "kept"
+        for step in range(before + 1, last + 1):
+            board.log(step, {"step": step, "loss": step + before, "mfu": 0.5, "nonfinite": "text"})
+        board.finish()
+    shown = scalars(tmp_path / "tensorboard")
+    assert shown == {
+        "loss": [(1, 1), (2, 2), (3, 3), (4, 4), (5, 9), (6, 10), (7, 11)],
+        "mfu": [(n, 0.5) for n in range(1, 8)],
+    }
+
+
+@pytest.mark.slow
+def test_starts_and_tensorboard_of_a_resumed_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     overrides = ["logger=tensorboard", f"run_dir='{run_dir}'", "checkpoint.every=2", "data.seq_len=64"]
     assert train_here(*overrides, "train.steps=5").code == 0

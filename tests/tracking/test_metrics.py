@@ -111,9 +111,9 @@ def test_extra_may_not_override_columns() -> None:
 def test_killed_writer_loses_no_complete_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     script = (
-        "import os, signal, sys; from tests.tracking.test_metrics import *\n"
+        "import os, signal, sys; from zeco_train.tracking.metrics import LineWriter\n"
         "writer = LineWriter(sys.argv[1])\n"
-        "for step in range(1, 101): writer.append(metrics(step).as_dict())\n"
+        "for step in range(1, 101): writer.append({'step': step, 'loss': 5.0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=REPOSITORY, timeout=ENOUGH)
@@ -140,6 +140,8 @@ def test_unwritable_files_are_named(tmp_path: Path) -> None:
             write_rows(tmp_path / "full.jsonl", metrics(1))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("rendered")
 def test_plot_is_redrawn_with_new_rows(tmp_path: Path) -> None:
     from matplotlib.image import imread
 

@@ -106,7 +106,7 @@ def test_single_sequence_has_nan_error_stored_as_null(tmp_path: Path) -> None:
             writer.append({"step": step, "by_position": record})
     picture = plot_validations(tmp_path)
     assert picture is not None
-    assert picture.stat().st_size > 10_000
+    assert picture.is_file()
 
 
 def train_twice(rank: int, world_size: int, folder: Path) -> None:
@@ -116,6 +116,7 @@ def train_twice(rank: int, world_size: int, folder: Path) -> None:
     train(rank, world_size, folder / "two", *common, "train.segments=2", "sp=lasp2", "sp.size=2")
 
 
+@pytest.mark.slow
 def test_training_records_loss_by_position(tmp_path: Path) -> None:
     run_distributed(train_twice, 2, tmp_path)
     one, two = (read_metrics(tmp_path / name / VALIDATION_FILE) for name in ("one", "two"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import REPOSITORY, Outcome, check_line, run_here, snapshot, train_here
+from tests.support.few import one_of
 from zeco_train import compare, export
 from zeco_train.bench import __main__ as bench
 from zeco_train.errors import DataError
@@ -72,7 +73,7 @@ READERS: list[Callable[[Path], Outcome]] = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
@@ -107,7 +108,7 @@ def test_metric_of_wrong_type_is_refused(field: str, value: object, shown: str, 
     assert snapshot(run) == before
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", ["", "[1, 2]", "null", "3", "{", '"text"', "\x00" * 20, "[" * 100_000, "\xff"])
 def test_malformed_metrics_line_is_refused(line: str, run: Path) -> None:
     path = run / METRICS_FILE
@@ -118,8 +119,9 @@ def test_malformed_metrics_line_is_refused(line: str, run: Path) -> None:
     assert snapshot(run) == before
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "1e999"])
+@pytest.mark.parametrize(
+    "value", [pytest.param("NaN", marks=pytest.mark.slow), "-Infinity", *one_of(["1e999", "Infinity", "null"], "null")]
+)
 def test_non_finite_losses_are_accepted(value: str, run: Path) -> None:
     path = run / METRICS_FILE
     lines = path.read_text().splitlines()
@@ -184,7 +186,7 @@ def test_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytes
     assert (again.code, again.err) == (0, "")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("file", "values", "problem"),
     [
@@ -248,6 +250,7 @@ def test_invalid_benchmark_rows_are_refused(values: dict[str, object], problem: 
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
+        ({"format": 2}, "format is 2, not 1: another version of zeco-train wrote it"),
         ({"case": []}, "case is [], not one of collectives, "),
         ({"rows": 3}, "rows is 3, not a list"),
         ({"rows": [3]}, "row 1: 3 is not an object"),

@@ -57,7 +57,7 @@ def _start_at_once(path: Path) -> tuple[list[RunFolder], list[Exception]]:
 @pytest.mark.processes
 def test_only_one_of_concurrent_starts_gets_folder(tmp_path: Path) -> None:
     expected = "another process is training there; end it first"
-    for attempt in range(30):
+    for attempt in range(10):
         path = tmp_path / str(attempt)
         for _ in ("new", "resumed"):
             winners, errors = _start_at_once(path)
@@ -120,18 +120,14 @@ def test_folder_on_node_local_disk_is_refused(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_command_line_is_recorded_for_replay(tmp_path: Path) -> None:
-    arguments = [f"run_dir='{tmp_path}/a run'", "name='two  words'", "train.steps=1", "optim.betas=[0.9, 0.95]"]
-    assert train_here(*arguments).code == 0
-    lines = (tmp_path / "a run" / "overrides.txt").read_text().splitlines()
-    assert [shlex.split(line) for line in lines] == [[*SMALL, *arguments]]
-
-
-def test_stored_configuration_is_resolved(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    for _ in ("new", "resumed"):
-        outcome = train_here(f"run_dir={run}", "train.steps=1", "train.device=auto", "sp.size=-1")
+def test_command_line_is_recorded_for_replay_and_configuration_resolved(tmp_path: Path) -> None:
+    run, arguments = tmp_path / "a run", ["name='two  words'", "train.steps=1", "optim.betas=[0.9, 0.95]"]
+    arguments += [f"run_dir='{run}'", "train.device=auto", "sp.size=-1"]
+    for number in (1, 2):
+        outcome = train_here(*arguments)
         assert outcome.code == 0, outcome.err
+        lines = (run / "overrides.txt").read_text().splitlines()
+        assert [shlex.split(line) for line in lines] == [[*SMALL, *arguments]] * number
         config = OmegaConf.load(run / "config.yaml")
         assert (config.sp.size, config.train.device) == (1, "cuda" if torch.cuda.is_available() else "cpu")
     assert not (run / "config.1.yaml").exists()

@@ -1,4 +1,9 @@
-"""`python -m zeco_train.report PATH … [--out FOLDER] [--title TEXT]`; see the package for what a PATH may be."""
+"""Several runs, and benchmarks, on one page: `python -m zeco_train.report PATH … [--out FOLDER] [--title TEXT]`.
+
+A PATH is the folder of a run, a folder of such folders, or the results.json of a benchmark. The report is a PNG and a
+self-contained HTML page: throughput by backend, length and devices, loss curves and their differences, and the step
+time lost to communication and data loading.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeco_train import report as package
 from zeco_train.bench.figures import plot
 from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
@@ -59,7 +63,6 @@ def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
 
 
 def _benchmark_pictures(comparison: Comparison) -> dict[str, bytes]:
-    """The plots of the benchmarks, with the paper's numbers next to ours."""
     pictures = {}
     with tempfile.TemporaryDirectory() as folder:
         # Numbers as names: a file may be called `...json`.
@@ -70,7 +73,7 @@ def _benchmark_pictures(comparison: Comparison) -> dict[str, bytes]:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m zeco_train.report", description=docstring(package))
+    parser = Parser(prog="python -m zeco_train.report", description=docstring(sys.modules[__name__]))
     parser.add_argument("paths", nargs="+", type=user_path, metavar="PATH", help="runs, folders of runs, results.json")
     parser.add_argument(
         "--out", type=user_path, default=Path("runs/report"), metavar="FOLDER", help="default: runs/report"

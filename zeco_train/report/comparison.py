@@ -27,10 +27,9 @@ _STYLES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of a column from the first run, over their common steps.
+    """The largest differences of a column from the first run's, over their common steps, and the first step of each.
 
-    Infinite if exactly one has a finite value. `relative` is relative to the first run's value; each maximum has its
-    own step.
+    Infinite if exactly one has a finite value; `relative` to the first run's value.
     """
 
     absolute: float
@@ -49,11 +48,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path, name: str) -> Run:
-        """Read a run's metrics.
-
-        Raises:
-            DataError: the run has no metrics.
-        """
+        """Read a run's metrics; `DataError` if there are none."""
         rows = read_metrics(path / METRICS_FILE)
         if not rows:
             raise DataError(path / METRICS_FILE, "has no rows", "give the folders of runs that have trained")
@@ -87,25 +82,18 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def difference(run: Run, first: Run, column: str) -> Difference:
-    """Compare a column with that of the first run.
-
-    Raises:
-        DataError: the runs have no step in common.
-    """
+    """Compare a column with that of the first run; `DataError` if they have no step in common."""
     steps = sorted(run.rows.keys() & first.rows.keys())
     if not steps:
         raise DataError(run.path / METRICS_FILE, f"has no step in common with {first.path}", "use one train.log_every")
-    absolute: list[tuple[float, int]] = []
-    relative: list[tuple[float, int]] = []
+    absolute, relative = [], []
     for step in steps:
         value, expected = run.rows[step].get(column), first.rows[step].get(column)
-        gap = _gap(value, expected)
-        absolute.append((gap, step))
+        absolute.append(gap := _gap(value, expected))
         # Nothing is relative to 0 or to a missing value: the absolute difference stands for it.
-        relative.append((gap / abs(expected) if gap and expected else gap, step))
-    # The first of equal maxima.
-    largest, worst = (max(gaps, key=lambda pair: pair[0]) for gaps in (absolute, relative))
-    return Difference(*largest, *worst)
+        relative.append(gap / abs(expected) if gap and expected else gap)
+    largest, worst = max(absolute), max(relative)
+    return Difference(largest, steps[absolute.index(largest)], worst, steps[relative.index(worst)])
 
 
 def _gap(value: float | None, expected: float | None) -> float:
@@ -163,11 +151,7 @@ def show_difference(found: dict[str, Any] | None) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Plot losses above their differences from the first run; the file is replaced atomically.
-
-    Raises:
-        DataError: it cannot be written.
-    """
+    """Plot losses above their differences from the first run; `DataError` if the file cannot be written."""
     figure = new_figure(" · ".join(run.name for run in runs), (9, 6.5), dpi=130, title_size=14)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     draw_losses(upper, runs)
@@ -193,7 +177,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step") -> None:
 
 
 def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
-    """Difference of each run's losses from the first run's, over steps; the first has no curve."""
+    """Difference of each run's losses from the first run's, over steps."""
     first, differ = runs[0], False
     for index, run in enumerate(runs[1:], start=1):
         steps = sorted(run.rows.keys() & first.rows.keys())

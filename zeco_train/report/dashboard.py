@@ -9,6 +9,7 @@ lengths, one point per run, are custom Vega-Lite charts over the layout fields o
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.files import read_errors, write_errors, write_result
 from zeco_train.tracking.loggers import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace
-import hashlib
-
-from zeco_train.sp.registry import BACKENDS
-
 # `length_name` as a Vega expression.
 _LENGTH = (
     "datum.value % 1048576 == 0 ? datum.value / 1048576 + 'M' : "
@@ -94,14 +92,7 @@ _OFFLINE_ENTITY = "entity"
 
 @dataclass(frozen=True)
 class ComparisonChart:
-    """A line per backend, a point per run.
-
-    Attributes:
-        title: of the chart.
-        x, y: keys of the runs' summaries.
-        kind: a further key that distinguishes lines.
-        x_name, y_name: axis titles.
-    """
+    """A line per backend and `kind`, a point per run; x, y and kind are keys of the runs' summaries."""
 
     title: str
     x: str
@@ -265,7 +256,7 @@ def check(written: Mapping[str, Any]) -> list[str]:
 
 
 def _panels(spec: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Panels by section, without their ids, which are random."""
+    # By section, without their ids, which are random.
     found = []
     for section in spec["section"]["panelBankConfig"]["sections"]:
         panels = [{key: panel[key] for key in ("viewType", "config")} for panel in section["panels"]]
@@ -292,12 +283,8 @@ def write(path: Path, project: str, entity: str | None, name: str, model: str | 
 def publish(project: str, entity: str | None, name: str, model: str | None, update: str | None) -> str:
     """Save the charts and the view in W&B; returns its address.
 
-    Args:
-        project: of the view and its runs.
-        entity: user or team; None for the account's default.
-        name: of the saved view.
-        model: show only this model's runs; None for all.
-        update: address of the saved view to overwrite; None creates a new one.
+    Only the runs of `model` are shown, if given; the saved view at the address `update` is overwritten, else a new one
+    made.
 
     Raises:
         ConfigError: no W&B account is configured, or W&B refuses or cannot be reached.
@@ -327,7 +314,7 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
 
 
 def create_chart(api: Any, entity: str) -> None:
-    """Save our chart as a preset of an account; raises `ConfigError` if W&B refuses."""
+    """Save our chart as a preset of an account; `ConfigError` if W&B refuses."""
     try:
         api.create_custom_chart(entity, chart_name(), "ZeCO-Train comparison", "vega2", "private", chart_spec())
     except Exception as error:
@@ -342,17 +329,9 @@ def _refused(error: Exception) -> ConfigError:
 
 
 def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity: str | None, online: bool) -> int:
-    """Log the rows of benchmarks as W&B runs of job type `bench`; idempotent.
+    """Log the rows of `bench model` as W&B runs of job type `bench`; idempotent. Returns their number.
 
-    Args:
-        files: results.json of `bench model`.
-        folder: for W&B's files, one subfolder per row.
-        project: of the runs.
-        entity: user or team; None for the account's default.
-        online: send the runs to the server; otherwise they stay in `folder`, for `wandb sync`.
-
-    Returns:
-        The number of runs.
+    W&B's files lie in a subfolder of `folder` for each row; unless `online` they stay there, for `wandb sync`.
 
     Raises:
         DataError: a file is not a result of `bench model`.

@@ -23,6 +23,7 @@ from zeco_train.tracking.starts import Layout, read_starts
 
 Row = dict[str, Any]
 _MOST_DEVICES = 10**9
+_RATE = "tokens_per_second_per_device"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class Measurement:
     Attributes:
         name: of the run, or the benchmark's file.
         source: `training` or `benchmark`.
-        layout: parallel layout and workload.
         rate: tokens per second and device.
         step_seconds, exposed_seconds, data_seconds: medians: duration of a step, and the parts of it spent waiting for
             scans and for data. None if not measured.
@@ -73,9 +73,8 @@ class Measurement:
     ratio: float | None = None
 
     def as_dict(self) -> Row:
-        """Fields by name, flattened with those of the layout."""
-        row = asdict(self)
-        return {**row, "layout": self.layout.as_dict()}
+        """Fields by name, and those of the layout."""
+        return asdict(self) | {"layout": self.layout.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Comparison:
 
 
 def read(paths: Sequence[Path]) -> Comparison:
-    """Read runs and benchmarks; see the package's docstring for PATH.
+    """Read runs and benchmarks; see the command for PATH.
 
     Raises:
         DataError: a path is neither, or cannot be read; other results among several files are noted only.
@@ -105,7 +104,7 @@ def read(paths: Sequence[Path]) -> Comparison:
     """
     files = [path for path in paths if path.is_file()]
     notes: list[str] = []
-    folders = [folder for path in paths if not path.is_file() for folder in run_folders(path, notes)]
+    folders = [folder for path in paths if not path.is_file() for folder in _run_folders(path, notes)]
     runs = read_runs(folders) if folders else []
     measurements = []
     families: dict[str, list[Run]] = defaultdict(list)
@@ -127,32 +126,21 @@ def read(paths: Sequence[Path]) -> Comparison:
     return Comparison(measurements, list(families.values()), benchmarks, notes)
 
 
-def run_folders(path: Path, notes: list[str]) -> list[Path]:
-    """`path` itself if it is a run's folder, else its subfolders that are, sorted.
-
-    Runs without metrics yet are left out of a folder of runs, and noted.
-
-    Raises:
-        DataError: there is no run.
-    """
+def _run_folders(path: Path, notes: list[str]) -> list[Path]:
+    # `path` itself if it is a run's folder, else its subfolders that are; those without metrics yet are noted.
     if (path / METRICS_FILE).exists():
         return [path]
     files = sorted(path.glob(f"*/{METRICS_FILE}"))
     found = [file.parent for file in files if file.stat().st_size]
     notes += [f"{file.parent.name} has no rows yet" for file in files if file.parent not in found]
     if not found:
-        raise DataError(
-            path, f"has no {METRICS_FILE}, nor has a folder in it", "give folders of runs that have trained"
-        )
+        problem = f"has no {METRICS_FILE}, nor has a folder in it"
+        raise DataError(path, problem, "give folders of runs that have trained")
     return found
 
 
 def _file_names(files: Sequence[Path]) -> list[str]:
-    """Distinguishing names: the file's own, prefixed by parent folders as far as needed.
-
-    Raises:
-        ConfigError: a duplicate file.
-    """
+    # The file's own name, prefixed by parent folders as far as needed.
     parts = [path.resolve().with_suffix("").parts[1:] for path in files]
     for depth in range(max(map(len, parts), default=0) + 1):
         names = ["-".join(own[-depth - 1 :]) for own in parts]
@@ -162,7 +150,7 @@ def _file_names(files: Sequence[Path]) -> list[str]:
 
 
 def _identity(path: Path) -> str:
-    """Key of everything that determines a run's losses; the path itself if the folder does not record it."""
+    # Of everything that determines a run's losses; the path itself if the folder does not record it.
     try:
         return json.dumps(read_json(path / IDENTITY_FILE), sort_keys=True)
     except (OSError, ValueError):
@@ -170,9 +158,11 @@ def _identity(path: Path) -> str:
 
 
 def _of_run(run: Run, notes: list[str]) -> list[Measurement]:
-    """One measurement for each layout of the run, in chronological order."""
+    # One for each layout of the run, in chronological order.
     last = [*run.rows.values()][-1]
-    starts = read_starts(run.path, _ratio_of_rates(last))
+    rate, per_device = last.get("tokens_per_second"), last.get("tokens_per_second_per_device")
+    ratio = rate / per_device if rate and per_device else 1.0
+    starts = read_starts(run.path, round(ratio) if 1 <= ratio <= _MOST_DEVICES else 1)
     by_layout: dict[Layout, list[Row]] = defaultdict(list)
     for index, start in enumerate(starts):
         # A repeated step has the row of the later start, so each start ends before the next start's first step.
@@ -181,22 +171,12 @@ def _of_run(run: Run, notes: list[str]) -> list[Measurement]:
         rows = [row for step, row in run.rows.items() if start.step < step <= stop]
         # The first step includes kernel compilation and connection setup.
         by_layout[start.layout] += rows[1:] or rows
-    measured = [_of_rows(run.name, layout, rows) for layout, rows in by_layout.items() if _rates(rows)]
+    measured = [_of_rows(run.name, layout, rows) for layout, rows in by_layout.items() if _values(rows, _RATE)]
     if len(measured) > 1:
         notes.append(f"{run.name} was split in {len(measured)} ways, one after the other, and has a line for each")
     if not measured:
         notes.append(f"{run.name} has no throughput yet")
     return measured
-
-
-def _ratio_of_rates(row: Row) -> int:
-    rate, per_device = row.get("tokens_per_second"), row.get("tokens_per_second_per_device")
-    ratio = rate / per_device if rate and per_device else 1.0
-    return round(ratio) if 1 <= ratio <= _MOST_DEVICES else 1
-
-
-def _rates(rows: Iterable[Row]) -> list[float]:
-    return _values(rows, "tokens_per_second_per_device")
 
 
 def _of_rows(name: str, layout: Layout, rows: list[Row]) -> Measurement:
@@ -209,7 +189,7 @@ def _of_rows(name: str, layout: Layout, rows: list[Row]) -> Measurement:
         name=name,
         source="training",
         layout=layout,
-        rate=Spread.of(_rates(rows)),
+        rate=Spread.of(_values(rows, _RATE)),
         step_seconds=middle("step_seconds") or math.nan,
         exposed_seconds=middle("comm_exposed_seconds"),
         data_seconds=middle("data_seconds"),
@@ -226,8 +206,7 @@ def _values(rows: Iterable[Row], column: str) -> list[float]:
 
 
 def _with_ratios(measurements: list[Measurement], identities: Mapping[str, str]) -> list[Measurement]:
-    """Set ratios to the first `dp` measurement with the same work on as many devices of the same kind."""
-
+    # To the first `dp` measurement with the same work on as many devices of the same kind.
     def work(measurement: Measurement) -> tuple[object, ...]:
         layout = measurement.layout
         return identities[measurement.name], layout.devices, layout.device_name, layout.strategy
@@ -241,8 +220,7 @@ def _with_ratios(measurements: list[Measurement], identities: Mapping[str, str])
 
 
 def _of_benchmark(name: str, results: Mapping[str, Any], notes: list[str]) -> list[Measurement]:
-    """The rows of `bench model`; the other cases time parts of a step, and have their own plots."""
-    if results["case"] != "model":
+    if results["case"] != "model":  # the other cases time parts of a step, and have their own plots
         return []
     found = []
     for row in results["rows"]:

@@ -21,13 +21,7 @@ from zeco_train.system.numbers import compact, length_name
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of measurements.
-
-    Attributes:
-        heading, hint: column header and its tooltip.
-        value: sort key.
-        show: the value as text.
-    """
+    """A column of the table of measurements; `hint` is its tooltip, `value` the sort key."""
 
     heading: str
     hint: str
@@ -80,7 +74,6 @@ class Table:
     """A table of the page.
 
     Attributes:
-        caption: above it.
         headings: names of the columns, and their tooltips.
         rows: of cells, (sort key, text); the first of a row is its header.
     """
@@ -95,14 +88,7 @@ class Table:
 
 
 def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: dict[str, bytes]) -> str:
-    """The report as an HTML page.
-
-    Args:
-        title: its heading.
-        comparison: the measurements and runs to show.
-        drawn: the panels.
-        pictures: further PNGs, by caption.
-    """
+    """The report as an HTML page; `pictures` are further PNGs, by caption."""
     # Names come from strangers' files: all values are escaped.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -157,21 +143,15 @@ def _throughput(measurements: Sequence[Measurement]) -> Table:
 
 
 def _losses(number: int, family: Sequence[Run]) -> dict[str, Any]:
-    """The table of `zeco_train.compare`, from the same data; or why there is none."""
+    # The table of `zeco_train.compare`, from the same data; or why there is none.
     try:
         rows = describe(family)
     except DataError as error:
         return {"number": number, "problem": str(error)}
-    headings = [
-        ("run", ""),
-        ("steps", "done"),
-        ("compared", "steps that the first run has as well"),
-        ("first loss", ""),
-        ("last loss", ""),
-    ]
-    headings += [
-        (f"largest difference of {name.replace('_', ' ')}", "absolute, relative, at step") for name in COMPARED
-    ]
+    headings = [("run", ""), ("steps", "done"), ("compared", "steps that the first run has as well")]
+    headings += [("first loss", ""), ("last loss", "")]
+    for name in COMPARED:
+        headings.append((f"largest difference of {name.replace('_', ' ')}", "absolute, relative, at step"))
     cells = []
     for row in rows:
         numbers = [(row[key], f"{row[key]:.5f}") for key in ("first_loss", "last_loss")]
@@ -193,5 +173,5 @@ def _data(png: bytes) -> str:
 
 
 def _sort_key(value: float) -> str:
-    """Format for JavaScript, which reads `Infinity` but not Python's `inf`."""
+    # JavaScript reads `Infinity` but not Python's `inf`.
     return "Infinity" if value == math.inf else repr(value)

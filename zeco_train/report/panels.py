@@ -36,7 +36,6 @@ class Panel:
     """One picture of the report.
 
     Attributes:
-        title: of the panel.
         text: alternative text: the axes, and the values if there are few.
         draw: draws into axes, with the backends' colours.
     """
@@ -100,7 +99,7 @@ def _place(measurement: Measurement) -> tuple[int, str, int, int]:
 
 
 def _kind(measurement: Measurement) -> tuple[str, str, str]:
-    """Key of measurements that may share axes."""
+    # Those that may share axes.
     return measurement.layout.model, measurement.source, measurement.layout.device_name
 
 
@@ -115,21 +114,11 @@ def _throughput(measurements: Sequence[Measurement], where: str) -> list[Panel]:
         lambda m: _ranks(m.layout.devices),
     )
     spoken = _spoken((m, f"{rate.median:,.0f}") for m, rate in rates)
-    found = [
-        Panel(
-            f"Throughput by length ({where})",
-            f"Tokens per second and device over {length}: {spoken}.",
-            partial(_draw_lines, by_length, length, length_name, _RATE),
-        )
-    ]
+    text, draw = "Tokens per second and device over", partial(_draw_lines, by_length, length, length_name, _RATE)
+    found = [Panel(f"Throughput by length ({where})", f"{text} {length}: {spoken}.", draw)]
     if len({m.layout.devices for m in measurements}) > 1:
-        found.append(
-            Panel(
-                f"Scaling ({where})",
-                f"Tokens per second and device over the number of devices: {spoken}.",
-                partial(_draw_lines, _by_devices(rates), "devices", str, _RATE),
-            )
-        )
+        draw = partial(_draw_lines, _by_devices(rates), "devices", str, _RATE)
+        found.append(Panel(f"Scaling ({where})", f"{text} the number of devices: {spoken}.", draw))
     return found
 
 
@@ -153,7 +142,7 @@ def _label(measurement: Measurement) -> str:
 def _lines(
     values: Sequence[tuple[Measurement, Spread]], x: Callable[[Measurement], int], kind: Callable[[Measurement], str]
 ) -> list[Line]:
-    """(backend, kind, points) of each line; of two measurements with the same x the later one counts."""
+    # Of two measurements with the same x the later one counts.
     lines: dict[tuple[str, str], dict[int, Spread]] = {}
     for measurement, value in values:
         lines.setdefault((measurement.layout.backend, kind(measurement)), {})[x(measurement)] = value
@@ -199,7 +188,6 @@ def _color(backend: str, colors: Mapping[str, str]) -> str:
 
 
 def _costs(measurements: Sequence[Measurement], where: str) -> list[Panel]:
-    """Bar charts, one bar per measurement."""
     columns: tuple[tuple[str, str, Callable[[Measurement], float | None]], ...] = (
         ("Exposed communication", "% of a step", lambda m: _share(m.exposed_seconds, m)),
         ("Waiting for data", "% of a step", lambda m: _share(m.data_seconds, m)),

@@ -1,0 +1,3 @@
+from tests.support.unrendered import rendered, unrendered
+
+__all__ = ["rendered", "unrendered"]
