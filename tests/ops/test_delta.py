@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.ops.test_ops import DOCUMENTS, cut
 from tests.support.delta_cases import DECAYS, HEADS, KEY_DIM, RULES, VALUE_DIM, Case, make
+from tests.support.few import one_of
 from tests.support.recurrence import naive_gla, naive_of
 from zeco_train.ops.delta import chunked, forward_flops, recomputed_flops
 from zeco_train.ops.documents import find_doc_ids
-from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
 
 pytestmark = pytest.mark.numeric
@@ -26,10 +26,6 @@ TOLERANCE = 1e-13
 EACH = pytest.mark.parametrize("rule", RULES)
 # A negative control is wrong by at least this much.
 WRONG = 1e-3
-
-
-def _itself(transition: Tensor) -> Tensor:
-    return transition
 
 
 def sharded(
@@ -161,8 +157,7 @@ def test_orthogonal_keys_make_gated_linear_attention() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 130])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_one_rank_equals_recurrence(rule: str, num_tokens: int, decay: str) -> None:
-    if rule != "delta" or decay == "none":
-        check(rule, make(rule, num_tokens, decay), [0, num_tokens])
+    check(rule, make(rule, num_tokens, decay), [0, num_tokens])
 
 
 @pytest.mark.few
@@ -175,18 +170,18 @@ def test_every_grouping_of_heads_equals_recurrence(rule: str, groups: int, batch
 
 @pytest.mark.few
 @EACH
-@pytest.mark.parametrize("edges", [[0, 100, 200], [0, 1, 65, 200], [0, 64, 128, 192], [0, 3, 67, 190, 200]])
-def test_sharded_ranks_equal_recurrence(rule: str, edges: list[int]) -> None:
-    for decay in DECAYS if rule != "delta" else ("none",):
-        check(rule, make(rule, edges[-1], decay), edges)
+@pytest.mark.parametrize("edges", [[0, 100, 140], [0, 1, 65, 140], [0, 64, 128, 192], [0, 3, 67, 130, 140]])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_sharded_ranks_equal_recurrence(rule: str, edges: list[int], decay: str) -> None:
+    check(rule, make(rule, edges[-1], decay), edges)
 
 
-@EACH
+@pytest.mark.parametrize("rule", one_of(RULES, "kda"))
 def test_more_than_eight_chunks_a_rank_equal_recurrence(rule: str) -> None:
-    case = make(rule, 700, "weak")
+    case = make(rule, 590, "weak")
     # Else nothing of an incoming state is left after 8 chunks, and later ones need not be in the transition.
-    case[0][1][:, :600, :, KEY_DIM // 2 :] = 0.0
-    check(rule, case, [0, 650, 700])
+    case[0][1][:, :540, :, KEY_DIM // 2 :] = 0.0
+    check(rule, case, [0, 580, 590])
 
 
 @pytest.mark.few
@@ -197,6 +192,7 @@ def test_documents_equal_recurrence(rule: str, documents: str, edges: list[int])
     check(rule, make(rule, 200), edges, DOCUMENTS[documents])
 
 
+@pytest.mark.few
 @EACH
 @pytest.mark.parametrize("loud", [slice(0, 70), slice(70, 150)])
 def test_no_value_or_gradient_crosses_restart(rule: str, loud: slice) -> None:
@@ -210,13 +206,7 @@ def test_no_value_or_gradient_crosses_restart(rule: str, loud: slice) -> None:
     for name in ("o", *(f"d{name}" for name in OPERATORS[rule].operands)):
         assert torch.equal(wanted[name][:, kept], found[name][:, kept]), name
         assert not torch.equal(wanted[name][:, loud], found[name][:, loud]), name
-
-
-def test_gradient_of_the_decay_at_a_restart_is_zero() -> None:
-    for rule in ("gated_delta", "kda"):
-        found = sharded(rule, make(rule, 150), [0, 150], torch.tensor([0, 70, 150]))
-        assert (found["dg"][:, 70] == 0).all()
-        assert (found["dg"][:, [69, 71]] != 0).any()
+    assert rule == "delta" or ((found["dg"][:, 70] == 0).all() and (found["dg"][:, [69, 71]] != 0).any())
 
 
 def test_transition_is_zero_after_a_restart_and_no_expansion_otherwise() -> None:
@@ -237,20 +227,16 @@ def test_transition_is_zero_after_a_restart_and_no_expansion_otherwise() -> None
 def test_scanning_decays_in_place_of_matrices_is_wrong() -> None:
     case, edges = make("kda", 48, "weak"), [0, 16, 32, 48]
     right = expected("kda", case, None)
-    wrong = sharded(
-        "kda",
-        case,
-        edges,
-        None,
-        forward_transition=lambda _, local: torch.diag_embed(local[3].sum(1).exp()),
-    )
-    assert errors(wrong, right)["state"] > WRONG
-    assert errors(wrong, right)["o"] > WRONG
+    decays = lambda _, local: torch.diag_embed(local[3].sum(1).exp())  # noqa: E731
+    wrong = errors(sharded("kda", case, edges, None, forward_transition=decays), right)
+    assert min(wrong["state"], wrong["o"]) > WRONG
 
 
 def test_reverse_scan_without_transposition_is_wrong() -> None:
     case, edges = make("kda", 48, "weak"), [0, 16, 32, 48]
-    found = errors(sharded("kda", case, edges, None, adjoint=_itself), expected("kda", case, None))
+    found = errors(
+        sharded("kda", case, edges, None, adjoint=lambda transition: transition), expected("kda", case, None)
+    )
     assert found["o"] <= TOLERANCE
     assert all(found[name] > WRONG for name in ("initial_grad", "dk", "dv", "dg", "dbeta")), found
 
@@ -268,6 +254,7 @@ def test_gradient_of_decays_without_the_term_of_the_last_state_is_wrong(rule: st
 # Dtypes
 
 
+@pytest.mark.few
 @EACH
 @pytest.mark.parametrize("decay", ["none", "mixed", "strong"])
 def test_fp32_error_is_bounded(rule: str, decay: str) -> None:
@@ -312,7 +299,7 @@ def test_narrow_or_misshapen_operands_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^q: expected a number of groups that divides the 3 heads of v, got 2"):
         naive(q, k, v[:, :, :3], g[..., :3], beta[..., :3])
     with pytest.raises(ValueError, match=r"^g: expected shape \[B, T, H, K\] = \[1, 5, 4, 6\], got \[1, 5, 4, 7\]"):
-        naive(q, k, v, g[..., None].expand(1, 5, 4, 7), beta)
+        naive_of(OPERATORS["kda"])(q, k, v, g[..., None].expand(1, 5, 4, 7), beta)
     delta = OPERATORS["delta"]
     for plain in (naive_of(delta), lambda *tensors: delta.step(*tensors, torch.zeros(1, 4, 6, 5))):
         with pytest.raises(ValueError, match=r"^beta: expected float32 or float64, for writing strengths"):
@@ -361,8 +348,3 @@ def test_flops_count_the_chunk_form() -> None:
     # K 6, V 5, C 64: systems 63 · (2·6 + 5), states 6·30 (4·30 again), scores 65 · 11 (65 · 6 again).
     assert forward_flops(HEADS, KEY_DIM, VALUE_DIM) == HEADS * (63 * 17 + 180 + 65 * 11)
     assert recomputed_flops(HEADS, KEY_DIM, VALUE_DIM) == HEADS * (63 * 17 + 120 + 65 * 6)
-
-
-@EACH
-def test_operators_scan_matrices(rule: str) -> None:
-    assert OPERATORS[rule].kind is Kind.matrix

@@ -61,8 +61,7 @@ def delta_errors(case: DeltaCase, dtype: torch.dtype, device: torch.device) -> d
     tensors, doc_ids = case.tensors(dtype, device), case.doc_ids(device)
     scale = case.shape[4] ** -0.5
     found = _found(case, tensors, scale, doc_ids)
-    passes = CHUNKED
-    expected = both_results(passes, case.names, {name: x.double() for name, x in tensors.items()}, scale, doc_ids)
+    expected = both_results(CHUNKED, case.names, {name: x.double() for name, x in tensors.items()}, scale, doc_ids)
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     identity = found["M"].shape[:3].numel() ** 0.5
@@ -257,7 +256,7 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
 
 
 @pytest.mark.slow  # up to 15 s with an empty cache of Triton
-@pytest.mark.parametrize("name", one_of(COMPILED, "sm_90, kda"))
+@pytest.mark.parametrize("name", one_of(COMPILED, "sm_90, gated_delta"))
 def test_delta_kernels_compile_within_shared_memory(name: str) -> None:
     """The GPU compiler runs without a GPU and refuses code that the interpreter accepts."""
     found = run_distributed(_compiled, 1, name, fresh=True)[0]

@@ -18,6 +18,7 @@ from tests.support.comparison import largest
 from tests.support.recurrence import naive_gla
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import chunked
+from zeco_train.ops.mix import operator_of
 from zeco_train.ops.registry import OPERATORS
 
 pytestmark = pytest.mark.numeric
@@ -231,6 +232,12 @@ def test_recurrence_restarts_at_token_zero_unless_it_continues() -> None:
 # The phases on one rank and over several
 
 
+@pytest.mark.parametrize(("num_tokens", "chunk"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 64)])
+def test_chunk_is_smallest_size_that_fits_up_to_64(num_tokens: int, chunk: int) -> None:
+    case = make_case(num_tokens)
+    assert chunked.intra_scores(case.q, case.k, case.g, None, 1.0).shape[-2:] == (chunk, chunk)
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 130, 200])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong", "strongest"])
@@ -245,14 +252,14 @@ def test_sharded_ranks_equal_recurrence(edges: list[int], decay: str) -> None:
     check(make_case(edges[-1], decay), edges)
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 630, 700]])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 560, 590]])
 def test_more_than_eight_chunks_a_rank_equal_recurrence(cu_seqlens: list[int] | None) -> None:
-    check(make_case(700, "weak", cu_seqlens=cu_seqlens), [0, 650, 700])
+    check(make_case(590, "weak", cu_seqlens=cu_seqlens), [0, 580, 590])
 
 
 @pytest.mark.parametrize("edges", [[0, 150], [0, 20, 150]])
 def test_batches_heads_and_odd_dims_equal_recurrence(edges: list[int]) -> None:
-    check(make_case(150, batch=3, heads=3, key_dim=33, value_dim=17), edges)
+    check(make_case(150, batch=2, heads=3, key_dim=33, value_dim=17), edges)
     check(make_case(150, batch=2, heads=1, key_dim=1, value_dim=1), edges)
 
 
@@ -348,11 +355,11 @@ def test_bf16_error_is_bounded(decay: str) -> None:
 
 
 def test_long_shard_with_strong_decay_stays_finite() -> None:
-    case = make_case(1000, "strong", dtype=torch.float32)
+    case = make_case(200, "strong", dtype=torch.float32)
     chunk_states = chunked.local_states(case.k, case.v, case.g, None)
     assert chunk_states.log_decay.isfinite().all()
-    assert chunk_states.log_decay.max() < -10_000
-    check(case, [0, 500, 1000], tolerance=4e-6)
+    assert chunk_states.log_decay.max() < -2_000
+    check(case, [0, 100, 200], tolerance=4e-6)
 
 
 # Mistakes
@@ -369,7 +376,6 @@ def wrong_inputs() -> Iterator[tuple[str, dict[str, Tensor]]]:
     yield "g", {"g": case.g.bfloat16()}
     yield "q", {"q": case.q.long()}
     yield "q", {name: getattr(case, name)[:, :0] for name in ("q", "k", "v", "g")}
-    yield "initial_state", {"initial_state": case.initial_state.mT}
     yield "documents", {"cu_seqlens": torch.tensor([0, 10])}
 
 
@@ -379,9 +385,7 @@ def test_invalid_tensors_are_named(name: str, wrong: dict[str, Tensor]) -> None:
     arguments = {"q": case.q, "k": case.k, "v": case.v, "g": case.g} | wrong
     doc_ids = find_doc_ids(arguments.pop("cu_seqlens", None), 1, 10, case.q.device)
     with pytest.raises(ValueError, match=f"^{name}: "):
-        naive_gla(**arguments, doc_ids=doc_ids)
-    if "initial_state" in wrong:
-        return
+        naive_gla(*arguments.values(), doc_ids=doc_ids)
     with pytest.raises(ValueError, match=f"^{name}: "):
         OPERATORS["gla"].check([*arguments.values()], doc_ids, case.do)
 
@@ -389,9 +393,18 @@ def test_invalid_tensors_are_named(name: str, wrong: dict[str, Tensor]) -> None:
 def test_invalid_state_is_named() -> None:
     case = make_case(10)
     chunk_states = chunked.local_states(case.k, case.v, case.g, None)
-    scores = chunked.intra_scores(case.q, case.k, case.g, None, 1.0)
+    scores, state = chunked.intra_scores(case.q, case.k, case.g, None, 1.0), case.initial_state.mT
     with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, H, K, V\] = \[1, 2, 5, 7\], got"):
-        chunked.outputs(case.q, case.v, scores, chunk_states, case.initial_state.mT, 1.0)
+        chunked.outputs(case.q, case.v, scores, chunk_states, state, 1.0)
+    with pytest.raises(ValueError, match=r"^initial_state: "):
+        naive_gla(case.q, case.k, case.v, case.g, initial_state=state)
+
+
+def test_unknown_operator_and_wrong_operands_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^operator: must be one of gla.*; got 'gala'$"):
+        operator_of("gala", [])
+    with pytest.raises(ValueError, match=r"^operands: gla takes q, k, v, g; got 3 tensors$"):
+        operator_of("gla", [torch.zeros(1)] * 3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ do; what it cannot see is the code that ptxas makes of them (`tests.support.desc
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lab.campaigns.operator_shapes import DELTA, Case, draw, errors_of
 from tests.support import interpreter
@@ -24,7 +23,6 @@ LENGTHS = (129, 130, 150, 192, 193)
 
 
 def _failures(rank: int, world_size: int, cases: list[Case]) -> list[str]:
-    torch.set_num_threads(1)
     interpreter.patch_bf16()
     interpreter.skip_overflow_checks()
     wrong = []
@@ -39,13 +37,24 @@ def _failures(rank: int, world_size: int, cases: list[Case]) -> list[str]:
 CASES = {name: draw(7, 20, [name], PAIRS, LENGTHS, ()) for name in WITH_KERNELS}
 
 
-@pytest.mark.few(2)
+# Of each operator and dtype that with the fewest tiles.
+SMALL = [
+    min((case for case in cases if case.dtype == dtype), key=lambda case: case.B * case.H * case.T * case.K * case.V)
+    for cases in CASES.values()
+    for dtype in ("bf16", "fp32")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", CASES)
-def test_kernels_match_fp64_at_random_shapes(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [SMALL, *(pytest.param(cases, marks=pytest.mark.campaign) for cases in CASES.values())],
+    ids=["small", *CASES],
+)
+def test_kernels_match_fp64_at_random_shapes(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_failures, 1, CASES[operator], fresh=True) == [[]]
+    assert run_distributed(_failures, 1, cases, fresh=True) == [[]]
 
 
 def test_cases_are_of_every_kind() -> None:

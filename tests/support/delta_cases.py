@@ -6,9 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from zeco_train.ops.operator import Operator
-from zeco_train.ops.registry import OPERATORS
-
 HEADS, KEY_DIM, VALUE_DIM = 4, 6, 5
 RULES = ("delta", "gated_delta", "kda")
 DECAYS = ("none", "weak", "mixed", "strong", "underflow")
@@ -47,7 +44,3 @@ def make(rule: str, num_tokens: int, decay: str = "mixed", groups: int = 2, batc
     of_decays = {"gated_delta": (*tokens, HEADS), "kda": (*tokens, HEADS, KEY_DIM)}
     g = [log_decays(decay, of_decays[rule], generator)] if rule in of_decays else []
     return [q, k, v, *g, beta], random(*state), do, random(*state)
-
-
-def operator(rule: str) -> Operator:
-    return OPERATORS[rule]

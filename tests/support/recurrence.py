@@ -1,18 +1,14 @@
 """The second oracle: the recurrences of all operators, token by token under plain autograd, equation by equation.
 
-Slow, and their graphs hold T states: for small cases, preferably in fp64. Shapes, dtypes and errors are those of the
-operators (`zeco_train.ops`), with
-
-    scale          factor of the outputs, K^-1/2 if None
-    initial_state  [B, H, K, V], the state before token 0; None is zero
-    doc_ids         [T], see `zeco_train.ops.documents`; B must be 1 with them
-
-Each returns the outputs in the dtype of v, and the last state, in fp64 if v is fp64, else fp32.
+Slow, and their graphs hold T states: for small cases, preferably in fp64. Each takes the operands, by default the scale
+K^-1/2, no `initial_state` [B, H, K, V] and no `doc_ids` [T], and returns the outputs in the dtype of v, and the last
+state, in fp64 if v is fp64, else fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,81 +22,26 @@ from zeco_train.ops.short_conv.passes import check_inputs as check_conv
 from zeco_train.ops.short_conv.passes import check_state as check_conv_state
 
 
-def naive_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
+def _affine(
+    name: str,
+    *operands: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t (arXiv 2312.06635, section 4.1)."""
-    OPERATORS["gla"].check((q, k, v, g), doc_ids)
-    return _run(q, k, v, g, None, scale, initial_state, doc_ids)
+    """S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ,    o_t = scale · q_tᵀ S_t.
 
-
-def naive_scalar_decay(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    doc_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`naive_gla` with one decay a head, and queries and keys of a group for each head (arXiv 2405.21060)."""
-    OPERATORS["scalar_decay"].check((q, k, v, g), doc_ids)
-    return _run(q, k, v, g, None, scale, initial_state, doc_ids)
-
-
-def naive_fixed_decay(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    doc_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`naive_scalar_decay` with g_t = log_decay for all tokens; log_decay [H], a constant."""
-    OPERATORS["fixed_decay"].check((q, k, v, log_decay), doc_ids)
-    return _run(q, k, v, log_decay.detach().expand(v.shape[:3]), None, scale, initial_state, doc_ids)
-
-
-def naive_gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    doc_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ (arXiv 2412.06464; by channel 2510.26692)."""
-    OPERATORS["kda" if g.dim() == 4 else "gated_delta"].check((q, k, v, g, beta), doc_ids)
-    return _run(q, k, v, g, beta, scale, initial_state, doc_ids)
-
-
-def naive_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    doc_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`naive_gated_delta` without decay: g = 0 (arXiv 2102.11174)."""
-    OPERATORS["delta"].check((q, k, v, beta), doc_ids)
-    g = beta.detach().new_zeros(1).expand(beta.shape)
-    return naive_gated_delta(q, k, v, g, beta, scale=scale, initial_state=initial_state, doc_ids=doc_ids)
+    Without β it is S_t = Diag(exp(g_t)) S_{t-1} + k_t v_tᵀ, without g the state does not decay; `log_decay` [H] is a
+    constant g of all tokens (GLA: arXiv 2312.06635, section 4.1; scalar decays 2405.21060; delta rules 2102.11174,
+    2412.06464, 2510.26692).
+    """
+    OPERATORS[name].check(operands, doc_ids)
+    values = dict(zip(OPERATORS[name].operands, operands, strict=True))
+    q, k, v = operands[:3]
+    g = values.get("g")
+    if g is None:
+        g = values.get("log_decay", q.new_zeros(1)).detach().expand(v.shape[:3])
+    return _run(q, k, v, g, values.get("beta"), scale, initial_state, doc_ids)
 
 
 def _run(
@@ -202,22 +143,15 @@ def naive_hgrn(
     return torch.stack(o, dim=1).to(x.dtype), h[..., None]
 
 
-_NAIVE = {
-    "gla": naive_gla,
-    "scalar_decay": naive_scalar_decay,
-    "fixed_decay": naive_fixed_decay,
-    "delta": naive_delta,
-    "gated_delta": naive_gated_delta,
-    "kda": naive_gated_delta,
-    "short_conv": naive_short_conv,
-    "unmasked": naive_unmasked,
-    "hgrn": naive_hgrn,
-}
+naive_gla = partial(_affine, "gla")
 
 
 def naive_of(operator: Operator) -> Recurrence:
     """The recurrence of an operator, of other passes or names of operands too."""
-    return next(naive for name, naive in _NAIVE.items() if OPERATORS[name].one_token is operator.one_token)
+    known = OPERATORS.items()
+    name = next(name for name, x in known if (x.one_token, x.dims) == (operator.one_token, operator.dims))
+    others = {"short_conv": naive_short_conv, "unmasked": naive_unmasked, "hgrn": naive_hgrn}
+    return others.get(name, partial(_affine, name))
 
 
 def recurrence(
