@@ -12,10 +12,12 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ cpu_seconds = 0.0
 # Thresholds of garbage collections. By the defaults they take a tenth of a rank's time: torch's first uses make many
 # objects that stay.
 GARBAGE = 20_000, 20, 20
+# Starts with TRITON_INTERPRET=1, which Triton reads when it is imported, and forks the ranks of the tests that set it.
+_INTERPRETED = forkserver.ForkServer()
+_INTERPRETED.set_forkserver_preload(["tests.support.preloaded"])
 
 
 class RankError(AssertionError):
@@ -58,7 +63,7 @@ def run_distributed(
         backend: of `init_process_group`.
         may_die: ranks that may end without a result.
         fresh: start processes without preloaded imports, for settings that must precede an import; forked ones have
-            imported torch and Triton, the latter in compiler mode and not for its interpreter.
+            imported torch and Triton, in compiler mode unless TRITON_INTERPRET=1.
 
     Returns:
         The result of each rank, by rank; None for a rank of `may_die` that died.
@@ -66,8 +71,9 @@ def run_distributed(
     Raises:
         RankError: a rank raised (the first in time is reported), died, or timed out.
     """
+    starts = _INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else forkserver._forkserver
     # A process that has queried CUDA devices must not be forked.
-    fresh = fresh or "nccl" in backend
+    fresh = (fresh and starts is not _INTERPRETED) or "nccl" in backend
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
         context.set_forkserver_preload(["tests.support.preloaded"])
@@ -78,10 +84,11 @@ def run_distributed(
             ours, theirs = context.Pipe(duplex=False)
             process: BaseProcess = context.Process(
                 target=_run_rank,
-                args=(theirs, fn, rank, world_size, store, backend, timeout, dict(os.environ), args),
+                args=(theirs, fn, rank, world_size, store, backend, timeout, dict(os.environ), fresh, args),
                 daemon=True,
             )
-            process.start()
+            with mock.patch.object(forkserver, "connect_to_new_process", starts.connect_to_new_process):
+                process.start()
             theirs.close()
             ranks[ours] = (rank, process)
         try:
@@ -138,6 +145,7 @@ def _run_rank(
     backend: str,
     timeout: float,
     environment: dict[str, str],
+    fresh: bool,
     args: tuple[object, ...],
 ) -> None:
     # Replace the environment of the process it was forked from.
@@ -168,7 +176,8 @@ def _run_rank(
         trace = traceback.format_exc()
     # By value: tensors in shared memory would be freed when this process ends.
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    # Fresh ranks are children of the test process, which counts them.
+    seconds = 0.0 if fresh else sum(usage.ru_utime + usage.ru_stime for usage in usages)
     connection.send_bytes(pickle.dumps((time.monotonic(), result, trace, seconds)))
     connection.close()
     # Skip interpreter finalisation: destroying a group with pending operations would block.
