@@ -174,8 +174,11 @@ def missing_peer(rank: int, algorithm: str) -> None:
     [(2, SMALLEST), *(pytest.param(n, SHAPES, marks=pytest.mark.campaign) for n in (2, 3, 4))],
     ids=["2, smallest", "2", "3", "4"],
 )
-def test_one_kernel_scans_in_triton_interpreter(world_size: int, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
-    run_distributed(suite, world_size, shapes, fresh=True)
+def test_one_kernel_scans_in_triton_interpreter(
+    world_size: int, shapes: tuple[tuple[int, int, int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run_distributed(suite, world_size, shapes)
 
 
 def fallbacks(rank: int, world_size: int) -> None:

@@ -160,7 +160,7 @@ def suite(rank: int, world_size: int) -> None:
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (2, 5))])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 2, 5))])
 def test_rows_with_documents_of_their_own_equal_their_recurrences(world_size: int) -> None:
     run_distributed(suite, world_size)
 
@@ -246,6 +246,7 @@ def keeping_saved(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
 KEEPING = Passes(Keeping, keeping_backward, keeping_saved, replaced=(3,), needs_incoming=False)
 
 
+@pytest.mark.slow
 def test_saved_tensors_return_to_their_rows() -> None:
     """Those in place of operands too; a compiler is promised the same ones."""
     values = tensors("gla", 9)
@@ -256,6 +257,7 @@ def test_saved_tensors_return_to_their_rows() -> None:
     assert all(torch.equal(x, found[key]) for key, x in wanted.items())
 
 
+@pytest.mark.slow  # tests/ops has opcheck without rows
 @pytest.mark.parametrize("name", ["short_conv", "fixed_decay"])
 def test_operator_passes_opcheck_by_rows(name: str) -> None:
     check_promises(name, tensors(name, 9))
@@ -329,7 +331,7 @@ def softmax(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_softmax_of_rows_with_documents_of_their_own_equals_the_formula(world_size: int) -> None:
     run_distributed(softmax, world_size)
 

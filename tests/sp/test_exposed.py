@@ -35,7 +35,8 @@ CPU = torch.device("cpu")
 # rank: of REPEATS measurements the longest counts for a waiting rank, the shortest for a rank that does not wait.
 DELAY = 0.3
 REPEATS = 3
-NAMES = ("lasp1", "lasp2", "two_shot", "chain/3")
+# In the caller, and in the background.
+NAMES = ("lasp1", "two_shot")
 
 
 def run_scan(scan: StateScan, before: float, between: float, *, reverse: bool = False, carry: bool = False) -> Tensor:

@@ -86,13 +86,14 @@ def test_pairs_have_each_value_with_each_of_another_axis() -> None:
     assert len(PAIRS) < 20
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_hybrids_train_alike_for_three_steps(world_size: int, store: str, expected: Whole) -> None:
     # With fewer heads of keys than ranks, too.
     compare(world_size, store, expected, COVERING, 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_hybrids_train_alike_with_every_scan_and_method(world_size: int, store: str, expected: Whole) -> None:
@@ -107,6 +108,7 @@ def test_recomputation_fetches_no_keys_twice(store: str) -> None:
         assert found["none"] == found["selective"] == found["full"]
 
 
+@pytest.mark.slow
 def test_windows_and_documents_change_losses(expected: Whole) -> None:
     narrow, plain = expected["gla, window", False, 3], expected["gla, wide window", False, 3]
     assert worst(narrow, plain)["losses"] > 1e-3

@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -71,9 +72,9 @@ def run_distributed(
     Raises:
         RankError: a rank raised (the first in time is reported), died, or timed out.
     """
-    starts = _INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else forkserver._forkserver
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     # A process that has queried CUDA devices must not be forked.
-    fresh = (fresh and starts is not _INTERPRETED) or "nccl" in backend
+    fresh = (fresh and not interpreted) or "nccl" in backend
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
         context.set_forkserver_preload(["tests.support.preloaded"])
@@ -87,7 +88,8 @@ def run_distributed(
                 args=(theirs, fn, rank, world_size, store, backend, timeout, dict(os.environ), fresh, args),
                 daemon=True,
             )
-            with mock.patch.object(forkserver, "connect_to_new_process", starts.connect_to_new_process):
+            start = _INTERPRETED.connect_to_new_process
+            with mock.patch.object(forkserver, "connect_to_new_process", start) if interpreted else nullcontext():
                 process.start()
             theirs.close()
             ranks[ours] = (rank, process)
