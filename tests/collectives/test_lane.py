@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from datetime import timedelta
 
@@ -138,18 +139,26 @@ def test_topology_by_hosts() -> None:
     assert str(Topology((16,), ("a",)).with_ranks_per_node(4)) == "4 nodes of 4 ranks"
 
 
-def test_settings_of_lane() -> None:
+def test_settings_of_scans() -> None:
     even, uneven, alone = Topology((2, 2)), Topology((2, 1)), Topology((4,))
     auto = AllScanConfig()
     assert [scan.name for scan in auto.scans_over(alone)] == ["chain", "two_shot"]
     assert [scan.name for scan in auto.scans_over(even)] == ["chain", "two_shot", "doubling", "lane"]
     assert [scan.name for scan in auto.scans_over(uneven)] == ["chain", "two_shot", "doubling"]
-    lane = AllScanConfig(AllScanAlgorithm["lane"])
-    lane.validate()
     with pytest.raises(ConfigError, match=r"^sp.all_scan.algorithm=lane: needs as many ranks on every node"):
-        lane.scans_over(uneven)
-    lane.transport = AllScanTransport.symmetric
-    with pytest.raises(ConfigError, match=r"^sp.all_scan.transport=symmetric: lane has no kernel yet"):
-        lane.validate()
-    with pytest.raises(ConfigError, match=r"^sp.all_scan.ranks_per_node=0: must be ≥ 1, or null$"):
-        AllScanConfig(ranks_per_node=0).validate()
+        AllScanConfig(AllScanAlgorithm["lane"]).scans_over(uneven)
+    AllScanConfig(AllScanAlgorithm.chain, blocks="2").validate()
+    with pytest.raises(ConfigError, match=r"^sp.all_scan.blocks=2: "):
+        AllScanConfig(AllScanAlgorithm.two_shot, blocks="2").validate()
+    for name in ("lane", "doubling"):
+        config = AllScanConfig(AllScanAlgorithm[name])
+        config.validate()
+        assert [scan.name for scan in config.scans] == [name]
+        for change, field in (
+            ({"transport": AllScanTransport.symmetric}, "transport"),
+            ({"blocks": "2"}, "blocks"),
+            ({"ranks_per_node": 0}, "ranks_per_node"),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                dataclasses.replace(config, **change).validate()
+            assert caught.value.field == f"sp.all_scan.{field}"

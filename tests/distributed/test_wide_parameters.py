@@ -19,7 +19,7 @@ from models.mixers.mamba2 import Mamba2Config, Mamba2Decay
 from models.parameters import cast
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from tests.support.sp_reference import RecordedExchange, build_scans
+from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from tests.support.training import full, train
 from zeco_train.distributed.mesh import ProcessMesh
@@ -60,7 +60,8 @@ def _training(rank: int, world_size: int, store: str, cases: list[tuple[Any, ...
     One rank runs only these.
     """
     mesh = make_mesh(rank, world_size, world_size)
-    scan = build_scans(tuple(range(world_size)))["lasp2"] if world_size > 1 else RecordedExchange(local_exchange())
+    name = "lasp2" if world_size > 1 else "dp"
+    scan = build_scans(tuple(range(world_size)), name)[name]
     first: dict[bool, Any] = {}
     for strategy, recompute, segments, documents in cases:
         if world_size == 1 and documents in first:

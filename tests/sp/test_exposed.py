@@ -60,7 +60,7 @@ def measured(scan: StateScan, before: float, between: float = 0.0, **options: bo
 
 
 def waits(rank: int, world_size: int, name: str) -> dict[str, list[float | None]]:
-    scan = build_scans((0, 1))[name].states
+    scan = build_scans((0, 1), name)[name].states
     run_scan(scan, 0.0, 0.0)
     run_scan(scan, 0.0, 0.0, reverse=True)
     # The second rank waits for the first one's state; the first one for the second's; the state arrives before it is

@@ -187,7 +187,7 @@ def segments(rank: int, world_size: int, share: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(("world_size", "share"), [(3, 4), (2, 1)])
+@pytest.mark.parametrize(("world_size", "share"), [pytest.param(3, 4, marks=pytest.mark.campaign), (2, 1)])
 def test_segments_carry_inputs_and_their_gradients(world_size: int, share: int) -> None:
     """With 2 tokens a segment, inputs pass through whole segments."""
     run_distributed(segments, world_size, share)
@@ -215,7 +215,7 @@ def beside_a_backend(rank: int, world_size: int) -> None:
 
 
 def test_backend_takes_a_halo_beside_it() -> None:
-    run_distributed(beside_a_backend, 4)
+    run_distributed(beside_a_backend, 2)
 
 
 def messages(rank: int, world_size: int, short: bool) -> tuple[int, int]:
@@ -235,7 +235,7 @@ def messages(rank: int, world_size: int, short: bool) -> tuple[int, int]:
     return sum(sent), len(sent)
 
 
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("short", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_rank_but_the_last_sends_one_state(short: bool) -> None:
     load = Load(3, (2, 1, 3, 5), 4, matrices=True)
     assert run_distributed(messages, 3, short) == [(load.state_bytes, 1)] * 2 + [(0, 0)]

@@ -43,7 +43,7 @@ PAIRS: list[Row] = [(*cell, Strategy.zero2) for cell in cover_pairs(*AXES)]
 
 def sent(rank: int, world_size: int, store: str) -> dict[str, int]:
     """Bytes that all-to-alls of softmax attention send in three steps, by recomputation."""
-    mesh, states = make_mesh(rank, world_size, world_size), build_scans((0, 1))["lasp2"]
+    mesh, states = make_mesh(rank, world_size, world_size), build_scans((0, 1), "lasp2")["lasp2"]
     method = build_attention(METHODS["all_gather"], dist.new_group(range(world_size)), TIMEOUT)
     scan = states.replaced(attention=method)
     found, send = dict.fromkeys((each.value for each in Recompute), 0), Wire.all_to_all
