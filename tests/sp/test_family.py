@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.exactness_matrix import COVERING, compare, reference
+from lab.exactness_matrix import compare, reference
 from models.registry import MIXERS
 from tests.support.distributed import run_distributed
 from tests.support.steps import worst, write_documents
@@ -31,12 +31,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_mixer_trains_alike_on_two_ranks(name: str, store: str) -> None:
     compare([name], 2, store, cases=2)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", MIXERS)
-def test_mixer_trains_alike_on_four_ranks_with_every_scan(name: str, store: str) -> None:
-    compare([name], 4, store, cases=len(COVERING))
 
 
 @pytest.mark.slow
