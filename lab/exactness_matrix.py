@@ -62,7 +62,7 @@ def _case(name: str, documents: bool, segments: int = 1, **settings: Any) -> Cas
 
 
 def reference(rank: int, world_size: int, store: str, names: list[str]) -> dict[tuple[str, bool], Result]:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
     return {
         (name, documents): run_steps(_case(name, documents), scan, mesh, store)
         for name, documents in itertools.product(names, (False, True))

@@ -50,7 +50,7 @@ def case_of(
 
 def reference(rank: int, world_size: int, store: str) -> Whole:
     """What one rank has."""
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
     cells = itertools.product(HYBRIDS, (False, True), (1, 3))
     return {cell: run_steps(case_of(*cell), scan, mesh, store) for cell in cells}
 

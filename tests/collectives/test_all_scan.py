@@ -174,8 +174,11 @@ def missing_peer(rank: int, algorithm: str) -> None:
     [(2, SMALLEST), *(pytest.param(n, SHAPES, marks=pytest.mark.campaign) for n in (2, 3, 4))],
     ids=["2, smallest", "2", "3", "4"],
 )
-def test_one_kernel_scans_in_triton_interpreter(world_size: int, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
-    run_distributed(suite, world_size, shapes, fresh=True)
+def test_one_kernel_scans_in_triton_interpreter(
+    world_size: int, shapes: tuple[tuple[int, int, int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run_distributed(suite, world_size, shapes)
 
 
 def fallbacks(rank: int, world_size: int) -> None:
@@ -249,13 +252,3 @@ def test_transport_fallback_is_logged_once() -> None:
 @pytest.mark.processes
 def test_unusable_transport_is_refused_or_falls_back() -> None:
     run_distributed(fallbacks, 2)
-
-
-def test_blocks_without_chain_algorithm_are_refused() -> None:
-    from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
-
-    expected = r"^sp.all_scan.blocks=2: would be ignored; it needs sp.all_scan.algorithm=chain$"
-    with pytest.raises(ConfigError, match=expected):
-        AllScanConfig(AllScanAlgorithm.two_shot, blocks="2").validate()
-    for config in (AllScanConfig(AllScanAlgorithm.two_shot), AllScanConfig(AllScanAlgorithm.chain, blocks="2")):
-        config.validate()

@@ -40,7 +40,7 @@ FAMILIES = tuple(f"{name}/2" if scan.best_blocks else name for name, scan in SCA
 # Asynchronous ones, of which several can be in flight.
 LAUNCHED = tuple(variant for variant in FAMILIES if not SCANS[variant.partition("/")[0]].in_series)
 # H·V = 6, 12 and 1: not a multiple of 4 ranks, a multiple, and fewer columns than ranks. [B, H, K, V]
-SHAPES = ((1, 2, 5, 3), (2, 3, 8, 4), (1, 1, 64, 1), (2, 3, 64, 5))
+SHAPES = ((1, 2, 5, 3), (2, 3, 8, 4), (1, 1, 16, 1), (2, 3, 64, 5))
 # The sum of at most 4 terms of |x| < 20; fp32: exp, product and sum round 2^-24 each, 4 times, with room for 2.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 20 * 4 * 3 * 2 * 2.0**-24}
 
@@ -154,10 +154,13 @@ def cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool, bool, boo
         yield variant, shape, dtype, matrices, *rest
 
 
-def reference_suite(rank: int, world_size: int, device_type: str) -> None:
+def reference_suite(rank: int, world_size: int, device_type: str, quick: bool = False) -> None:
     device = f"{device_type}:{rank}" if device_type == "cuda" else device_type
     lanes = new_lanes(world_size)
     for seed, (variant, shape, dtype, matrices, with_carry, restarts, want_carry) in enumerate(cases()):
+        # One of the eight combinations of the last three for each of the others, and each of them with every variant.
+        if quick and (seed % 8 != seed // 8 % 8 or shape == SHAPES[-1]):
+            continue
         # For both directions: the norms of matrices take a third of the time.
         pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, restarts, matrices)
         for lane in lanes:
@@ -244,6 +247,9 @@ def subgroup_suite(rank: int, world_size: int) -> None:
             Lane(groups[1 - mine]).launch("chain/1", pairs.states[0], pairs.transitions[0])
 
 
+UNEVEN_SCANS = 60
+
+
 def pace_suite(rank: int, world_size: int) -> None:
     lanes = [Lane(dist.new_group(list(range(world_size)))) for _ in LAUNCHED]
     pairs = Pairs.make(0, world_size, SHAPES[1], torch.float64, False, False)
@@ -261,24 +267,26 @@ def pace_suite(rank: int, world_size: int) -> None:
     store.set(f"finished by {rank}", "")
     lane = lanes[0]
     sleeps = random.Random(rank)
-    for seed in range(200):
+    for seed in range(UNEVEN_SCANS):
         variant = FAMILIES[seed % len(FAMILIES)]
         want_carry = seed % 5 == 0
         pairs = Pairs.make(seed, world_size, SHAPES[seed % 2], torch.float64, seed % 3 == 0, seed % 4 == 0)
         scan = pairs.launch(lane, variant, rank, "cpu", want_carry)
         if sleeps.random() < 0.2:
             time.sleep(0.02 * sleeps.random())
-        finish(pairs, scan, lane, rank, want_carry, f"scan {seed} of 200, {variant}")
+        finish(pairs, scan, lane, rank, want_carry, f"scan {seed}, {variant}")
     # A rank that has its results may still have sends pending.
     for lane in lanes:
         lane.worker.drain()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (2, 4, 5))])
-def test_every_scan_equals_the_reference(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in range(1, 6))]
+)
+def test_every_scan_equals_the_reference(world_size: int, quick: bool) -> None:
     """Also two scans in flight, and invalid calls."""
-    run_distributed(reference_suite, world_size, "cpu")
+    run_distributed(reference_suite, world_size, "cpu", quick)
 
 
 @pytest.mark.processes

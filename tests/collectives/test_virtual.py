@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.collectives.test_collectives import check as check_tensor
 from tests.collectives.test_lane import requests_of
 from tests.support.virtual import Network, Outcome, run_virtual
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.doubling import count_rounds
+from zeco_train.collectives.doubling import Rounds, count_rounds
 from zeco_train.collectives.registry import SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.seam import ScanRequest, fold
@@ -30,11 +31,13 @@ COSTS = Costs(
 BLOCKS = 4
 
 
-def run(name: str, topology: Topology, reverse: bool) -> tuple[Outcome, Load]:
+def run(name: str, topology: Topology, reverse: bool, matrices: bool = False) -> tuple[Outcome, Load]:
     """Run a scan and check every rank's result, by the recurrence in fp64."""
     generator = torch.Generator().manual_seed(topology.ranks)
     states = torch.randn(topology.ranks, *SHAPE, generator=generator, dtype=torch.float64)
     transitions = -torch.rand(topology.ranks, *SHAPE[:3], generator=generator, dtype=torch.float64)
+    if matrices:
+        transitions = torch.randn(*transitions.shape, SHAPE[2], generator=generator, dtype=torch.float64) / 3
     requests = [ScanRequest(*pair, reverse) for pair in zip(states, transitions, strict=True)]
     scan = SCANS[name]
     blocks = BLOCKS if scan.best_blocks else None
@@ -44,7 +47,7 @@ def run(name: str, topology: Topology, reverse: bool) -> tuple[Outcome, Load]:
         # A state's sum of decaying terms stays below 20, of which 1,024 folds keep 12 digits.
         torch.testing.assert_close(found.incoming[rank], expected, rtol=0, atol=1e-11, msg=f"{name}, rank {rank}")
         expected = fold(states[rank], transitions[rank], expected)
-    return found, Load(topology.ranks, SHAPE, 8, nodes=topology.nodes)
+    return found, Load(topology.ranks, SHAPE, 8, matrices, topology.nodes)
 
 
 def most_messages(name: str, load: Load) -> int:
@@ -95,18 +98,17 @@ def test_every_scan_takes_states_of_any_shape(name: str) -> None:
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_the_modelled_time_over_nodes(name: str) -> None:
     """Nodes of 8 and of one rank, and a single one."""
-    for nodes, per_node in ((1, 8), (8, 1), (4, 8), (8, 4)):
-        for reverse in (False, True):
-            check(name, Topology((per_node,) * nodes), reverse)
+    for number, (nodes, per_node) in enumerate(((1, 8), (8, 1), (4, 8), (8, 4))):
+        check(name, Topology((per_node,) * nodes), reverse=number % 2 == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_the_modelled_time_at_256_ranks(name: str) -> None:
     check(name, Topology((8,) * 32), reverse=True)
 
 
-@pytest.mark.few(2)
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_the_modelled_time_at_1024_ranks(name: str) -> None:
     # Two exchanges of 1,024² messages take 35 s of CPU, and minutes beside other tests.
@@ -120,3 +122,36 @@ def test_uneven_numbers_of_nodes_take_at_most_the_modelled_time() -> None:
             found, load = run(name, Topology((2,) * nodes), reverse=False)
             modelled = SCANS[name].seconds(COSTS, load, None)
             assert 0.75 * modelled < found.seconds <= modelled * (1 + 1e-9), (name, nodes)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scans_with_matrices_send_the_bytes_of_their_descriptor(name: str) -> None:
+    for ranks in (2, 3, 4):
+        found, load = run(name, Topology((ranks,)), reverse=False, matrices=True)
+        assert max(found.network.bytes.values()) == SCANS[name].bytes_sent(load, False), ranks
+        if name == "chain":
+            # The received state alone, never a matrix.
+            assert max(found.network.bytes.values()) == load.state_bytes
+
+
+def test_chain_sends_one_state_where_gathering_sends_all_matrices() -> None:
+    # A layer of delta_net_1b, gated_deltanet_1b or kda_1b with 16 heads: S has 1.05 MB in fp32, and so has M.
+    load = Load(256, (1, 16, 128, 128), 4, matrices=True)
+    assert SCANS["chain"].bytes_sent(load, False) == load.state_bytes == 16 * 128 * 128 * 4
+    assert SCANS["all_gather"].bytes_sent(load, False) == 255 * 2 * load.state_bytes
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_doubling_takes_any_number_of_ranks(matrices: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_rounds = Rounds.run
+
+    def without_receives(rounds: Rounds, *arguments: Any) -> Any:
+        # All of them are posted at launch.
+        rounds._wire.receive = None  # type: ignore[method-assign, assignment]
+        return run_rounds(rounds, *arguments)
+
+    monkeypatch.setattr(Rounds, "run", without_receives)
+    for size in (2, 3, 5, 6, 7, 9, 16, 17):
+        found, load = run("doubling", Topology((size,)), reverse=False, matrices=matrices)
+        assert max(found.network.messages.values()) == count_rounds(size)
+        assert max(found.network.bytes.values()) == SCANS["doubling"].bytes_sent(load, False)

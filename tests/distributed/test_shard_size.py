@@ -32,10 +32,10 @@ from zeco_train.training.step import TrainingStep
 
 pytestmark = pytest.mark.numeric
 
-BATCH, STEPS = 4, 2
+BATCH, STEPS = 4, 1
 # Strategy, shard size, sp size, segments, optimizer.
 GRID = [(Strategy.zero2, shard_size, sp_size, 1, "adamw") for shard_size in (1, 2, 4) for sp_size in (1, 2, 4)]
-FEW = [(Strategy.zero2, 2, 4, 1, "adamw"), (Strategy.zero3, 2, 1, 1, "adamw")]
+FEW = [(Strategy.zero3, 2, 4, 1, "adamw")]
 OTHERS = [
     (Strategy.zero2, -1, 2, 1, "adamw"),
     (Strategy.zero3, 2, 4, 2, "adamw"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -185,12 +186,20 @@ def build_methods(world_size: int, timeout: timedelta = TIMEOUT) -> dict[str, An
     }
 
 
-def exact(rank: int, world_size: int) -> None:
+# Every method, documents, windows, shared heads and uneven shards at once, and what they could hide.
+QUICK = (
+    "one head of keys",
+    "uneven shards, documents, wide window, four queries a key",
+    "a rank without tokens, window",
+)
+
+
+def exact(rank: int, world_size: int, names: Sequence[str]) -> None:
     # Several blocks of queries a shard.
     sdpa._BLOCK = 4
     methods = build_methods(world_size)
-    for name, case in CASES.items():
-        whole = Whole(case, world_size)
+    for name in names:
+        whole = Whole(CASES[name], world_size)
         naive = whole.naive()
         check(whole.torchs(), naive, (0, whole.tokens), TOLERANCE, f"torch, {name}")
         for method, attention in methods.items():
@@ -199,32 +208,38 @@ def exact(rank: int, world_size: int) -> None:
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (2, 4, 5))])
-def test_every_method_equals_softmax_over_the_whole_sequence(world_size: int) -> None:
-    run_distributed(exact, world_size)
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(3, QUICK), *(pytest.param(n, [*CASES], marks=pytest.mark.campaign) for n in range(1, 6))]
+)
+def test_every_method_equals_softmax_over_the_whole_sequence(world_size: int, names: Sequence[str]) -> None:
+    run_distributed(exact, world_size, names)
 
 
-def repeated(rank: int, world_size: int) -> None:
+def repeated(rank: int, world_size: int, bounds: dict[torch.dtype, float]) -> None:
     sdpa._BLOCK = 4
     methods = build_methods(world_size)
     gradients = ring.attend_backward
     # As the kernel of GPUs, which gives gradients in the dtype of the operands.
     ring.attend_backward = lambda do, *more: tuple(grad.to(do.dtype) for grad in gradients(do, *more))  # type: ignore
-    for dtype, bound in ((torch.float64, TOLERANCE), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        for name in ("plain", "documents, wide window, four queries a key"):
-            whole = Whole(CASES[name], world_size, dtype)
-            naive = whole.naive()
-            for method, attention in methods.items():
-                found, again = (whole.of_rank(attention, rank) for _ in range(2))
-                where = f"{method}, {name}, {dtype}"
-                assert all(x.dtype == dtype for x in found.values()), where
-                check(found, naive, whole.shards[rank], bound, where)
-                assert all(torch.equal(found[of], again[of]) for of in NAMES), f"other bits: {where}"
+    for dtype, bound in bounds.items():
+        whole = Whole(CASES["documents, wide window, four queries a key"], world_size, dtype)
+        naive = whole.naive()
+        for method, attention in methods.items():
+            found, again = (whole.of_rank(attention, rank) for _ in range(2))
+            where = f"{method}, {dtype}"
+            assert all(x.dtype == dtype for x in found.values()), where
+            check(found, naive, whole.shards[rank], bound, where)
+            assert all(torch.equal(found[of], again[of]) for of in NAMES), f"other bits: {where}"
     dist.barrier()
 
 
-def test_every_dtype_has_its_accuracy_and_the_same_bits_twice() -> None:
-    run_distributed(repeated, 3)
+@pytest.mark.parametrize(
+    "bounds",
+    [{torch.bfloat16: 2e-2}, pytest.param({torch.float32: 1e-5}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_every_dtype_has_its_accuracy_and_the_same_bits_twice(bounds: dict[torch.dtype, float]) -> None:
+    run_distributed(repeated, 3, bounds)
 
 
 class Recorded:

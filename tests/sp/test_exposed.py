@@ -35,7 +35,8 @@ CPU = torch.device("cpu")
 # rank: of REPEATS measurements the longest counts for a waiting rank, the shortest for a rank that does not wait.
 DELAY = 0.3
 REPEATS = 3
-NAMES = ("lasp1", "lasp2", "two_shot", "chain/3")
+# In the caller, and in the background.
+NAMES = ("lasp1", "two_shot")
 
 
 def run_scan(scan: StateScan, before: float, between: float, *, reverse: bool = False, carry: bool = False) -> Tensor:
@@ -59,7 +60,7 @@ def measured(scan: StateScan, before: float, between: float = 0.0, **options: bo
 
 
 def waits(rank: int, world_size: int, name: str) -> dict[str, list[float | None]]:
-    scan = build_scans((0, 1))[name].states
+    scan = build_scans((0, 1), name)[name].states
     run_scan(scan, 0.0, 0.0)
     run_scan(scan, 0.0, 0.0, reverse=True)
     # The second rank waits for the first one's state; the first one for the second's; the state arrives before it is

@@ -5,8 +5,8 @@ In fp64, where a sum in another order moves almost no number over a step of fp8.
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -40,21 +40,28 @@ SPLITS = (
 
 def case_of(model: str, documents: bool = False, **settings: Any) -> Case:
     batch = 1 if documents else GLOBAL_BATCH
-    return Case(documents=documents, micro_batch=batch, model=MODELS[model], **{"matmul": Matmul.fp8, **settings})
+    return Case(
+        documents=documents, micro_batch=batch, model=MODELS[model], **{"matmul": Matmul.fp8, "steps": 1, **settings}
+    )
 
 
-def whole(rank: int, world_size: int, store: str) -> dict[tuple[str, bool], Result]:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
-    cells = [(model, documents) for model in MODELS for documents in (False, True)]
+def whole(
+    rank: int, world_size: int, store: str, models: Sequence[str], layouts: Sequence[bool]
+) -> dict[tuple[str, bool], Result]:
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
+    cells = [(model, documents) for model in models for documents in layouts]
     return {cell: run_steps(case_of(*cell), scan, mesh, store) for cell in cells}
 
 
-def split(rank: int, world_size: int, store: str, expected: bytes, models: list[str]) -> None:
+def split(
+    rank: int, world_size: int, store: str, expected: bytes, models: list[str], splits: Sequence[tuple[Any, ...]]
+) -> None:
     results: dict[tuple[str, bool], Result] = pickle.loads(expected)
-    mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
+    mesh = make_mesh(rank, world_size, world_size)
+    scans = build_scans(tuple(range(world_size)), *(row[0] for row in splits))
     method = build_attention(METHODS["all_gather"], dist.new_group(range(world_size)), TIMEOUT)
     for model in models:
-        for scan, documents, segments, recompute, strategy in SPLITS:
+        for scan, documents, segments, recompute, strategy in splits:
             case = case_of(model, documents, segments=segments, recompute=recompute, strategy=strategy)
             where = f"{model}, {scan}, {strategy.value}, {recompute.value}, {world_size} ranks"
             check(
@@ -71,10 +78,10 @@ def split(rank: int, world_size: int, store: str, expected: bytes, models: list[
 def shares_of_data(rank: int, world_size: int, store: str, expected: bytes) -> None:
     """Whole sequences on each rank, sharded weights."""
     results: dict[tuple[str, bool], Result] = pickle.loads(expected)
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((rank,))["dp"]
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((rank,), "dp")["dp"]
     for strategy in (Strategy.ddp, Strategy.zero3):
-        case = dataclasses.replace(case_of("gla", strategy=strategy), micro_batch=1)
-        check(run_steps(case, scan, mesh, store), results["gla", False], TOLERANCE, strategy.value)
+        case = case_of("gla", True, strategy=strategy)
+        check(run_steps(case, scan, mesh, store), results["gla", True], TOLERANCE, strategy.value)
 
 
 def with_one_scale(*parts: Tensor) -> Fp8Rows:
@@ -97,29 +104,32 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(store: str) -> dict[tuple[str, bool], Result]:
-    found = run_distributed(whole, 1, store)[0]
+    """Of gla with documents."""
+    found = run_distributed(whole, 1, store, ["gla"], [True])[0]
     assert isinstance(found, dict)
     return found
 
 
 def test_gla_in_fp8_trains_alike_on_two_ranks(store: str, expected: dict[tuple[str, bool], Result]) -> None:
-    run_distributed(split, 2, store, pickle.dumps(expected), ["gla"])
+    run_distributed(split, 2, store, pickle.dumps(expected), ["gla"], SPLITS[2:])
+
+
+@pytest.mark.few(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_models_in_fp8_train_alike_on_any_number_of_ranks(world_size: int, store: str) -> None:
+    expected = run_distributed(whole, 1, store, [*MODELS], [False, True])[0]
+    run_distributed(split, world_size, store, pickle.dumps(expected), [*MODELS], SPLITS, timeout=1200)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_models_in_fp8_train_alike_on_any_number_of_ranks(
-    world_size: int, store: str, expected: dict[tuple[str, bool], Result]
-) -> None:
-    run_distributed(split, world_size, store, pickle.dumps(expected), [*MODELS], timeout=1200)
-
-
 def test_sharding_of_weights_and_batch_does_not_change_fp8(
     store: str, expected: dict[tuple[str, bool], Result]
 ) -> None:
     run_distributed(shares_of_data, 2, store, pickle.dumps(expected))
 
 
+@pytest.mark.slow
 def test_scale_of_all_tokens_would_depend_on_the_split(store: str) -> None:
     """The control: with such a scale, the check of the other tests fails."""
     one = run_distributed(whole_and_split_with_one_scale, 1, store, 1)[0]
@@ -128,11 +138,12 @@ def test_scale_of_all_tokens_would_depend_on_the_split(store: str) -> None:
 
 
 def recomputed(rank: int, world_size: int, store: str) -> dict[Recompute, Result]:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
     return {each: run_steps(case_of("gla", recompute=each), scan, mesh, store) for each in Recompute}
 
 
-def test_recomputation_in_fp8_has_the_same_bits(store: str, expected: dict[tuple[str, bool], Result]) -> None:
+@pytest.mark.slow
+def test_recomputation_in_fp8_has_the_same_bits(store: str) -> None:
     found = run_distributed(recomputed, 1, store)[0]
     plain = found.pop(Recompute.none)
     for result in found.values():
@@ -141,12 +152,13 @@ def test_recomputation_in_fp8_has_the_same_bits(store: str, expected: dict[tuple
         assert all(torch.equal(result.parameters[name], plain.parameters[name]) for name in plain.parameters)
 
 
+@pytest.mark.slow
 def test_fp8_changes_losses_by_its_rounding(store: str, expected: dict[tuple[str, bool], Result]) -> None:
     found = run_distributed(in_compute_dtype, 1, store)[0]
-    error = worst(expected["gla", False], found)["losses"]
+    error = worst(expected["gla", True], found)["losses"]
     assert 1e-5 < error < 0.1
 
 
 def in_compute_dtype(rank: int, world_size: int, store: str) -> Result:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
-    return run_steps(case_of("gla", matmul=Matmul.bf16), scan, mesh, store)
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
+    return run_steps(case_of("gla", True, matmul=Matmul.bf16), scan, mesh, store)

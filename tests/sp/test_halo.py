@@ -89,13 +89,16 @@ def of_rank(
 
 
 def compare(
-    scans: dict[str, RecordedExchange], lengths: Sequence[int], layouts: dict[str, tuple[int, ...] | None], rank: int
+    scans: dict[str, RecordedExchange],
+    lengths: Sequence[int],
+    layouts: dict[str, tuple[int, ...] | None],
+    rank: int,
+    widths: Sequence[int] = (2, 3, 4),
+    carries: Sequence[bool] = (False, True),
 ) -> None:
     """Every width, layout of documents and scan, with and without a carry."""
     borders = [*itertools.accumulate(lengths, initial=0)]
-    # The default run, which has three ranks, leaves out the width in the middle.
-    widths = (2, 4) if len(lengths) == 3 else (2, 3, 4)
-    for width, (layout, documents), carry in itertools.product(widths, layouts.items(), (False, True)):
+    for width, (layout, documents), carry in itertools.product(widths, layouts.items(), carries):
         # One sequence as documents need it, else two.
         values = tensors(1 if documents else 2, borders[-1], width)
         inside = None if documents is None else [border for border in documents if border < borders[-1]]
@@ -122,20 +125,31 @@ def new_groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return dist.new_group(ranks), dist.new_group(ranks)
 
 
-def suite(rank: int, world_size: int) -> None:
+def suite(rank: int, world_size: int, quick: bool) -> None:
     scans = build_scans(tuple(range(world_size)), with_halo=False)
     scans["halo"] = RecordedExchange(make_halo(world_size))
-    compare(scans, SHORT_LENGTHS[0][:world_size], SHORT_DOCUMENTS, rank)
-    compare({"halo": scans["halo"]}, SHORT_LENGTHS[1][:world_size], SHORT_DOCUMENTS, rank)
-    compare(scans, LENGTHS[:world_size], DOCUMENTS, rank)
+    if quick:
+        halo = {"halo": scans["halo"]}
+        compare(
+            scans, LENGTHS[:world_size], {"over ranks": DOCUMENTS["over ranks and from an edge"]}, rank, [4], [True]
+        )
+        for lengths in SHORT_LENGTHS:
+            compare(halo, lengths[:world_size], SHORT_DOCUMENTS, rank, [4], [lengths is SHORT_LENGTHS[0]])
+        compare(halo, LENGTHS[:world_size], {"one document": None}, rank, [2], [False])
+    else:
+        compare(scans, SHORT_LENGTHS[0][:world_size], SHORT_DOCUMENTS, rank)
+        compare({"halo": scans["halo"]}, SHORT_LENGTHS[1][:world_size], SHORT_DOCUMENTS, rank)
+        compare(scans, LENGTHS[:world_size], DOCUMENTS, rank)
     for scan in scans.values():
         scan.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (2, 4, 5))])
-def test_convolution_over_ranks_equals_conv1d(world_size: int) -> None:
-    run_distributed(suite, world_size)
+@pytest.mark.parametrize(
+    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in range(1, 6))]
+)
+def test_convolution_over_ranks_equals_conv1d(world_size: int, quick: bool) -> None:
+    run_distributed(suite, world_size, quick)
 
 
 def segments(rank: int, world_size: int, share: int) -> None:
@@ -173,7 +187,7 @@ def segments(rank: int, world_size: int, share: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(("world_size", "share"), [(3, 4), (2, 1)])
+@pytest.mark.parametrize(("world_size", "share"), [pytest.param(3, 4, marks=pytest.mark.campaign), (2, 1)])
 def test_segments_carry_inputs_and_their_gradients(world_size: int, share: int) -> None:
     """With 2 tokens a segment, inputs pass through whole segments."""
     run_distributed(segments, world_size, share)
@@ -201,7 +215,7 @@ def beside_a_backend(rank: int, world_size: int) -> None:
 
 
 def test_backend_takes_a_halo_beside_it() -> None:
-    run_distributed(beside_a_backend, 4)
+    run_distributed(beside_a_backend, 2)
 
 
 def messages(rank: int, world_size: int, short: bool) -> tuple[int, int]:
@@ -221,7 +235,7 @@ def messages(rank: int, world_size: int, short: bool) -> tuple[int, int]:
     return sum(sent), len(sent)
 
 
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("short", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_rank_but_the_last_sends_one_state(short: bool) -> None:
     load = Load(3, (2, 1, 3, 5), 4, matrices=True)
     assert run_distributed(messages, 3, short) == [(load.state_bytes, 1)] * 2 + [(0, 0)]

@@ -29,12 +29,13 @@ from zeco_train.training.config import Dtype, TrainConfig
 pytestmark = pytest.mark.numeric
 
 # The contract is 1e-9. Sums are regrouped: measured 5e-16 for losses, 6e-15 for norms and for the
-# gradient of each parameter, and 2e-13 for parameters after two steps of AdamW.
+# gradient of each parameter, and 2e-13 for parameters after two steps of AdamW; here is one.
 TOLERANCE = 1e-11
 # World size and numbers of segments by backend; only two_shot has the longest cases, to save time.
 SEGMENTS = [
     pytest.param(1, {"dp": (1, 2, 4, 8), "two_shot": (8,)}, marks=pytest.mark.campaign),
-    (2, {"two_shot": (4,), "lasp1": (2,), "chain/3": (2,)}),
+    (2, {"two_shot": (2,)}),
+    pytest.param(2, {"lasp1": (2,), "chain/3": (4,)}, marks=pytest.mark.slow),
     pytest.param(
         2, {"two_shot": (1, 2, 8), "lasp1": (4,), "lasp2": (2, 4), "chain/3": (4,)}, marks=pytest.mark.campaign
     ),
@@ -52,12 +53,12 @@ def _case(segments: int, documents: bool, number: int = 0) -> Case:
         segments=segments,
         documents=documents,
         micro_batch=1 if documents else 2,
-        steps=2,
+        steps=1,
     )
 
 
 def _reference(rank: int, world_size: int, store: str) -> dict[bool, Result]:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
     return {documents: run_steps(_case(1, documents, 1), scan, mesh, store) for documents in (False, True)}
 
 
@@ -65,12 +66,13 @@ def _suite(
     rank: int, world_size: int, store: str, backends: dict[str, tuple[int, ...]], reference: bytes
 ) -> dict[str, float]:
     expected: dict[bool, Result] = pickle.loads(reference)
-    mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
+    mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)), *backends)
     errors: dict[str, float] = {}
-    if world_size == 2:
+    if len(backends) > 1:
         _check_two_groups(make_mesh(rank, world_size, 1), store, expected[True])
     number = 0
-    for documents, (name, cuts) in itertools.product((False, True), backends.items()):
+    # One backend alone: the gate's case.
+    for documents, (name, cuts) in itertools.product((False, True) if len(backends) > 1 else (True,), backends.items()):
         for segments in cuts:
             case = _case(segments, documents, number)
             number += 1
@@ -91,7 +93,7 @@ def _suite(
 def _check_two_groups(mesh: ProcessMesh, store: str, expected: Result) -> None:
     """Data parallel: a sequence per rank; gradients are summed after the last segment."""
     for strategy in (Strategy.ddp, Strategy.hsdp):
-        case = Case(strategy, recompute=Recompute.full, segments=4, documents=True, steps=2)
+        case = Case(strategy, recompute=Recompute.full, segments=4, documents=True, steps=1)
         result = run_steps(case, RecordedExchange(local_exchange()), mesh, store)
         check(result, expected, TOLERANCE, f"{case}, two groups")
 

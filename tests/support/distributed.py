@@ -68,7 +68,7 @@ def run_distributed(
         RankError: a rank raised (the first in time is reported), died, or timed out.
     """
     # A process that has queried CUDA devices must not be forked.
-    is_interpreted = fresh and backend == "gloo" and os.environ.get("TRITON_INTERPRET") == "1"
+    is_interpreted = backend == "gloo" and os.environ.get("TRITON_INTERPRET") == "1"
     fresh = not is_interpreted and (fresh or "nccl" in backend)
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:

@@ -296,15 +296,14 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], where: s
         assert torch.equal(tensor, expected[name]), f"{name} differs in a bit: {where}"
 
 
-def build_scans(ranks: tuple[int, ...], with_halo: bool = True) -> dict[str, RecordedExchange]:
-    """All backends on separate groups. Must be called on all ranks, including those not in `ranks`."""
+def build_scans(ranks: tuple[int, ...], *names: str, with_halo: bool = True) -> dict[str, RecordedExchange]:
+    """These, or all, backends on separate groups. Must be called on all ranks, including those not in `ranks`."""
     scans = {}
-    for name, config in CONFIGS.items():
+    for name in names or (*CONFIGS, *(["dp"] if len(ranks) == 1 else [])):
         groups = dist.new_group(ranks), dist.new_group(ranks)
         halo = (dist.new_group(ranks), dist.new_group(ranks)) if with_halo and len(ranks) > 1 else None
+        config = CONFIGS.get(name, SPConfig(Backend["dp"]))
         scans[name] = RecordedExchange(connect(config, groups, TIMEOUT, halo=halo))
-    if len(ranks) == 1:
-        scans["dp"] = RecordedExchange(connect(SPConfig(Backend["dp"]), groups, TIMEOUT))
     return scans
 
 

@@ -95,6 +95,7 @@ def kind(command: Command) -> str:
     return "fork" if b"tests.support" in Path(f"/proc/{command.pid}/cmdline").read_bytes() else "fresh"
 
 
+@pytest.mark.slow
 def test_fork_sees_and_ends_as_fresh_process(tmp_path: Path) -> None:
     found: dict[str, dict[str, Any]] = {"fork": {}, "fresh": {}}
     for name, (line, code) in ENDS.items():
@@ -150,13 +151,17 @@ def test_ranks_and_restarts_equal_those_of_fresh_launcher(tmp_path: Path) -> Non
     assert len({*numbers}) == len(numbers) == 4
 
 
-def test_launcher_reports_codes_and_signals_of_forked_ranks(tmp_path: Path) -> None:
-    ends = {"code": "sys.exit(7)", "signal": "os.kill(os.getpid(), signal.SIGKILL)"}
-    for name, line in ends.items():
-        folder = tmp_path / name
-        outcome, _ = launched(folder, [f"os.environ['RANK'] == '1' and {line}"], False)
-        assert outcome.code == 1
-        assert ("(exitcode: 7)" if name == "code" else "Signal 9 (SIGKILL) received") in outcome.err, outcome.err
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL) received"),
+        pytest.param("sys.exit(7)", "(exitcode: 7)", marks=pytest.mark.slow),
+    ],
+)
+def test_launcher_reports_codes_and_signals_of_forked_ranks(line: str, shown: str, tmp_path: Path) -> None:
+    outcome, _ = launched(tmp_path, [f"os.environ['RANK'] == '1' and {line}"], False)
+    assert outcome.code == 1
+    assert shown in outcome.err
 
 
 def test_signal_of_launcher_reaches_forked_ranks(tmp_path: Path) -> None:
@@ -191,6 +196,7 @@ def test_leaving_the_block_ends_forked_ranks(tmp_path: Path) -> None:
     wait_for_end(processes)
 
 
+@pytest.mark.slow
 def test_cpu_time_of_forked_ranks_counts_as_of_children(tmp_path: Path) -> None:
     """Once: by their launcher, whose time is added when it is waited for."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -51,7 +51,14 @@ def _in_run(run: Path, *arguments: str) -> list[Outcome]:
     ]
 
 
-@pytest.mark.parametrize("value", ["${oc.env:ZECO_TEST_SECRET}", "a${seed}", "${oc.env:HOME", '"\\x24{seed}"'])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:ZECO_TEST_SECRET}",
+        '"\\x24{seed}"',
+        *(pytest.param(value, marks=pytest.mark.slow) for value in ("a${seed}", "${oc.env:HOME")),
+    ],
+)
 def test_interpolation_in_run_configuration_is_refused(value: str, trained: tuple[Path, Path], tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained[0], tmp_path / "run", symlinks=True))
     _change(run / "config.yaml", "name: default", f"name: {value}")

@@ -176,6 +176,7 @@ def test_names_in_results_that_lead_out_of_a_folder_are_refused(column: str, nam
     assert [path.name for path in tmp_path.rglob("*")] == ["in", "results.json"]
 
 
+@pytest.mark.slow
 def test_report_draws_benchmarks_of_files_named_like_parent_folders(tmp_path: Path) -> None:
     """`...json` without its suffix is `..`."""
     (tmp_path / "...json").write_text(json.dumps(_results("model")))
@@ -184,7 +185,7 @@ def test_report_draws_benchmarks_of_files_named_like_parent_folders(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["...json", "out"]
 
 
-@pytest.mark.parametrize("case", ["model", "decode"])
+@pytest.mark.parametrize("case", ["decode", pytest.param("model", marks=pytest.mark.slow)])
 def test_results_of_unknown_variants_and_infinite_numbers_are_drawn(case: str, tmp_path: Path) -> None:
     """Nor is a variant's name a formula."""
     file = tmp_path / "results.json"

@@ -171,7 +171,7 @@ def _case(strategy: Strategy, steps: int, dp_size: int = 1) -> Case:
 
 
 def _reference(rank: int, world_size: int, store: str) -> dict[int, Result]:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
     return {steps: run_steps(_case(Strategy.ddp, steps), scan, mesh, store) for steps in (10, 2)}
 
 

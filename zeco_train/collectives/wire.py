@@ -141,12 +141,7 @@ class Wire:
         )
 
     def all_to_all(
-        self,
-        into: Tensor,
-        parts: Tensor,
-        what: str,
-        received: list[int] | None = None,
-        sent: list[int] | None = None,
+        self, into: Tensor, parts: Tensor, what: str, received: list[int] | None = None, sent: list[int] | None = None
     ) -> Transfer:
         """Start an all-to-all of `parts[r]` to each group rank r; `into[r]` is received from r. Both [P, …].
 
