@@ -211,10 +211,10 @@ COMPILED = {
 def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     """Shared memory of each kernel, compiled for a GPU that this machine need not have."""
     from zeco_train.ops.scalar_decay import cuda
-    from zeco_train.ops.scalar_decay.kernels import tuning
+    from zeco_train.ops.scalar_decay.kernels import launch
 
     capability, dtype, case = COMPILED[name]
-    kept = tuning.find(divmod(capability, 10), dtype, max(case.shape[4:]))
+    kept = launch.find(divmod(capability, 10), dtype, max(case.shape[4:]))
     cpu = torch.device("cpu")
     with compiling(capability) as found, mock.patch.object(cuda, "options_for", return_value=kept):
         _found(case, case.tensors(dtype, cpu), 1.0, case.doc_ids(cpu))
