@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import patch_bf16, skip_overflow_checks
-from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
+from tests.support.kernel_cases import SHARED_MEMORY, both_results, compiling, relative_error
 from tests.support.recurrence import naive_hgrn
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.hgrn import HGRN
@@ -49,17 +49,8 @@ def tensors(batch: int, tokens: int, heads: int, key_dim: int, dtype: torch.dtyp
 
 def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
     """All results of the two passes of one rank, given R and D_in."""
-    operands = [values["x"], values["g"]]
-    forward = passes.forward(operands, 1.0, doc_ids)
-    results = {"S_loc": forward.state.clone(), "A": forward.transition.exp()}
-    forward.overlap()
-    results["o"] = forward.outputs(values["R"])
-    assert [x.shape for x in forward.saved] == [x.shape for x in passes.saved_like(operands)]
-    incoming = values["R"] if passes.needs_incoming else None
-    backward = passes.backward(operands, values["do"], forward.saved, incoming, 1.0, doc_ids)
-    results["D_loc"] = backward.state_grad.clone()
-    backward.overlap()
-    return results | dict(zip(("dx", "dg"), backward.operand_grads(values["D_in"]), strict=True))
+    found = both_results(passes, ("x", "g"), values, 1.0, doc_ids)
+    return {**found, "M": found["M"].exp()}
 
 
 def expected(values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
@@ -73,7 +64,7 @@ def expected(values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Ten
     outputs, grads = [o, end], [values["do"].double(), values["D_in"].double()]
     dx, dg = torch.autograd.grad(outputs, leaves[:2], grads, retain_graph=True)
     (of_start,) = torch.autograd.grad([o], [start], grads[:1], materialize_grads=True)
-    results = {"S_loc": own, "A": unit.squeeze(-1), "o": o, "D_loc": of_start, "dx": dx, "dg": dg}
+    results = {"S": own, "M": unit.squeeze(-1), "o": o, "D": of_start, "dx": dx, "dg": dg}
     return {name: x.detach() for name, x in results.items()}
 
 

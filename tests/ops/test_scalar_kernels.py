@@ -17,9 +17,8 @@ from torch import Tensor
 from tests.support import interpreter
 from tests.support.distributed import run_distributed
 from tests.support.few import one_of
-from tests.support.kernel_cases import SHARED_MEMORY, RankCase, compiling, relative_error
+from tests.support.kernel_cases import SHARED_MEMORY, RankCase, both_results, compiling, relative_error
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.scalar_decay import SCALAR_DECAY
 
 pytestmark = pytest.mark.numeric
 
@@ -73,24 +72,10 @@ def _found(case: ScalarCase, tensors: dict[str, Tensor], scale: float, doc_ids: 
     from zeco_train.ops.scalar_decay import cuda  # late: imports Triton, whose mode is fixed at import
 
     passes, plain = (cuda.CUDA_FIXED if case.fixed else cuda.CUDA_SCALAR), cuda.options_for
-    operands = [tensors[name] for name in "qkvg"]
     with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), **dict(case.changes))):
-        promised = [(x.shape, x.stride(), x.dtype) for x in passes.saved_like(operands)]
-        forward = passes.forward(operands, scale, doc_ids)
-        state = forward.state.clone()
-        forward.overlap()
-        o, saved = forward.outputs(tensors["R"]), [*forward.saved]
-        assert promised == [(x.shape, x.stride(), x.dtype) for x in saved]
-        for position in passes.replaced:
-            assert saved[0].shape == operands[position].shape
-            operands[position] = saved.pop(0)
-        backward = passes.backward(operands, tensors["do"], saved, None, scale, doc_ids)
-        state_grad = backward.state_grad.clone()
-        backward.overlap()
-        grads = backward.operand_grads(tensors["D_in"])
-    survives = forward.transition.double().exp()[..., None]
-    ends = {"S": state + survives * tensors["R"], "D": state_grad + survives * tensors["D_in"]}
-    return {"o": o, **ends, **dict(zip(("dq", "dk", "dv", "dg"), grads, strict=True))}
+        found = both_results(passes, ("q", "k", "v", "g"), tensors, scale, doc_ids)
+    survives = found.pop("M").double().exp()[..., None]
+    return {**found, "S": found["S"] + survives * tensors["R"], "D": found["D"] + survives * tensors["D_in"]}
 
 
 def scalar_errors(case: ScalarCase, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -99,7 +84,6 @@ def scalar_errors(case: ScalarCase, dtype: torch.dtype, device: torch.device) ->
     scale = case.shape[4] ** -0.5
     found, expected = _found(case, tensors, scale, doc_ids), _expected(tensors, scale, doc_ids)
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
-    assert all(found[name].shape == expected[name].shape for name in expected)
     if case.fixed:
         errors["dg"] = found["dg"].abs().max().item()
     elif doc_ids is not None:
@@ -185,19 +169,6 @@ def test_scalar_kernels_match_fp64_under_interpreter(names: list[str], monkeypat
         assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
         assert errors.get("dg at restarts", 0.0) == 0.0, name
         assert len(errors) >= 7
-
-
-def test_wrong_operands_are_refused_by_name() -> None:
-    x = ScalarCase((1, 70, 2, 4, 8, 8)).tensors(torch.float32, torch.device("cpu"))
-    heads = x["q"][:, :, :1].repeat(1, 1, 3, 1)
-    for name, changed in (
-        ("q", {"q": heads, "k": heads}),
-        ("k", {"k": x["k"].bfloat16()}),
-        ("g", {"g": x["g"][..., :3]}),
-        ("v", {"v": x["v"][0]}),
-    ):
-        with pytest.raises(ValueError, match=rf"^{name}: expected"):
-            SCALAR_DECAY.check([{**x, **changed}[name] for name in "qkvg"], None)
 
 
 COMPILED = {

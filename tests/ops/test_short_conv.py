@@ -13,6 +13,7 @@ from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import skip_overflow_checks
+from tests.support.kernel_cases import both_results
 from tests.support.positions import position_of
 from tests.support.recurrence import naive_short_conv
 from zeco_train.ops.documents import find_doc_ids
@@ -246,15 +247,8 @@ QUICK = ["documents at the edges of runs", "two tiles of channels", "a token les
 
 def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
     """All results of the two passes of one rank, given R and D_in."""
-    operands = [values[name] for name in NAMES]
-    forward = passes.forward(operands, 1.0, doc_ids)
-    forward.overlap()
-    results = {"S_loc": forward.state, "A": forward.transition, "y": forward.outputs(values["carry_in"])}
-    backward = passes.backward(operands, values["do"], forward.saved, values["carry_in"], 1.0, doc_ids)
-    results["D_loc"] = backward.state_grad.clone()
-    backward.overlap()
-    results.update(zip(("dx", "dweight", "dbias"), backward.operand_grads(values["dcarry_out"]), strict=True))
-    return results
+    states = {"R": values["carry_in"], "D_in": values["dcarry_out"]}
+    return both_results(passes, NAMES, {**values, **states}, 1.0, doc_ids)
 
 
 def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
