@@ -295,14 +295,8 @@ for dims in ((16, 64, 128), (16, 128, 128), (4, 256, 512)):
 @pytest.mark.gpu
 def test_first_passes_take_at_most_30_seconds(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", FIRST_PASSES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=ENOUGH,
-        check=False,
-    )
+    command, options = [sys.executable, "-c", FIRST_PASSES], {"capture_output": True, "text": True, "check": False}
+    result = subprocess.run(command, env=environment, timeout=ENOUGH, **options)
     assert result.returncode == 0, result.stderr
     print(result.stdout)
     seconds = [float(line.split()[-1]) for line in result.stdout.splitlines()]

@@ -113,14 +113,8 @@ def test_equals_conv1d_with_every_gradient(width: int, carry: bool) -> None:
 @pytest.mark.parametrize("carry", [False, True])
 def test_documents_equal_separate_convolutions(width: int, carry: bool) -> None:
     """Documents shorter than the window, at both ends, and none but the first; shards shorter than the state."""
-    for tokens, documents in (
-        (24, (0, 1, 2, 5, 9, 23)),
-        (24, (0, 12)),
-        (24, (0,)),
-        (2, (0, 1)),
-        (3, (0, 1)),
-        (3, (0,)),
-    ):
+    long = (24, (0, 1, 2, 5, 9, 23)), (24, (0, 12)), (24, (0,))
+    for tokens, documents in (*long, (2, (0, 1)), (3, (0, 1)), (3, (0,))):
         values = tensors(1, tokens, width)
         check(operator(values, documents, carry), expected(values, documents, carry), f"{tokens}, {documents}")
 
@@ -189,11 +183,7 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
     x, weight, bias = torch.zeros(1, 4, 5), torch.zeros(5, 1, 4), torch.zeros(5)
     cases = {
         r"^x: expected shape \[B, T, C\]": ([x[0], weight, bias], 1.0, None),
-        r"^weight: expected shape \[C, 1, w\] = \[5, 1, at least 2\], got \[5, 1, 1\]$": (
-            [x, weight[..., :1], bias],
-            1.0,
-            None,
-        ),
+        r"^weight: expected shape \[C, 1, w\] = \[5, 1, at least 2\]": ([x, weight[..., :1], bias], 1.0, None),
         r"^bias: expected shape \[C\] = \[5\], got \[4\]$": ([x, weight, bias[:4]], 1.0, None),
         r"^bias: expected a floating point dtype, got torch.int64$": ([x, weight, bias.long()], 1.0, None),
         r"^scale: a convolution has none, expected 1; got 0.5$": ([x, weight, bias], 0.5, None),
