@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import patch_bf16, skip_overflow_checks
-from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
+from tests.support.kernel_cases import SHARED_MEMORY, both_results, compiling, relative_error
 from tests.support.recurrence import naive_hgrn
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.hgrn import HGRN
@@ -49,17 +49,8 @@ def tensors(batch: int, tokens: int, heads: int, key_dim: int, dtype: torch.dtyp
 
 def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
     """All results of the two passes of one rank, given R and D_in."""
-    operands = [values["x"], values["g"]]
-    forward = passes.forward(operands, 1.0, doc_ids)
-    results = {"S_loc": forward.state.clone(), "A": forward.transition.exp()}
-    forward.overlap()
-    results["o"] = forward.outputs(values["R"])
-    assert [x.shape for x in forward.saved] == [x.shape for x in passes.saved_like(operands)]
-    incoming = values["R"] if passes.needs_incoming else None
-    backward = passes.backward(operands, values["do"], forward.saved, incoming, 1.0, doc_ids)
-    results["D_loc"] = backward.state_grad.clone()
-    backward.overlap()
-    return results | dict(zip(("dx", "dg"), backward.operand_grads(values["D_in"]), strict=True))
+    found = both_results(passes, ("x", "g"), values, 1.0, doc_ids)
+    return {**found, "M": found["M"].exp()}
 
 
 def expected(values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
@@ -73,7 +64,7 @@ def expected(values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Ten
     outputs, grads = [o, end], [values["do"].double(), values["D_in"].double()]
     dx, dg = torch.autograd.grad(outputs, leaves[:2], grads, retain_graph=True)
     (of_start,) = torch.autograd.grad([o], [start], grads[:1], materialize_grads=True)
-    results = {"S_loc": own, "A": unit.squeeze(-1), "o": o, "D_loc": of_start, "dx": dx, "dg": dg}
+    results = {"S": own, "M": unit.squeeze(-1), "o": o, "D": of_start, "dx": dx, "dg": dg}
     return {name: x.detach() for name, x in results.items()}
 
 
@@ -162,7 +153,7 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
         HGRN.step(x[:, :1], g[:, :1], torch.zeros(1, 2, 3, 1).double())
 
 
-@pytest.mark.parametrize("documents", [None, (0, 4, 5)])
+@pytest.mark.parametrize("documents", [pytest.param(None, marks=pytest.mark.slow), (0, 4, 5)])
 def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
     """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
     values, scan = tensors(1, 9, 2, 4, torch.float32), local_exchange()
@@ -185,6 +176,7 @@ KERNEL_CASES = {
     "one token": (1, 2, 3, 2, None, 0),
 }
 QUICK = ["several runs", "documents", "one token"]
+OTHERS = [name for name in KERNEL_CASES if name not in QUICK]
 # On a GPU.
 LONG = {
     "long": (5_000, 3, 70, 2, None, 0),
@@ -230,7 +222,7 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, floa
     return found
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param([*KERNEL_CASES], marks=pytest.mark.slow)], ids=["quick", "all"])
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
 def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -63,7 +63,7 @@ SMALL = {
 }
 # Three chunks, the last of two tokens, the first two a segment; both kinds of chunks; a border inside of one.
 QUICK = ["segments and documents"]
-SLOW = ["odd sizes", "mild chunks and others", "the strongest reset", "a document starts the rank"]
+SLOW = ["odd sizes", "the strongest reset", "a document starts the rank"]
 LARGE = {
     **SMALL,
     "the paper's heads": KernelCase((2, 1000, 4, 64, 128)),
@@ -127,13 +127,13 @@ COMPILED = {
 def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     """Shared memory of each kernel, compiled for a GPU that this machine need not have."""
     from zeco_train.ops.gla import cuda
-    from zeco_train.ops.gla.kernels import tuning
+    from zeco_train.ops.gla.kernels import launch
 
     capability, dtype, case = COMPILED[name]
     cpu, architecture = torch.device("cpu"), divmod(capability, 10)
     with (
         compiling(capability) as found,
-        mock.patch.object(cuda, "options_for", lambda k: tuning.find(architecture, k.dtype, k.shape[3])),
+        mock.patch.object(cuda, "options_for", lambda k: launch.find(architecture, k.dtype, k.shape[3])),
     ):
         both_passes(cuda.CUDA, case.tensors(dtype, cpu), case.doc_ids(cpu), 1.0)
     return found
@@ -227,16 +227,16 @@ class Recorder:
 @pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
 def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the gradient kernels never use tiles of fewer than 64 keys or values, whatever the stored tuning."""
-    from zeco_train.ops.gla.kernels import launch, tuning
+    from zeco_train.ops.gla.kernels import launch
 
     kernels = Recorder(), Recorder()
     for name, kernel in zip(("intra_grads_kernel", "input_grads_kernel"), kernels, strict=True):
         monkeypatch.setattr(launch, name, kernel)
     q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
-    v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.TileOptions(16, 16, 4, 1)
+    v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), launch.TileOptions(16, 16, 4, 1)
     local: Any = SimpleNamespace(states=v, log_decays=b, segments=SimpleNamespace(starts=b))
-    narrowed = tuning.GlaTuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
-    for options in (tuning.options_for(q), narrowed):
+    narrowed = launch.GlaTuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
+    for options in (launch.options_for(q), narrowed):
         launcher = launch.GlaKernels(q, v, None, 1.0, options)
         launcher.intra_grads(q, q, v, b, v, v)
         launcher.input_grads(q, v, b, v, v, v, local, b, q)
@@ -295,14 +295,8 @@ for dims in ((16, 64, 128), (16, 128, 128), (4, 256, 512)):
 @pytest.mark.gpu
 def test_first_passes_take_at_most_30_seconds(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", FIRST_PASSES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=ENOUGH,
-        check=False,
-    )
+    command, options = [sys.executable, "-c", FIRST_PASSES], {"capture_output": True, "text": True, "check": False}
+    result = subprocess.run(command, env=environment, timeout=ENOUGH, **options)
     assert result.returncode == 0, result.stderr
     print(result.stdout)
     seconds = [float(line.split()[-1]) for line in result.stdout.splitlines()]

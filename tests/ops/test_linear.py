@@ -112,22 +112,6 @@ def test_emulation_equals_torch_scaled_product() -> None:
     torch.testing.assert_close(found.float(), emulated, rtol=2**-8, atol=1e-5)
 
 
-def test_scales_equal_those_of_torchao() -> None:
-    """Its recipe `rowwise_with_gw_hp`, where it is installed."""
-    utils = pytest.importorskip("torchao.float8.float8_utils", exc_type=ImportError)
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(64, 96, generator=generator) * torch.logspace(-9, 9, 64)[:, None]
-    for dtype in (torch.bfloat16, torch.float32):
-        rows = quantise_rows(x.to(dtype))
-        factors = utils.tensor_to_scale(
-            x.to(dtype), torch.float8_e4m3fn, scaling_granularity=utils.ScalingGranularity.AXISWISE, axiswise_dim=-1,
-            round_scales_to_power_of_2=True,
-        )  # fmt: skip
-        values = utils.to_fp8_saturated(x.to(dtype) * factors, torch.float8_e4m3fn)
-        assert torch.equal(1 / factors, rows.scales)
-        assert torch.equal(values.float(), rows.values.float())
-
-
 def test_gpu_product_gets_rows_of_both_operands() -> None:
     """What reaches the units of a GPU: row-major a, column-major b, and scales [M, 1] and [1, N]."""
     values = SimpleNamespace(device=torch.device("cuda"))

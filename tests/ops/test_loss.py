@@ -180,9 +180,8 @@ def test_gradients_are_scaled_without_rounding_the_factor(form: str, device: str
     assert torch.equal(source, expected)
 
 
-@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("form", ["eager", "compiled"])
+@pytest.mark.parametrize("form", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_inputs_need_not_be_contiguous(form: str, dtype: torch.dtype, compiled: LossParts) -> None:
     parts = compiled if form == "compiled" else LossParts()
     hidden, weight, labels = make_inputs(1, 30, dtype)
@@ -198,7 +197,7 @@ def test_inputs_need_not_be_contiguous(form: str, dtype: torch.dtype, compiled: 
         )
 
 
-@pytest.mark.parametrize("form", ["eager", "compiled"])
+@pytest.mark.parametrize("form", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_second_backward_is_refused(form: str, compiled: LossParts) -> None:
     hidden, weight, labels = make_inputs()
     loss = linear_cross_entropy(hidden, weight, labels, parts=compiled if form == "compiled" else LossParts())

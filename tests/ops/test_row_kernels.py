@@ -89,19 +89,18 @@ def test_kernels_give_the_bits_of_pytorch_on_gpu(dtype: torch.dtype) -> None:
     assert wrong(dtype, torch.device("cuda")) == []
 
 
-def _shared_memory(rank: int, world_size: int) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for dtype in DTYPES:
-        parts = [torch.empty(64, width, dtype=dtype) for width in (1024, 1024, 2048)]
-        with compiling(90) as shared, mock.patch.object(rows_module, "_has_kernels", return_value=True):
-            quantise_rows(*parts)
-            quantise_columns(*(part.T.contiguous() for part in parts))
-        found |= shared
-    return found
+def _shared_memory(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
+    parts = [torch.empty(64, width, dtype=dtype) for width in (1024, 1024, 2048)]
+    with compiling(90) as shared, mock.patch.object(rows_module, "_has_kernels", return_value=True):
+        quantise_rows(*parts)
+        quantise_columns(*(part.T.contiguous() for part in parts))
+    return shared
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_gpus_with_fp8() -> None:
-    shared = run_distributed(_shared_memory, 1, fresh=True)[0]
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compile_for_gpus_with_fp8(dtype: torch.dtype) -> None:
+    [shared] = run_distributed(_shared_memory, 1, dtype, fresh=True)
     assert shared.keys() == {"rows_kernel", "column_sizes_kernel", "columns_kernel"}
     assert max(shared.values()) <= SHARED_MEMORY[90]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lab.campaigns import slow_paths
 from tests.support.commands import REPOSITORY
 from zeco_train.ops import gated_norm
-from zeco_train.ops.gla.kernels import tuning
+from zeco_train.ops.gla.kernels import launch
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import WIDE, KernelRule, Target, assume
 from zeco_train.ops.position import SequencePosition
@@ -105,8 +105,8 @@ def test_options_of_kernels_are_of_the_assumed_architecture() -> None:
     k = torch.empty(1, 1, 1, 128, dtype=BF16)
     for architecture in ((9, 0), (8, 0)):
         with assume(Target("cuda", architecture)):
-            assert tuning.options_for(k) == tuning.find(architecture, BF16, 128)
-    assert tuning.find((9, 0), BF16, 128) != tuning.find((8, 0), BF16, 128)
+            assert launch.options_for(k) == launch.find(architecture, BF16, 128)
+    assert launch.find((9, 0), BF16, 128) != launch.find((8, 0), BF16, 128)
 
 
 def test_softmax_takes_flash_attention_only_where_its_launch_does_not_refuse() -> None:

@@ -13,6 +13,7 @@ from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import skip_overflow_checks
+from tests.support.kernel_cases import both_results
 from tests.support.positions import position_of
 from tests.support.recurrence import naive_short_conv
 from zeco_train.ops.documents import find_doc_ids
@@ -112,14 +113,8 @@ def test_equals_conv1d_with_every_gradient(width: int, carry: bool) -> None:
 @pytest.mark.parametrize("carry", [False, True])
 def test_documents_equal_separate_convolutions(width: int, carry: bool) -> None:
     """Documents shorter than the window, at both ends, and none but the first; shards shorter than the state."""
-    for tokens, documents in (
-        (24, (0, 1, 2, 5, 9, 23)),
-        (24, (0, 12)),
-        (24, (0,)),
-        (2, (0, 1)),
-        (3, (0, 1)),
-        (3, (0,)),
-    ):
+    long = (24, (0, 1, 2, 5, 9, 23)), (24, (0, 12)), (24, (0,))
+    for tokens, documents in (*long, (2, (0, 1)), (3, (0, 1)), (3, (0,))):
         values = tensors(1, tokens, width)
         check(operator(values, documents, carry), expected(values, documents, carry), f"{tokens}, {documents}")
 
@@ -188,11 +183,7 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
     x, weight, bias = torch.zeros(1, 4, 5), torch.zeros(5, 1, 4), torch.zeros(5)
     cases = {
         r"^x: expected shape \[B, T, C\]": ([x[0], weight, bias], 1.0, None),
-        r"^weight: expected shape \[C, 1, w\] = \[5, 1, at least 2\], got \[5, 1, 1\]$": (
-            [x, weight[..., :1], bias],
-            1.0,
-            None,
-        ),
+        r"^weight: expected shape \[C, 1, w\] = \[5, 1, at least 2\]": ([x, weight[..., :1], bias], 1.0, None),
         r"^bias: expected shape \[C\] = \[5\], got \[4\]$": ([x, weight, bias[:4]], 1.0, None),
         r"^bias: expected a floating point dtype, got torch.int64$": ([x, weight, bias.long()], 1.0, None),
         r"^scale: a convolution has none, expected 1; got 0.5$": ([x, weight, bias], 0.5, None),
@@ -208,7 +199,7 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
         SHORT_CONV.step(x, weight, bias, torch.zeros(1, 1, 3, 5))
 
 
-@pytest.mark.parametrize("documents", [None, (0, 4, 5)])
+@pytest.mark.parametrize("documents", [pytest.param(None, marks=pytest.mark.slow), (0, 4, 5)])
 def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
     """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
     values, scan = tensors(1, 9, 4), local_exchange()
@@ -242,19 +233,13 @@ KERNEL_CASES: dict[str, tuple[int, int, int, int, tuple[int, ...] | None]] = {
     "as long as the state": (3, 4, 5, 2, None),
 }
 QUICK = ["documents at the edges of runs", "two tiles of channels", "a token less than the state"]
+OTHERS = [name for name in KERNEL_CASES if name not in QUICK]
 
 
 def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
     """All results of the two passes of one rank, given R and D_in."""
-    operands = [values[name] for name in NAMES]
-    forward = passes.forward(operands, 1.0, doc_ids)
-    forward.overlap()
-    results = {"S_loc": forward.state, "A": forward.transition, "y": forward.outputs(values["carry_in"])}
-    backward = passes.backward(operands, values["do"], forward.saved, values["carry_in"], 1.0, doc_ids)
-    results["D_loc"] = backward.state_grad.clone()
-    backward.overlap()
-    results.update(zip(("dx", "dweight", "dbias"), backward.operand_grads(values["dcarry_out"]), strict=True))
-    return results
+    states = {"R": values["carry_in"], "D_in": values["dcarry_out"]}
+    return both_results(passes, NAMES, {**values, **states}, 1.0, doc_ids)
 
 
 def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
@@ -284,7 +269,7 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, str]
     return problems
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param([*KERNEL_CASES], marks=pytest.mark.slow)], ids=["quick", "all"])
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
 def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")

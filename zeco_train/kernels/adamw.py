@@ -137,18 +137,9 @@ class Updater:
     ) -> None:
         """One step, in place, of fp32 tensors on one device, weights and gradients contiguous.
 
-        Args:
-            weights: of the model, as are the next lists.
-            grads: their gradients, divided by `grad_scale`.
-            means: first moments.
-            squares: second moments.
-            steps: scalars, fp32: how many steps were made before; counted up.
-            lr: a number, or a scalar in fp32, which a captured step reads anew.
-            betas: as in `torch.optim.AdamW`, as are the next two.
-            eps: see `betas`.
-            weight_decay: see `betas`.
-            grad_scale: a scalar, fp32; None: 1.
-            found_inf: a scalar, fp32; 1: nothing is changed; None: as 0.
+        `means` and `squares` are the first and second moments; `steps`, scalars in fp32, how many steps were made
+        before, counted up. A captured step reads the tensor `lr` anew. Gradients are divided by the scalar
+        `grad_scale`; with the scalar `found_inf` 1 nothing is changed.
         """
         if not weights:
             return

@@ -15,16 +15,11 @@ from zeco_train.ops.chunks import matrices
 
 @dataclass(frozen=True)
 class BoundaryStates:
-    """States at all boundaries from a zero start, or their gradients from a zero end.
+    """States at all boundaries from a zero start, or their gradients from a zero end."""
 
-    Attributes:
-        states: [N + 1, B, H, K, …, V], fp32 (fp64 where the values are).
-        log_decays: [N + 1, …], to be broadcast to the states: summed g between the zero start (or end) and each
-            boundary, −inf past a restart. Summed from that side: a difference would lose digits, and is NaN at a
-            restart.
-    """
-
-    states: Tensor
+    states: Tensor  # [N + 1, B, H, K, …, V], in the accumulation dtype
+    # [N + 1, …], to be broadcast to the states: summed g between the zero start (or end) and each boundary, −inf past a
+    # restart. Summed from that side: a difference would lose digits, and is NaN at a restart.
     log_decays: Tensor
 
     def take_corrected(self, incoming: Tensor) -> Tensor:

@@ -46,15 +46,10 @@ _EXPONENTS = 254  # twice the bias: the exponent fields of x and 1 / x add up to
 
 
 class Fp8Rows(NamedTuple):
-    """A matrix in fp8: values ⊙ scales.
+    """A matrix in fp8, values ⊙ scales; the scales are powers of two, NaN for rows that are not finite."""
 
-    Attributes:
-        values: [M, K] float8_e4m3fn, contiguous.
-        scales: [M, 1] fp32, powers of two; NaN for rows that are not finite.
-    """
-
-    values: Tensor
-    scales: Tensor
+    values: Tensor  # [M, K] float8_e4m3fn, contiguous
+    scales: Tensor  # [M, 1] fp32
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """The matrix in bf16, fp32 or fp64, without rounding."""

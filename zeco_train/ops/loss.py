@@ -74,15 +74,10 @@ class LossParts(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Loss and prediction of each token.
+    """Loss and prediction of each token, [...]."""
 
-    Attributes:
-        losses: [...], fp32 (fp64 for fp64): cross-entropy with the label; 0 where the label is −100.
-        predictions: [...] int64: the id with the largest logit; −100 where the label is −100.
-    """
-
-    losses: Tensor
-    predictions: Tensor
+    losses: Tensor  # fp32 (fp64 for fp64): cross-entropy with the label; 0 where the label is −100
+    predictions: Tensor  # int64: the id with the largest logit; −100 where the label is −100
 
 
 def linear_cross_entropy(

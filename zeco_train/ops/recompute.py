@@ -54,12 +54,8 @@ def recomputed(
 ) -> tuple[Tensor, ...]:
     """`block(x, position, state_inputs, shared)`, keeping only x, `shared` and states for the backward pass.
 
-    Args:
-        block: deterministic; only x, `shared`, the state_inputs' `carry_in` and parameters need gradients.
-        x: [B, T, D], requires grad.
-        position: of the tokens; the caller keeps its `Exchange` alive.
-        state_inputs: the layer's, one a state, with one value of `want_carry`.
-        shared: the layer's part of a parameter of the whole model, or None.
+    The block is deterministic; only x [B, T, D], `shared` (the layer's part of a parameter of the whole model), the
+    state_inputs' `carry_in` and parameters need gradients. The caller keeps the position's `Exchange` alive.
     """
     incoming = (state_input.incoming_state for state_input in state_inputs)
     carries = (state_input.carry_in for state_input in state_inputs)

@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Kernels(Enum):
-    """What becomes of calls on GPUs that kernels do not serve.
-
-    auto: they run in PyTorch, and a warning names them. require: they are refused before anything starts; so is a CPU,
-    where nothing runs on kernels.
-    """
+    """What becomes of calls on GPUs that kernels do not serve: `auto` warns, `require` refuses them, and CPUs."""
 
     auto = "auto"
     require = "require"
@@ -67,8 +63,6 @@ class SlowPath(NamedTuple):
 
     Attributes:
         where: the layers, or the part of a run.
-        call: the call.
-        problem: why kernels do not serve it.
         slow_down: time in PyTorch over that of kernels, forward + backward; None: not measured.
         source: of that figure; "" without it.
     """
@@ -95,12 +89,9 @@ Calls = Iterable[tuple[str, Call]]
 
 
 def find_slow_paths(calls: Calls, target: Target, tokens: int | None = None) -> list[SlowPath]:
-    """The calls that run in PyTorch on a GPU, each once; none on other devices, where all do.
+    """The calls that run in PyTorch on a GPU, which need not be there, each once; none on other devices, where all do.
 
-    Args:
-        calls: of the run.
-        target: of the ranks; it need not be there.
-        tokens: of a call, if known: the slow-down may depend on them.
+    The slow-down may depend on `tokens`, those of a call, if known.
     """
     if target.kind != "cuda":
         return []
@@ -124,9 +115,8 @@ def check_kernels(
     found = find_slow_paths(calls, target, tokens)
     if wanted is Kernels.require:
         if target.kind != "cuda":
-            raise ConfigError(
-                field, wanted.value, f"there are no kernels on {target.kind.upper()}s; take auto, or a GPU"
-            )
+            problem = f"there are no kernels on {target.kind.upper()}s; take auto, or a GPU"
+            raise ConfigError(field, wanted.value, problem)
         if found:
             first, more = found[0], f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             problem = f"{first.where}: {first.call}: {first.problem}{more}; auto runs it in PyTorch, {first.cost}"
@@ -171,8 +161,7 @@ class SlowDowns:
     def nearest(self, call: Call, tokens: int | None = None) -> SlowDown | None:
         """The row of the operator and dtype whose K · V, and then whose tokens, are nearest.
 
-        None if none has a K · V within a factor of `_FARTHEST`. No row has the call's own dims where kernels do not
-        serve them.
+        None if none has a K · V within a factor of `_FARTHEST`.
         """
 
         def distance(row: SlowDown) -> tuple[float, float]:

@@ -38,21 +38,10 @@ STEP_KERNELS = KernelRule()
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """Compute the next token of each sequence, without gradients.
+    """The next token of each sequence, q, k, g [B, 1, H, K] and v [B, 1, H, V] → o in the dtype of v; no gradients.
 
-    On CUDA by one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
-    Elsewhere, and for fp64, in three passes over the state.
-
-    Args:
-        q: [B, 1, H, K]; bf16, fp32 or fp64.
-        k: [B, 1, H, K], same dtype.
-        v: [B, 1, H, V], same dtype.
-        g: [B, 1, H, K], log-decay ≤ 0; fp32 (fp64 for fp64 inputs).
-        state: [B, H, K, V] in the dtype of g, contiguous, updated in place.
-        scale: factor of the output, K^-1/2 if None.
-
-    Returns:
-        o: [B, 1, H, V] in the dtype of v.
+    The state [B, H, K, V], contiguous and in the dtype of g, is updated in place; the scale is K^-1/2 if None. On CUDA
+    one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
 
     Raises:
         ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.

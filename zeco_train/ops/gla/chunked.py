@@ -39,35 +39,21 @@ from zeco_train.ops.passes import Passes, check_state
 
 
 class ChunkStates(NamedTuple):
-    """States at the boundaries of a rank's chunks from a zero start, in the accumulation dtype.
+    """States at the boundaries of a rank's chunks from a zero start, in the accumulation dtype."""
 
-    Attributes:
-        boundaries: with states [N + 1, B, H, K, V], log_decays [N + 1, B, H, K, 1].
-        state: [B, H, K, V], S_loc: a copy of the last state, since a scan may read it after they are overwritten.
-        log_decay: [B, H, K], G_tot, a copy as well.
-        decays: inside each chunk, [N, B, H, C, K].
-        values: [N·B·H, C, V], v by chunks.
-    """
-
-    boundaries: BoundaryStates
-    state: Tensor
-    log_decay: Tensor
-    decays: ChunkDecays
-    values: Tensor
+    boundaries: BoundaryStates  # with states [N + 1, B, H, K, V], log_decays [N + 1, B, H, K, 1]
+    state: Tensor  # [B, H, K, V], S_loc: a copy, since a scan may read it after the states are overwritten
+    log_decay: Tensor  # [B, H, K], G_tot, a copy as well
+    decays: ChunkDecays  # [N, B, H, C, K]
+    values: Tensor  # [N·B·H, C, V], v by chunks
 
 
 class ChunkStateGrads(NamedTuple):
-    """Gradients of the states at the boundaries from a zero end, from this rank's outputs alone.
-
-    Attributes:
-        boundaries: as in `ChunkStates`; the gradient at the end of chunk n is number n + 1.
-        state_grad: [B, H, K, V], D_loc: a copy of the first.
-        output_grads: [N·B·H, C, V], do by chunks.
-    """
+    """Gradients of the states at the boundaries from a zero end; that at the end of chunk n is number n + 1."""
 
     boundaries: BoundaryStates
-    state_grad: Tensor
-    output_grads: Tensor
+    state_grad: Tensor  # [B, H, K, V], D_loc, a copy
+    output_grads: Tensor  # [N·B·H, C, V], do by chunks
 
 
 class IntraGrads(NamedTuple):

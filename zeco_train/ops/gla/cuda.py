@@ -18,8 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco_train.ops.gla.kernels.launch import GlaKernels
-from zeco_train.ops.gla.kernels.tuning import options_for
+from zeco_train.ops.gla.kernels.launch import GlaKernels, options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes
 

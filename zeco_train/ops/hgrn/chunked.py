@@ -35,23 +35,14 @@ from zeco_train.ops.passes import Passes, check_state
 
 
 class _Local(NamedTuple):
-    """Chunks from a zero start, or in reverse from a zero end.
+    """Chunks from a zero start, or in reverse from a zero end."""
 
-    Attributes:
-        inside: [N, B, H, C, K], h or dh from zero at the own chunk's start or end.
-        decays: [N, B, H, C, K], by which a token sees what its chunk starts, or ends, with.
-        others: [N, B, H, K], what each chunk starts, or ends, with: of this rank's other chunks alone.
-        log_decays: [N, B, H, K], of those other chunks together.
-        state: [B, H, K, 1], S_loc or D_loc.
-        transition: [B, H, K], of all chunks.
-    """
-
-    inside: Tensor
-    decays: Tensor
-    others: Tensor
-    log_decays: Tensor
-    state: Tensor
-    transition: Tensor
+    inside: Tensor  # [N, B, H, C, K], h or dh from zero at the own chunk's start or end
+    decays: Tensor  # [N, B, H, C, K], by which a token sees what its chunk starts, or ends, with
+    others: Tensor  # [N, B, H, K], what each chunk starts, or ends, with: of this rank's other chunks alone
+    log_decays: Tensor  # [N, B, H, K], of those other chunks together
+    state: Tensor  # [B, H, K, 1], S_loc or D_loc
+    transition: Tensor  # [B, H, K], of all chunks
 
     def corrected(self, incoming: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """The true h or dh, in place of `inside`, and the true starts or ends of chunks, given R or D_in."""

@@ -227,19 +227,12 @@ _JOINED, _CHANNELS = 32, 32
 
 
 class HgrnSummaries(NamedTuple):
-    """Runs of a rank's tokens joined from a zero start, or in reverse from a zero end.
+    """Runs of a rank's tokens joined from a zero start, or in reverse from a zero end; fp32."""
 
-    Attributes:
-        starts: [B, runs, C] fp32, what each starts from, or ends with.
-        log_decays: [B, runs, C] fp32, of all runs before it, or after it.
-        state: [B, H, K, 1] fp32, S_loc or D_loc.
-        log_decay: [B, H, K] fp32, of all tokens.
-    """
-
-    starts: Tensor
-    log_decays: Tensor
-    state: Tensor
-    log_decay: Tensor
+    starts: Tensor  # [B, runs, C], what each starts from, or ends with
+    log_decays: Tensor  # [B, runs, C], of all runs before it, or after it
+    state: Tensor  # [B, H, K, 1], S_loc or D_loc
+    log_decay: Tensor  # [B, H, K], of all tokens
 
 
 def states_shape(x: Tensor) -> tuple[int, int, int]:

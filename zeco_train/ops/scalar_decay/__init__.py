@@ -41,18 +41,9 @@ def recomputed_flops(heads: int, key_dim: int, value_dim: int, *, groups: int | 
 
 @torch.no_grad()
 def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """Compute the next token of each sequence, in a few passes in PyTorch on all devices.
+    """The next token of each sequence, q, k [B, 1, G, K], v [B, 1, H, V], g [B, 1, H] → o in the dtype of v.
 
-    Args:
-        q: [B, 1, G, K]; bf16, fp32 or fp64.
-        k: [B, 1, G, K], same dtype.
-        v: [B, 1, H, V], same dtype; G divides H.
-        g: [B, 1, H], log-decay ≤ 0; fp32 or fp64.
-        state: [B, H, K, V], fp64 if v is, else fp32; contiguous, updated in place.
-        scale: factor of the output, K^-1/2 if None.
-
-    Returns:
-        o: [B, 1, H, V] in the dtype of v.
+    The state [B, H, K, V], contiguous and in the accumulation dtype, is updated in place; the scale is K^-1/2 if None.
 
     Raises:
         ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.

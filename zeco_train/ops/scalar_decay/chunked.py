@@ -44,13 +44,7 @@ from zeco_train.ops.passes import Passes, check_state
 def decay_matrix(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The decays between the tokens of each chunk, without division: from a token (column) to a later one (row).
 
-    Args:
-        g: [B, T, G, R] log-decays.
-        doc_ids: [T], see `zeco_train.ops.documents`.
-        dtype: of the result.
-
-    Returns:
-        [N, B, G, R, C, C]: exp(g_{j+1} + … + g_i) for j ≤ i without a restart in (j, i], else 0.
+    g [B, T, G, R] → [N, B, G, R, C, C]: exp(g_{j+1} + … + g_i) for j ≤ i without a restart in (j, i], else 0.
     """
     from_start = token_decays(g, doc_ids, dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
@@ -131,8 +125,6 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _ScalarDecayForward:
-    """Forward pass, see `zeco_train.ops.passes.ForwardPass`; `fixed`: the decays are those of all tokens, [H]."""
-
     def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, fixed: bool) -> None:
         if fixed:
             if operands[3].requires_grad:
@@ -152,7 +144,6 @@ class _ScalarDecayForward:
         self._scores = self._chunks.decay_matrix().mul_(self._chunks.products())
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Compute o [B, T, H, V], given R [B, H, K, V]. Overwrites the chunk states."""
         chunks = self._chunks
         states = chunks.corrected(self._states, incoming_state, "incoming_state")
         seen = _product(chunks.queries, states[:-1].flatten(-2)).unflatten(-1, states.shape[-2:])
@@ -162,8 +153,6 @@ class _ScalarDecayForward:
 
 
 class _ScalarDecayBackward:
-    """Backward pass, see `zeco_train.ops.passes.BackwardPass`; `fixed` decays have the gradient zero, [H]."""
-
     def __init__(
         self,
         operands: Sequence[Tensor],
@@ -184,10 +173,7 @@ class _ScalarDecayBackward:
         self.state_grad = _at(self._grads, 0)
 
     def overlap(self) -> None:
-        """Recompute the states, then compute the gradients inside chunks.
-
-        dA = do vᵀ ⊙ decays,    dq = Σ_heads dA k,    dk = Σ_heads dAᵀ q,    dv = Aᵀ do,        dA ⊙ q kᵀ for dg
-        """
+        # dA = do vᵀ ⊙ decays,    dq = Σ_heads dA k,    dk = Σ_heads dAᵀ q,    dv = Aᵀ do,        dA ⊙ q kᵀ for dg
         chunks = self._chunks
         self._states = chunks.local_states()
         products, scores = chunks.products(), chunks.decay_matrix()
@@ -200,7 +186,6 @@ class _ScalarDecayBackward:
             self._pair_terms = _sum_enclosing(score_grads.mul_(products))
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Compute dq, dk, dv, dg, given D_in [B, H, K, V]."""
         chunks = self._chunks
         states = chunks.corrected(self._states, self._incoming, "incoming_state")
         grads = chunks.corrected(self._grads, incoming_grad, "incoming_grad")
@@ -219,7 +204,7 @@ class _ScalarDecayBackward:
         return (*(to_tokens(grad, x.shape[1], x.dtype) for grad, x in gradients), dg)
 
     def _decay_grads(self, states: Tensor, grads: Tensor, reached: Tensor) -> Tensor:
-        """Compute dg, [N, B, G, C, R]: sums of the terms of the loss that token's decay is in.
+        """dg, [N, B, G, C, R]: sums of the terms of the loss that token's decay is in.
 
         For a token t of chunk n, with the decays between as in the forward pass:
 
@@ -228,13 +213,8 @@ class _ScalarDecayBackward:
                    + Σ_{j < t} k_jᵀ dS[n+1] v_j decay                         to the state after it
                    + Σ_KV S[n] ⊙ dS[n+1] decay                                through it: the boundary term
 
-        The true states and their gradients stand for all other chunks and ranks. Terms are added, never subtracted, so
-        rounding errors are relative to terms that belong to dg_t. A restart on the way is a factor 0.
-
-        Args:
-            states: true ones, [N + 1, B, G, K, R, V]; overwritten.
-            grads: their true gradients, of that shape.
-            reached: [N, B, G, C, R, V], k_jᵀ dS[n+1].
+        Terms are added, never subtracted, so rounding errors are relative to terms that belong to dg_t. A restart is a
+        factor 0. The states are overwritten; `reached` is k_jᵀ dS[n+1], [N, B, G, C, R, V].
         """
         chunks = self._chunks
         seen = _product(chunks.queries, states[:-1].flatten(-2)).view_as(chunks.decayed_output_grads)
@@ -248,7 +228,7 @@ class _ScalarDecayBackward:
 
 
 def _sum_enclosing(pair_terms: Tensor) -> Tensor:
-    """Σ_{j <= t < i} x_ij of [..., C, C] → [..., C]: the pairs on both sides of the border after t. Overwrites x."""
+    """Σ_{j <= t < i} x_ij of [..., C, C] → [..., C]: the pairs on both sides of the border after t."""
     return pair_terms.cumsum_(-1).tril_(-1).sum(-2)
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.scalar_decay.kernels.launch import ScalarDecayKernels, decay_sums
-from zeco_train.ops.scalar_decay.kernels.tuning import options_for
+from zeco_train.ops.scalar_decay.kernels.launch import ScalarDecayKernels, decay_sums, options_for
 
 
 class _KernelForward:

@@ -1,8 +1,8 @@
-"""Launches of the operator's kernels: shapes, grids and outputs."""
+"""Launches of the operator's kernels, and their tiles and options, which change only the order of sums."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,66 @@ from zeco_train.ops.gla.kernels.input_grads import input_grads_kernel
 from zeco_train.ops.gla.kernels.intra import intra_grads_kernel, scores_kernel
 from zeco_train.ops.gla.kernels.outputs import outputs_kernel
 from zeco_train.ops.gla.kernels.states import chunk_states_kernel, correct_starts_kernel, join_segments_kernel
-from zeco_train.ops.gla.kernels.tuning import GlaTuning
-from zeco_train.ops.kept import TileOptions
+from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.passes import check_state
+
+
+@dataclass(frozen=True)
+class GlaTuning:
+    """Options of each kernel, by its name.
+
+    Attributes:
+        fused: `input_grads_kernel` is fused if possible.
+        programs: number of programs that saturates the chip in the walks over chunks.
+    """
+
+    local_states: TileOptions = TileOptions(32, 128, 4, 3)
+    scores: TileOptions = TileOptions(64, 64, 4, 1, 168)
+    intra_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    mild_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    outputs: TileOptions = TileOptions(32, 128, 4, 2, 168)
+    input_grads: TileOptions = TileOptions(64, 64, 4, 1)
+    join: TileOptions = TileOptions(64, 64, 4, 1)
+    fused: bool = True
+    programs: int = 264
+
+
+_UP_TO_64 = GlaTuning(
+    local_states=TileOptions(64, 128, 4, 2),
+    intra_grads=TileOptions(64, 64, 4, 1),
+    mild_grads=TileOptions(64, 128, 4, 1),
+    input_grads=TileOptions(64, 128, 4, 1),
+)
+
+# In the order of key dims. Measured per kernel on an H200 at 16k tokens: K64 V128 H16 and K128 V128 H16; without mild
+# chunks also K256 V512 H4, and scores K32 V64 H32. The rest is by analogy, with as many values per thread, and by the
+# compiler's register counts.
+KEPT: dict[Key, GlaTuning] = {
+    ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=TileOptions(32, 64, 4, 1, 128)),
+    ((9, 0), torch.bfloat16, 64): _UP_TO_64,
+    ((9, 0), torch.bfloat16, 128): GlaTuning(
+        scores=TileOptions(64, 64, 4, 1),
+        intra_grads=TileOptions(128, 64, 8, 1),
+        mild_grads=TileOptions(128, 64, 8, 2),
+        input_grads=TileOptions(128, 64, 8, 1),
+    ),
+    ((9, 0), torch.bfloat16, 256): GlaTuning(),
+    # GPUs without an entry. If products take their operands from registers (sm_8x, sm_12x), the fused loop needs three
+    # times the available registers, according to the compiler; this entry spills almost nothing. Never measured.
+    (None, torch.bfloat16, 256): GlaTuning(input_grads=TileOptions(64, 64, 8, 1), fused=False),
+    # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
+    ((9, 0), torch.float32, 256): GlaTuning(
+        local_states=TileOptions(32, 32, 4, 2),
+        scores=TileOptions(32, 32, 4, 1),
+        intra_grads=TileOptions(32, 32, 4, 1),
+        mild_grads=TileOptions(32, 32, 4, 1),
+        outputs=TileOptions(32, 64, 4, 1),
+        input_grads=TileOptions(32, 32, 4, 1),
+    ),
+}
+
+_OPTIONS = KeptOptions("kernels of gla", KEPT)
+options_for, find = _OPTIONS.options_for, _OPTIONS.find
 
 CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
@@ -35,17 +92,14 @@ GROUP = 4
 class Segments:
     """A rank's chunks in segments that are walked in parallel, joined; in reverse gradients. All fp32.
 
-    Attributes:
-        starts: [J, B, H, K, V], states at segment starts, or gradients at their ends: from a zero start of the rank,
-            until `SegmentKernels.correct` replaces them by the true ones.
-        start_decays: [J, B, H, K], log-decay from the rank's start to each segment's.
-        state: [B, H, K, V], S_loc, or D_loc. log_decay: [B, H, K], G_tot.
+    `starts` are states at segment starts, or gradients at their ends: from a zero start of the rank, until
+    `SegmentKernels.correct` replaces them by the true ones.
     """
 
-    starts: Tensor
-    start_decays: Tensor
-    state: Tensor
-    log_decay: Tensor
+    starts: Tensor  # [J, B, H, K, V]
+    start_decays: Tensor  # [J, B, H, K], log-decay from the rank's start to each segment's
+    state: Tensor  # [B, H, K, V], S_loc, or D_loc
+    log_decay: Tensor  # [B, H, K], G_tot
 
 
 class SegmentKernels:
@@ -113,16 +167,10 @@ class SegmentKernels:
 
 
 class LocalStates(NamedTuple):
-    """States before the chunks, or in reverse gradients after them, from the zero start (end) of their segment.
+    """States before the chunks, or in reverse gradients after them, from the zero start (end) of their segment."""
 
-    Attributes:
-        states: [N, B, H, K, V] in the dtype of the inputs.
-        log_decays: [N, B, H, K] fp32, log-decay from the segment's start to each boundary.
-        segments: joined.
-    """
-
-    states: Tensor
-    log_decays: Tensor
+    states: Tensor  # [N, B, H, K, V] in the dtype of the inputs
+    log_decays: Tensor  # [N, B, H, K] fp32, from the segment's start to each boundary
     segments: Segments
 
 
@@ -140,14 +188,9 @@ class GlaKernels(SegmentKernels):
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
 
     def local_states(self, x: Tensor, y: Tensor, g: Tensor, *, b: Tensor | None, reverse: bool) -> LocalStates:
-        """Walk each segment from zero, then join the segments.
+        """Walk each segment from zero, then join the segments: of k and v, or in reverse of q and do.
 
-        Args:
-            x: k, or q in reverse.
-            y: v, or do in reverse.
-            g: log-decays.
-            b: output for their cumulative sums inside chunks; None: g already holds those sums.
-            reverse: from the last chunk to the first, for gradients.
+        `b` is the output for the cumulative sums of g inside chunks; None: g already holds those sums.
         """
         segments, segment_decays = self._new_segments()
         states = self._new(*self.states_shape, dtype=self.dtype)

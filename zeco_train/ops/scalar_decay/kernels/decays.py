@@ -2,9 +2,8 @@
 
 Sums are fp32, negative logarithms. All factors are exponentials of differences of two of them, at most 1.
 
-dg from the sums over K that the walks of dq and dk write, see `zeco_train.ops.scalar_decay.kernels.walk`.
-
-By where its pairs lie, dg is for tokens t of a chunk that b_end decays in all
+And dg, from the sums over K that the walks of dq and dk write (`zeco_train.ops.scalar_decay.kernels.walk`). By where
+its pairs lie, it is for tokens t of a chunk that b_end decays in all
 
     dg_t = Σ_{i >= t} (q_i · dq_i − k_i · dk_i  within the chunk)       both from the chunk, or dq from S
          + Σ_{j < t} k_j · dk_j  from dS                                j in the chunk, i after it
@@ -14,9 +13,9 @@ with S before the chunk and dS after it. The last is <S, dS> after the chunk les
 that rounding errors survive; so nothing passes over a chunk whose decay is below the rounding of its operands. At the
 chunk's start the first and the last term are <S, dS> there, for the chunk before.
 
-Pairs that do not cross t cancel in the first sum but for fp32's rounding, which is of the size of a token's pair with
-itself. A cut, a token that no state survives, ends the sum of the tokens before it, and its own dg is 0: a restart, or
-a decay that fp32 rounds away. So strong decays, whose dg is small, have no long sums.
+Pairs that do not cross t cancel in the first sum but for fp32's rounding. A cut, a token that no state survives, ends
+the sum of the tokens before it, and its own dg is 0: a restart, or a decay that fp32 rounds away. So strong decays,
+whose dg is small, have no long sums.
 """
 
 from __future__ import annotations

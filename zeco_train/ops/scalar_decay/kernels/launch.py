@@ -1,7 +1,11 @@
-"""Launches of these kernels: shapes, grids and outputs."""
+"""Launches of these kernels, and their tiles and options.
+
+Options change only the order of sums, but `chunk` and `span` also between which products bf16 rounds.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,11 +13,55 @@ import triton
 from torch import Tensor
 
 from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segments
-from zeco_train.ops.kept import TileOptions
+from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import sum_heads
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
-from zeco_train.ops.scalar_decay.kernels.tuning import ScalarDecayTuning
 from zeco_train.ops.scalar_decay.kernels.walk import summaries_kernel, walk_kernel
+
+# Largest K and V: a kernel holds one of the state's two dims whole, in shared memory.
+_DEPTH = 256
+_SUMMARIES = TileOptions(_DEPTH, 64, 4, 3)
+_WALK = TileOptions(_DEPTH, 64, 4, 2)
+
+
+@dataclass(frozen=True)
+class ScalarDecayTuning:
+    """Options of each kernel, by its name, and of the layout in time.
+
+    Attributes:
+        outputs, query_grads, value_grads, key_grads: of the walks for o, dq, dv, dk.
+        chunk: C, tokens of a chunk.
+        span: chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error
+            is 3e-3 for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
+        programs: number of programs of a walk that saturates the chip, all at once.
+    """
+
+    summaries: TileOptions = _SUMMARIES
+    outputs: TileOptions = _WALK
+    query_grads: TileOptions = _WALK
+    value_grads: TileOptions = _WALK
+    key_grads: TileOptions = _WALK
+    join: TileOptions = TileOptions(64, 64, 4, 1)
+    chunk: int = 64
+    span: int = 4
+    programs: int = 264
+
+
+def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs: int = 264) -> ScalarDecayTuning:
+    return ScalarDecayTuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
+
+
+_WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
+KEPT: dict[Key, ScalarDecayTuning] = {
+    ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
+    ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
+    (None, torch.bfloat16, 128): _alike(TileOptions(_DEPTH, 64, 4, 2), TileOptions(_DEPTH, 64, 4, 1)),
+    ((9, 0), torch.float32, 128): _alike(TileOptions(_DEPTH, 32, 4, 2), TileOptions(_DEPTH, 32, 4, 1)),
+    ((9, 0), torch.float32, 256): _alike(_NARROW, _NARROW, chunk=32, programs=132),
+}
+
+_OPTIONS = KeptOptions("kernels of scalar decays", KEPT)
+options_for, find = _OPTIONS.options_for, _OPTIONS.find
 
 _HEADS_OF_SUMS = 16
 # A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than
@@ -22,19 +70,12 @@ _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
 
 
 class DecayTerms(NamedTuple):
-    """What a walk leaves for dg, see `zeco_train.ops.scalar_decay.kernels.walk`.
+    """What a walk leaves for dg (`zeco_train.ops.scalar_decay.kernels.walk`); the last two only that of dk."""
 
-    Attributes:
-        borders: [N / span, B, H, V, K] in the dtype of the tokens, S, which the walk of dq writes and that of dk reads.
-        sums: [tiles, B, H, T] fp32, q · dq or k · dk.
-        state_sums: [tiles, B, H, T] fp32, k · dk from the state. boundary_terms: [tiles, N / span, B, H] fp32, <S, dS>.
-            Only of the walk of dk.
-    """
-
-    borders: Tensor
-    sums: Tensor
-    state_sums: Tensor | None = None
-    boundary_terms: Tensor | None = None
+    borders: Tensor  # [N / span, B, H, V, K] in the dtype of the tokens, S, which the walk of dq writes for that of dk
+    sums: Tensor  # [tiles, B, H, T] fp32, q · dq or k · dk
+    state_sums: Tensor | None = None  # [tiles, B, H, T] fp32, k · dk from the state
+    boundary_terms: Tensor | None = None  # [tiles, N / span, B, H] fp32, <S, dS>
 
 
 class ScalarDecayKernels(SegmentKernels):

@@ -18,18 +18,14 @@ what it adds to k_j · dk_j. In a sum over all tokens from t on, of the first le
 
     dg_t = Σ_{i >= t} (q_i · dq_i − k_i · dk_i),    through a later border: the same sum up to it, + <S, dS> there
 
-The walks of dq and dk write the two sums over K, of their fp32 results; that of dk also its share that comes from dS.
-They round the weights of a chunk's pairs alike, so pairs that do not cross t cancel but for fp32's rounding; pairs of
-different chunks are rounded once in S and once in dS. So that these errors do not add up, <S, dS> is computed anew
-every SPAN chunks: the walk of dq writes S, in the dtype of the tokens, and that of dk multiplies it by dS.
-`decay_grads` adds up the rest. All are sums over K: programs of different columns of dq and dk write their parts.
+The walks of dq and dk write the two sums over K, by columns, of their fp32 results; that of dk also its share that
+comes from dS. Pairs that do not cross t cancel but for fp32's rounding; pairs of different chunks are rounded once in S
+and once in dS. So that these errors do not add up, <S, dS> is computed anew every SPAN chunks, of an S that the walk of
+dq writes in the dtype of the tokens. `decay_grads` adds up the rest.
 
-A segment's effect on the state: the state after it from a zero start, and its summed log-decay.
+`summaries_kernel` computes a segment's effect on the state, of which only the total is written:
 
     S = Σ_j exp(b_end − b_j) k_j v_jᵀ          in reverse, for gradients:   dS = scale · Σ_i exp(b_i) q_i do_iᵀ
-
-Only segments' totals are written. The states of the chunks between are recomputed where they are used (`walk`): with
-one decay per head a step of the recurrence costs less than to write a state and read it.
 """
 
 from __future__ import annotations
