@@ -123,11 +123,12 @@ def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
 
     clock = mock.Mock(monotonic=lambda: now)
     with mock.patch.object(checkpoint, "time", clock), mock.patch.object(Checkpointer, "due", later):
-        train(rank, world_size, folder, "train.steps=7", "checkpoint.every=0", "checkpoint.minutes=1")
+        settings = ["train.steps=7", "checkpoint.every=0", "checkpoint.minutes=1", "data.seq_len=48"]
+        train(rank, world_size, folder, *settings, "train.eval_sequences=0")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_async_save_holds_state_of_its_step(world_size: int, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     found = run_distributed(_train_in_both_modes, world_size, str(folder))[0]
@@ -151,7 +152,7 @@ def test_async_save_holds_state_of_its_step(world_size: int, tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_process_groups_end_cleanly_after_async_saves(tmp_path: Path) -> None:
     run_distributed(_save_and_leave, 2, str(tmp_path))
     assert len(list(tmp_path.glob("run*/checkpoints/step_00000002"))) == ATTEMPTS
@@ -284,7 +285,7 @@ def test_old_checkpoint_that_is_a_link_is_unlinked_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.few
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
 def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tmp_path: Path) -> None:
