@@ -19,7 +19,6 @@ from data.store.writer import StoreWriter
 from tests.support.commands import Outcome, check_line, snapshot, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
-from zeco_train.config.overrides import REMOVED
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.training import seen_data
 from zeco_train.training.seen_data import RECORD_FILE
@@ -93,7 +92,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(first: Path, tmp_path: Path) -> Run:
     """A copy with the same times, as if it had always been there."""
-    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(first, tmp_path, symlinks=True, dirs_exist_ok=True)
     record = tmp_path / "run" / RECORD_FILE
     record.write_text(record.read_text().replace(str(first), str(tmp_path)))
     return Run(tmp_path, steps=1)
@@ -324,10 +323,3 @@ def test_copies_of_nodes_are_compared_and_verified_each(tmp_path: Path) -> None:
         assert results[1].startswith(changed)
         assert results[3].startswith(f"DataError: {tmp_path / 'copy' / shard_name(1)}: its contents differ from")
         assert results[4].startswith(changed)
-
-
-def test_key_of_earlier_versions_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
-    for key in REMOVED:
-        check_line(
-            train_here(f"{key}=false", f"run_dir={tmp_path / 'run'}"), ConfigError.exit_code, f"{key}=false: went"
-        )
