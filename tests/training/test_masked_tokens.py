@@ -96,6 +96,7 @@ def check_same_as(reference: dict[str, Any], found: dict[str, Any], name: str) -
         assert error < 1e-9, f"{key} of {name} differs by {error:.1e}"
 
 
+@pytest.mark.slow
 def test_micro_batches_and_recomputation_do_not_change_masked_losses(reference: dict[str, dict[str, Any]]) -> None:
     for name, found in reference.items():
         check_same_as(reference["reference"], found, name)
