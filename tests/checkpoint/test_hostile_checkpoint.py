@@ -143,7 +143,7 @@ def _in_an_entry(checkpoint: Path, trap: Path, name: str = EMBEDDING) -> None:
         (_in_metadata, _export),
         (_in_an_entry, _generate),
         *(
-            pytest.param(attack, command, marks=pytest.mark.slow if attack is _in_an_entry else pytest.mark.campaign)
+            pytest.param(attack, command, marks=pytest.mark.campaign)
             for attack in (_in_metadata, _in_an_entry)
             for command in COMMANDS
             if (attack, command) not in ((_in_metadata, _export), (_in_an_entry, _generate))

@@ -26,7 +26,7 @@ STEPS = 4
     ("campaign", "kills", "side_by_side"),
     # Without GPUs nothing is replayed: GRAPHS would be SAME with a larger model, six processes at a time.
     [
-        (SAME, 1, 1),
+        pytest.param(SAME, 1, 1, marks=pytest.mark.campaign),
         pytest.param(OTHERS, 2, 1, marks=pytest.mark.campaign),
         pytest.param(GRAPHS, 2, 2, marks=pytest.mark.gpu),
     ],

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from data.sources.hugging_face import recipe_names
@@ -15,7 +14,7 @@ from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config import composing
 from zeco_train.config.composing import CONFIG_DIR
 from zeco_train.config.overrides import REMOVED
-from zeco_train.config.schema import describe, group_options, load_config, to_plain
+from zeco_train.config.schema import group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.training.config import Dtype
@@ -92,20 +91,6 @@ def test_removed_keys_tell_what_replaces_them(tmp_path: Path, monkeypatch: pytes
         "experiment",
         True,
     )
-
-
-def test_compute_and_master_dtypes() -> None:
-    assert [(d.compute, d.master) for d in Dtype] == [
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ]
-
-
-def test_help_shows_groups_and_overridden_values() -> None:
-    text = describe(["train.steps=77"])
-    assert "sp=dp|lasp1|lasp2|zeco" in text
-    assert "steps: 77" in text
 
 
 def test_identity_does_not_depend_on_the_split() -> None:

@@ -81,8 +81,7 @@ def mesh() -> Iterator[ProcessMesh]:
     "name",
     [
         "whole",
-        pytest.param("segments, documents, full", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.campaign) for name in [*CASES][1:-1]),
+        *(pytest.param(name, marks=pytest.mark.campaign) for name in [*CASES][1:]),
     ],
 )
 def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
@@ -104,7 +103,7 @@ def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh,
     assert not counters["graph_break"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_no_recompilation_after_second_length() -> None:
     """As in benchmarks: after two lengths the graphs are dynamic and serve all others."""
     scan = local_exchange()
@@ -188,8 +187,8 @@ def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
 def _two_ranks(rank: int, world_size: int, store: str) -> None:
     mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
     for name, case in {
-        "two_shot": Case(Strategy.zero3, recompute=Recompute.full, segments=2, documents=True, steps=2),
-        "lasp1": Case(Strategy.zero2, recompute=Recompute.selective, steps=2),
+        "two_shot": Case(Strategy.zero3, recompute=Recompute.full, segments=2, documents=True, steps=1, num_layers=1),
+        "lasp1": Case(Strategy.zero2, recompute=Recompute.selective, steps=1, num_layers=1),
     }.items():
         torch._dynamo.reset()
         expected = run_steps(case, scans[name], mesh, store)
@@ -211,7 +210,7 @@ def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
 def test_inductor_equals_eager(mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     scan = RecordedExchange(local_exchange())
-    case = Case(recompute=Recompute.full, segments=2, documents=True, steps=1)
+    case = Case(recompute=Recompute.full, segments=2, documents=True, steps=1, num_layers=1)
     expected = run_steps(case, scan, mesh, store)
     # Workers that compile in parallel would import torch first.
     with torch._inductor.config.patch(compile_threads=1):

@@ -30,7 +30,7 @@ def weights(run: Path, whole: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_each_stage_starts_from_previous_weights(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     first, second = runs / "stage_1_64", runs / "stage_2_256"

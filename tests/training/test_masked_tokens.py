@@ -96,6 +96,7 @@ def check_same_as(reference: dict[str, Any], found: dict[str, Any], name: str) -
         assert error < 1e-9, f"{key} of {name} differs by {error:.1e}"
 
 
+@pytest.mark.slow
 def test_micro_batches_and_recomputation_do_not_change_masked_losses(reference: dict[str, dict[str, Any]]) -> None:
     for name, found in reference.items():
         check_same_as(reference["reference"], found, name)
@@ -105,8 +106,8 @@ def test_micro_batches_and_recomputation_do_not_change_masked_losses(reference: 
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_masked_losses_do_not_depend_on_the_split(
     reference: dict[str, dict[str, Any]], world_size: int, tmp_path: Path
 ) -> None:

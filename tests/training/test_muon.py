@@ -212,7 +212,7 @@ def _train(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str
     return train(rank, world_size, folder, *arguments, *overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_resume_on_another_split_equals_unbroken_run(tmp_path: Path) -> None:
     run_dir, rest = str(tmp_path / "run"), "sched=constant"
     expected = run_distributed(_train, 1, str(tmp_path / "unbroken"), rest)[0]

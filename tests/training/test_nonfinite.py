@@ -315,7 +315,7 @@ def test_first_non_finite_tensor_has_an_address(tmp_path: Path) -> None:
     check_addresses(tmp_path, [], FAULTS)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "graphs"),

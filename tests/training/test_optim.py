@@ -239,7 +239,9 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
         (Strategy.zero3, "gradient"),
         (Strategy.ddp, "loss"),
     ]
-    for (strategy, what), name in itertools.product(cases, OptimizerName):
+    # Both values together have all pairs.
+    names = [*OptimizerName][:: 1 if math.isnan(value) else -1]
+    for (strategy, what), name in zip(cases, itertools.cycle(names), strict=False):
         where = f"{what} {value}, {strategy}, {name}"
         case = Case(strategy, optim=OptimConfig(name=name, lr=1e-2))
         _, step = make_step(case, local_exchange(), mesh)
@@ -268,6 +270,7 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_step_is_skipped_on_all_ranks(value: float) -> None:
     run_distributed(_leave_out, 2, value)

@@ -168,7 +168,7 @@ def test_full_disk_loses_profile_only(tmp_path: Path, caplog: pytest.LogCaptureF
     assert files(tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_profiler_prints_nothing(tmp_path: Path) -> None:
     script = (
