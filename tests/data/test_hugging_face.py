@@ -61,7 +61,7 @@ def prepare(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-@pytest.mark.few
+@pytest.mark.few(3)
 @pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"])
 def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) -> None:
@@ -101,8 +101,8 @@ def test_workers_and_interruptions_do_not_change_the_store(
             min_tokens=20,
             validation_fraction=0.1,
             shard_tokens=2000,
-            part_characters=1000,
-            unit_bytes=1500,
+            part_characters=2500,
+            unit_bytes=4000,
             save_seconds=0.0,
         )
 
@@ -112,7 +112,7 @@ def test_workers_and_interruptions_do_not_change_the_store(
     for workers in (2 if kind == "jsonl.gz" else 1, *[1] * 100):
         runs += 1
         with monkeypatch.context() as patched:
-            stop_before(patched, preparation._Preparation, "_take", 3)
+            stop_before(patched, preparation._Preparation, "_take", 2)
             try:
                 prepare_store(options("store", workers))
                 break
