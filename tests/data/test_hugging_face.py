@@ -85,6 +85,7 @@ def test_nulls_and_byte_order_marks_as_in_files(
     assert "left out 1 documents that are null, 1 documents without text\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "streaming"), [("parquet", True), ("jsonl.gz", True), ("parquet", False)])
 def test_workers_and_interruptions_do_not_change_the_store(
@@ -244,6 +245,7 @@ def test_offline_error_is_one_line(tmp_path: Path, arguments: list[str], expecte
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_names_of_the_hub_are_announced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
