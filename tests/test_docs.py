@@ -23,7 +23,7 @@ from zeco_train.bench import __main__ as bench
 from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ZecoError
-from zeco_train.evaluate import arguments as evaluate_arguments
+from zeco_train.evaluate import command as evaluate_command
 from zeco_train.generate import options as generate_options
 from zeco_train.hf.export import ExportSettings
 from zeco_train.plan import config as plan_config
@@ -159,7 +159,7 @@ _READERS: dict[str, Callable[[list[str]], object]] = {
     "zeco_train.plan": lambda arguments: build_case(plan_config.parse(arguments)),
     "zeco_train.verify": lambda arguments: load_settings(VerifyConfig, arguments),
     "zeco_train.bench": lambda arguments: bench.CASES[arguments[0]].config.load(arguments[1:]),
-    "zeco_train.evaluate": evaluate_arguments.parse,
+    "zeco_train.evaluate": evaluate_command.parse,
     "zeco_train.generate": generate_options.parse,
     "zeco_train.export": lambda arguments: load_settings(ExportSettings, arguments[2:]),
     "zeco_train.compare": compare._parse,

@@ -89,6 +89,7 @@ def test_embedded_corpus_is_split_and_reused(library: Path, tmp_path: Path) -> N
     assert not [folder for folder in (tmp_path / "cache").iterdir() if not is_store(folder)]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_concurrent_processes_share_embedded_cache(library: Path, tmp_path: Path) -> None:
     code = (

@@ -61,7 +61,7 @@ def prepare(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-@pytest.mark.few
+@pytest.mark.few(3)
 @pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"])
 def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) -> None:
@@ -85,6 +85,7 @@ def test_nulls_and_byte_order_marks_as_in_files(
     assert "left out 1 documents that are null, 1 documents without text\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "streaming"), [("parquet", True), ("jsonl.gz", True), ("parquet", False)])
 def test_workers_and_interruptions_do_not_change_the_store(
@@ -101,8 +102,8 @@ def test_workers_and_interruptions_do_not_change_the_store(
             min_tokens=20,
             validation_fraction=0.1,
             shard_tokens=2000,
-            part_characters=1000,
-            unit_bytes=1500,
+            part_characters=2500,
+            unit_bytes=4000,
             save_seconds=0.0,
         )
 
@@ -112,7 +113,7 @@ def test_workers_and_interruptions_do_not_change_the_store(
     for workers in (2 if kind == "jsonl.gz" else 1, *[1] * 100):
         runs += 1
         with monkeypatch.context() as patched:
-            stop_before(patched, preparation._Preparation, "_take", 3)
+            stop_before(patched, preparation._Preparation, "_take", 2)
             try:
                 prepare_store(options("store", workers))
                 break
@@ -244,6 +245,7 @@ def test_offline_error_is_one_line(tmp_path: Path, arguments: list[str], expecte
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_names_of_the_hub_are_announced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

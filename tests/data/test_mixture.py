@@ -141,7 +141,8 @@ def test_batches_equal_written_out_streams(
     assert min(seen) >= 5
 
 
-@pytest.mark.parametrize("shuffle", list(Shuffle))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("shuffle", [Shuffle.documents, Shuffle.sequences, Shuffle.none])
 def test_order_of_sequences_equals_definition(stores: list[TokenStore], shuffle: Shuffle) -> None:
     """Sequences are those of the written-out streams in the defined order, on any split of a step."""
     setting = Setting(stores, shuffle, 2)

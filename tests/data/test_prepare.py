@@ -342,6 +342,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(

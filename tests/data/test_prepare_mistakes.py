@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -18,124 +17,79 @@ from zeco_train.errors import DataError
 KINDS = ".txt .md .py .jsonl .jsonl.gz .jsonl.zst .parquet .arrow"
 
 
-def not_utf8(folder: Path) -> str:
-    (folder / "a.txt").write_text("fine")
-    (folder / "b.txt").write_bytes(b"12345\xff")
-    return f"{folder / 'b.txt'}: not UTF-8 at byte 5; convert it, for example with iconv"
+def column(kind: pyarrow.DataType, *values: object, name: str = "text") -> bytes:
+    """A .parquet file of one column."""
+    sink = pyarrow.BufferOutputStream()
+    array = (
+        pyarrow.array(values, pyarrow.binary()).view(kind) if kind == pyarrow.string() else pyarrow.array(values, kind)
+    )
+    parquet.write_table(pyarrow.table({name: array}), sink)
+    return sink.getvalue().to_pybytes()
 
 
-def lines_not_utf8(folder: Path) -> str:
-    (folder / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xe9"}\n')
-    return f"{folder / 'a.jsonl'}: not UTF-8 at byte 24; convert it, for example with iconv"
+JSON = "each line must be one JSON object"
+# Name of a file in the folder, its contents (a path: a link there), and the line without "error: FOLDER".
+PROBLEMS: dict[str, tuple[str, bytes | Path, str]] = {
+    "not UTF-8": ("b.txt", b"12345\xff", "/b.txt: not UTF-8 at byte 5; convert it, for example with iconv"),
+    "lines not UTF-8": (
+        "a.jsonl",
+        b'{"text": "1"}\n{"text": "\xe9"}\n',
+        "/a.jsonl: not UTF-8 at byte 24; convert it, for example with iconv",
+    ),
+    "no field": (
+        "a.jsonl",
+        b'{"text": "x"}\n' * 20 + b'{"id": 1, "body": "y"}',
+        "/a.jsonl, line 21: no field 'text'; fields there: id, body; choose one with --text-field",
+    ),
+    "field is no text": ("a.jsonl", b'{"text": ["x"]}', "/a.jsonl, line 1: field 'text' is of type list, not text"),
+    "lone surrogate": (
+        "a.jsonl",
+        b'{"text": "ok"}\n{"text": "ab\\ud800"}\n',
+        "/a.jsonl, line 2: field 'text' has a lone surrogate at character 2",
+    ),
+    "not JSON": (
+        "a.jsonl",
+        b'\n{"text": "ok"}\n{"text": \n',
+        f"/a.jsonl, line 3: not JSON (Expecting value); {JSON}",
+    ),
+    "not an object": ("a.jsonl", b'["text"]\n', f"/a.jsonl, line 1: a JSON list, not an object; {JSON}"),
+    "no column": (
+        "a.parquet",
+        column(pyarrow.int64(), 1, name="id"),
+        "/a.parquet: no column 'text'; columns there: id; choose one with --text-field",
+    ),
+    "column is no text": ("a.parquet", column(pyarrow.int64(), 1), "/a.parquet: column 'text' holds int64, not text"),
+    "column not UTF-8": (
+        "a.parquet",
+        column(pyarrow.string(), b"fine", b"12\xff"),
+        "/a.parquet, row 1: not UTF-8 at byte 2 of column 'text'",
+    ),
+    "not parquet": ("a.parquet", b"no", "/a.parquet: cannot be read as parquet ("),
+    "nothing known": ("a.csv", b"x", f": no text found; read are files of {KINDS}; skipped: .csv 1"),
+    "nothing": (".hidden", b"", f": no text found; read are files of {KINDS}; skipped: hidden 1"),
+    "only empty files": ("a.txt", b"", ": no text in 1 files; left out 1 documents without text"),
+    "dangling link": ("a.txt", Path("none"), "/a.txt: is a link to nothing; remove it or repair it"),
+    "link to a folder": ("a.txt", Path(), f": no text found; read are files of {KINDS}; skipped: link to a folder 1"),
+    "link out of the folder": (
+        "a.txt",
+        Path(__file__),
+        "/a.txt: is a link out of its folder; put the file itself there, or give files by name",
+    ),
+}
 
 
-def no_field(folder: Path) -> str:
-    write_lines(folder / "a.jsonl", [*[{"text": "x" * 50}] * 20, {"id": 1, "body": "y"}])
-    problem = "no field 'text'; fields there: id, body; choose one with --text-field"
-    return f"{folder / 'a.jsonl'}, line 21: {problem}"
-
-
-def field_is_no_text(folder: Path) -> str:
-    write_lines(folder / "a.jsonl", [{"text": ["x"]}])
-    return f"{folder / 'a.jsonl'}, line 1: field 'text' is of type list, not text"
-
-
-def lone_surrogate(folder: Path) -> str:
-    (folder / "a.jsonl").write_text('{"text": "ok"}\n{"text": "ab\\ud800"}\n')
-    return f"{folder / 'a.jsonl'}, line 2: field 'text' has a lone surrogate at character 2"
-
-
-def not_json(folder: Path) -> str:
-    (folder / "a.jsonl").write_text('\n{"text": "ok"}\n{"text": \n')
-    return f"{folder / 'a.jsonl'}, line 3: not JSON (Expecting value); each line must be one JSON object"
-
-
-def not_an_object(folder: Path) -> str:
-    (folder / "a.jsonl").write_text('["text"]\n')
-    return f"{folder / 'a.jsonl'}, line 1: a JSON list, not an object; each line must be one JSON object"
-
-
-def no_column(folder: Path) -> str:
-    parquet.write_table(pyarrow.table({"id": [1], "body": ["y"]}), folder / "a.parquet")
-    return f"{folder / 'a.parquet'}: no column 'text'; columns there: id, body; choose one with --text-field"
-
-
-def column_is_no_text(folder: Path) -> str:
-    parquet.write_table(pyarrow.table({"text": [1]}), folder / "a.parquet")
-    return f"{folder / 'a.parquet'}: column 'text' holds int64, not text"
-
-
-def column_not_utf8(folder: Path) -> str:
-    text = pyarrow.array([b"fine", b"12\xff"], pyarrow.binary()).view(pyarrow.string())
-    parquet.write_table(pyarrow.table({"text": text}), folder / "a.parquet")
-    return f"{folder / 'a.parquet'}, row 1: not UTF-8 at byte 2 of column 'text'"
-
-
-def not_parquet(folder: Path) -> str:
-    (folder / "a.parquet").write_text("no")
-    return f"{folder / 'a.parquet'}: cannot be read as parquet ("
-
-
-def nothing_known(folder: Path) -> str:
-    (folder / "a.csv").write_text("x")
-    return f"{folder}: no text found; read are files of {KINDS}; skipped: .csv 1"
-
-
-def empty_folder(folder: Path) -> str:
-    return f"{folder}: no text found; read are files of {KINDS}"
-
-
-def only_empty_files(folder: Path) -> str:
-    (folder / "a.txt").write_text("")
-    return f"{folder}: no text in 1 files; left out 1 documents without text"
-
-
-def dangling_link(folder: Path) -> str:
-    (folder / "a.txt").symlink_to(folder / "none")
-    return f"{folder / 'a.txt'}: is a link to nothing; remove it or repair it"
-
-
-def link_to_a_folder(folder: Path) -> str:
-    (folder / "a.txt").symlink_to(folder)
-    return f"{folder}: no text found; read are files of {KINDS}; skipped: link to a folder 1"
-
-
-def link_out_of_the_folder(folder: Path) -> str:
-    (folder / "a.txt").symlink_to(__file__)
-    return f"{folder / 'a.txt'}: is a link out of its folder; put the file itself there, or give files by name"
-
-
-PROBLEMS: list[Callable[[Path], str]] = [
-    not_utf8,
-    lines_not_utf8,
-    no_field,
-    field_is_no_text,
-    lone_surrogate,
-    not_json,
-    not_an_object,
-    no_column,
-    column_is_no_text,
-    column_not_utf8,
-    not_parquet,
-    nothing_known,
-    empty_folder,
-    only_empty_files,
-    dangling_link,
-    link_to_a_folder,
-    link_out_of_the_folder,
-]
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
-def test_unusable_text_is_reported(
-    problem: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_unusable_text_is_reported(problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, contents, expected = PROBLEMS[problem]
     folder = tmp_path / "corpus"
     folder.mkdir()
-    expected = problem(folder)
+    if isinstance(contents, bytes):
+        (folder / name).write_bytes(contents)
+    else:
+        (folder / name).symlink_to(contents)
     assert main([str(folder), "--out", str(tmp_path / "store")]) == 3
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: {expected}")
+    assert captured.err.startswith(f"error: {folder}{expected}")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
@@ -149,6 +103,7 @@ def test_error_in_worker_names_file_and_line(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+@pytest.mark.slow
 def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.txt"
     source.write_text("x")

@@ -144,6 +144,7 @@ def test_needle_position_follows_depth() -> None:
         assert abs(before - depth * haystack) <= longest, (length, depth, before)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("task", [task for task in Task if task.is_text])
 def test_facts_at_depth_0_are_not_truncated(task: Task) -> None:
     """A fact may start at the first token, but not before it."""
@@ -182,6 +183,7 @@ def test_invalid_synthetic_config_is_refused(config: SyntheticConfig, expected: 
     assert str(caught.value).startswith(expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("task", list(Task))
 def test_shortest_accepted_length_fits_every_example(task: Task) -> None:
     config = SyntheticConfig(task=task)

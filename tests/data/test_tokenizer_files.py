@@ -70,6 +70,7 @@ def test_custom_tokenizer_code_never_runs(own_store: Path, tmp_path: Path, monke
     assert questions == []
 
 
+@pytest.mark.slow
 def test_run_and_export_hold_only_tokenizer_files_and_no_code(own_store: Path, secret: Path, tmp_path: Path) -> None:
     names, run = ("notes.txt", ".hidden", "id_rsa", "README.md"), tmp_path / "run"
     for name in names:
@@ -186,6 +187,7 @@ def test_links_inside_the_folder_are_followed(own_store: Path) -> None:
     assert load_tokenizer(str(folder)).encode(["w7"])[0].tolist() == [9]
 
 
+@pytest.mark.slow
 def test_hub_cache_snapshot_is_copied_as_files(store: Path, tmp_path: Path) -> None:
     """The snapshot has links to ../../blobs; the store and the run get regular files."""
     cache = tmp_path / "hub" / "models--org--name"

@@ -70,10 +70,10 @@ metric_list: [{metric: exact_match}]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on its own store, whose held-out part has 20 sequences of the run's length."""
+    """A run on its own store, whose held-out part has 6 sequences of the run's length."""
     folder = tmp_path_factory.mktemp("evaluate")
     store = write_store(folder / "store")
-    write_store(store / "validation", num_tokens=64 * 20 + 11, seed=1)
+    write_store(store / "validation", num_tokens=64 * 6 + 11, seed=1)
     data = ("data=tokens", f"data.path={store}", "train.dtype=fp64", "train.eval_sequences=5")
     trained = train_here(*data, f"run_dir={folder / 'run'}", "train.steps=2", "sp=dp", "checkpoint.every=1")
     assert trained.code == 0, trained
@@ -106,18 +106,21 @@ def test_loss_equals_validation_loss_of_training(run: Path, tmp_path: Path) -> N
     assert results(tmp_path / "older")["tasks"]["validation"]["metrics"]["loss"] != metrics["loss"]
 
 
+@pytest.mark.slow
 def test_other_lengths_report_leftover_tokens(run: Path, tmp_path: Path) -> None:
-    outcome = evaluate(run, "validation.lengths=[16,64,1000]", "train.segments=2", "--out", tmp_path)
+    outcome = evaluate(
+        run, "validation.lengths=[16,64,300]", "data.micro_batch=8", "train.segments=2", "--out", tmp_path
+    )
     assert outcome.code == 0, outcome
-    assert "80 of 80 held-out sequences of 16 tokens; left out: 10 tokens behind the last whole one" in outcome.out
-    assert "1 of 1 held-out sequences of 1,000 tokens; left out: 290 tokens behind" in outcome.out
+    assert "24 of 24 held-out sequences of 16 tokens; left out: 10 tokens behind the last whole one" in outcome.out
+    assert "1 of 1 held-out sequences of 300 tokens; left out: 94 tokens behind" in outcome.out
     details = results(tmp_path)["tasks"]["validation"]["lengths"]
-    assert [details[length]["by_position"]["edges"][-1] for length in ("16", "64", "1000")] == [16, 64, 1000]
+    assert all(details[length]["by_position"]["edges"][-1] == int(length) for length in ("16", "64", "300"))
     # Losses by position do not depend on the number of segments.
-    assert evaluate(run, "validation.lengths=[1000]", "--out", tmp_path / "whole").code == 0
-    whole = results(tmp_path / "whole")["tasks"]["validation"]["lengths"]["1000"]
-    assert whole["by_position"]["losses"] == pytest.approx(details["1000"]["by_position"]["losses"], rel=1e-9)
-    assert details["1000"]["error"] is None
+    assert evaluate(run, "validation.lengths=[300]", "--out", tmp_path / "whole").code == 0
+    whole = results(tmp_path / "whole")["tasks"]["validation"]["lengths"]["300"]
+    assert whole["by_position"]["losses"] == pytest.approx(details["300"]["by_position"]["losses"], rel=1e-9)
+    assert details["300"]["error"] is None
 
 
 @pytest.mark.slow
@@ -182,6 +185,7 @@ def test_results_are_not_written_through_a_link_beside_the_model(run: Path, tmp_
     assert not any((tmp_path / "thesis").iterdir())
 
 
+@pytest.mark.slow
 def test_evaluation_works_without_training_store(run: Path, tmp_path: Path) -> None:
     moved, held_out = tmp_path / "run", tmp_path / "held_out"
     shutil.copytree(run, moved)
@@ -210,12 +214,13 @@ def test_export_with_hugging_face_tokenizer_is_evaluated(hugging_face: Path, tmp
     check_line(evaluate(out), 3, "its tokenizer is {'kind': 'huggingface', 'sha256': ", "that of the model is")
 
 
-def test_invalid_arguments_are_reported_and_leave_no_files(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_invalid_arguments_are_reported_and_leave_no_files(run: Path, tmp_path: Path, part: int) -> None:
     other = write_store(tmp_path / "other", vocab_size=200, kind="words")
     full = tmp_path / "full"
     full.mkdir()
     (full / "file").touch()
-    for arguments, code, problem in (
+    mistakes: list[tuple[list[object], int, str]] = [
         (["nowhere"], 2, "no such folder"),
         ([run, "--tasks", "validation,"], 2, "must be names with commas between them"),
         ([run, "--tasks=validation,validation"], 2, "names validation twice"),
@@ -243,7 +248,8 @@ def test_invalid_arguments_are_reported_and_leave_no_files(run: Path, tmp_path: 
         ([run, f"data.path={other}"], 2, "holds nothing out"),
         ([run, f"data.path={tmp_path / 'gone'}"], 2, f"there is no {tmp_path / 'gone'}; name a store with"),
         ([run, "--frobnicate"], 2, "--help lists all"),
-    ):
+    ]
+    for arguments, code, problem in mistakes if part else mistakes[::6]:
         before = snapshot(tmp_path), snapshot(run)
         check_line(evaluate(*arguments), code, problem)
         assert (snapshot(tmp_path), snapshot(run)) == before, arguments
@@ -315,6 +321,7 @@ def test_unknown_lm_eval_task_or_missing_data_is_reported(run: Path, tmp_path: P
     check_line(evaluate(run, "--tasks=zeco_choice", own), 3, "--tasks zeco_choice: lm_eval: ", "rows.jsonl")
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_lm_eval_generation_arguments_are_translated() -> None:
     from data.tokenizer import ByteTokenizer
