@@ -211,7 +211,7 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
 
     names = [*seconds]
     config = ModelConfig.load([*QUICK, f"tokens={tokens}", "steps=40", f"variants=[{','.join(names)}]"])
-    peer = mock.Mock(step=lambda _: take(seconds["fla"]), logits=lambda _: torch.ones(1))
+    peer = mock.Mock(step=lambda *_: take(seconds["fla"]), logits=lambda _: torch.ones(1))
     with (
         mock.patch("zeco_train.bench.model.time", fake),
         mock.patch("zeco_train.bench.session.time", fake),

@@ -51,6 +51,12 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in device_name), None)
 
 
+def utilisation(flops_per_second: float, device: torch.device, dtype: torch.dtype | None) -> float | None:
+    """Part of its peak that a GPU reaches; None if the peak is unknown, and on CPUs."""
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return None if peak is None else flops_per_second / peak
+
+
 @dataclass
 class StepResult:
     """Result of one optimizer step.
@@ -166,7 +172,7 @@ class Recorder:
         since, self._row_written = self._row_written, time.monotonic()
         seconds = sum(s.seconds for s in steps) / len(steps)
         rate = self._tokens_per_step / seconds
-        per_device = rate / self._mesh.world_size
+        per_device, hardware = rate / self._mesh.world_size, self._hardware_flops
         extra: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
         if steps[-1].nonfinite is not None:
             extra["nonfinite"] = steps[-1].nonfinite
@@ -180,8 +186,8 @@ class Recorder:
             step_seconds=seconds,
             job_tokens_per_second=len(steps) * self._tokens_per_step / (self._row_written - since),
             val_loss=None if validation is None else validation.mean,
-            mfu=self._utilisation(per_device, self._flops),
-            hfu=self._utilisation(per_device, self._hardware_flops),
+            mfu=utilisation(per_device * self._flops, device, self._dtype),
+            hfu=None if hardware is None else utilisation(per_device * hardware, device, self._dtype),
             **longest,
             extra=extra | _of_validation(validation),
         )
@@ -245,13 +251,6 @@ class Recorder:
         if self._mesh.world_size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return {name: None if value == -math.inf else value for name, value in zip(values, most.tolist(), strict=True)}
-
-    def _utilisation(self, tokens_per_second: float, flops_per_token: float | None) -> float | None:
-        if self._mesh.device.type != "cuda" or flops_per_token is None:
-            return None
-        peak = peak_flops(torch.cuda.get_device_name(self._mesh.device), self._dtype)
-        return None if peak is None else tokens_per_second * flops_per_token / peak
-
 
 def check_records(run_dir: Path) -> None:
     """Check at the start that the records of earlier starts are readable, rather than fail at the end of the run.
