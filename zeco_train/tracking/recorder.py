@@ -252,6 +252,7 @@ class Recorder:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return {name: None if value == -math.inf else value for name, value in zip(values, most.tolist(), strict=True)}
 
+
 def check_records(run_dir: Path) -> None:
     """Check at the start that the records of earlier starts are readable, rather than fail at the end of the run.
 
