@@ -28,8 +28,6 @@ from zeco_train.training.optim.registry import build_optimizer
 
 pytestmark = pytest.mark.numeric
 
-# A model of two small layers.
-
 
 def _plain_kernels() -> Any:
     """fla's model on a CPU: its kernels replaced by plain ones."""
