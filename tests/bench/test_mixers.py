@@ -90,7 +90,7 @@ def _case(rank: int, world_size: int, folder: str) -> None:
     session.drain()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_mixers_are_measured_one_after_the_other_on_two_ranks(tmp_path: Path) -> None:
     run_distributed(_case, 2, str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())
@@ -128,7 +128,7 @@ def test_hybrids_are_checked_and_measured_at_equal_work_on_two_ranks(tmp_path: P
     assert rows[2]["relative_error"] < 1e-10
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn", "hgrn2"])
 def test_peer_of_a_mixer_has_our_parameters_and_set_buffers(mixer: str) -> None:

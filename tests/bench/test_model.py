@@ -301,22 +301,26 @@ def test_wrong_first_loss_raises() -> None:
 
 def test_model_case_on_one_rank(tmp_path: Path) -> None:
     variants = ["dp", "products", "zeco:chain"]
-    arguments = [*QUICK, "dtype=fp64", "model.attn.every=2", f"variants=[{','.join(variants)}]", f"out={tmp_path}"]
-    outcome = run_here(command.main, "model", *arguments)
+    arguments = [*QUICK, "dtype=fp64", "model.attn.every=2", "mixers=[gla,retnet]", f"out={tmp_path}"]
+    outcome = run_here(command.main, "model", *arguments, f"variants=[{','.join(variants)}]")
     assert outcome.code == 0, outcome
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == variants
-    assert rows[2]["relative_error"] < 1e-13
-    assert rows[2]["loss"] == pytest.approx(math.log(259), rel=0.05)
-    assert rows[2]["ratio"] == pytest.approx(rows[0]["wall_ms"] / rows[2]["wall_ms"])
+    assert [(row["mixer"], row["variant"]) for row in rows] == [
+        (mixer, name) for mixer in ("gla", "retnet") for name in variants
+    ]
+    for dp, _, zeco in (rows[:3], rows[3:]):
+        assert zeco["relative_error"] < 1e-13
+        assert zeco["loss"] == pytest.approx(math.log(259), rel=0.05)
+        assert zeco["ratio"] == pytest.approx(dp["wall_ms"] / zeco["wall_ms"])
+    assert (tmp_path / "mixers.md").read_text().count("\n") == 2 + 2
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param([], marks=pytest.mark.campaign),
+        [],
         ["segments=2", "recompute=full", "strategy=zero3", "micro_batches=3", "dtype=fp64"],
     ],
 )

@@ -81,15 +81,8 @@ class StepResult:
 class Recorder:
     """Averages times over the steps between two rows, and writes the rows.
 
-    Args:
-        run_dir: the run's folder.
-        mesh: of all ranks.
-        tracker: the experiment tracker.
-        total_steps: of the whole run.
-        tokens_per_step: of the global batch.
-        flops_per_token: model FLOPs, for MFU.
-        hardware_flops_per_token: model FLOPs plus recomputation, for HFU; None: HFU is not reported.
-        dtype: of the matmuls; None: neither MFU nor HFU is reported.
+    FLOPs per token are the model's, for MFU, and with recomputation, for HFU; `dtype` is that of the matmuls. What is
+    None is not reported.
 
     Attributes:
         exit_code: passed to the tracker at the end; 1, a failure, until the run has completed.
