@@ -172,17 +172,19 @@ _READERS: dict[str, Callable[[list[str]], object]] = {
 }
 
 
-def test_arguments_of_every_command_are_accepted() -> None:
-    read: set[tuple[str, ...]] = set()
-    for page in PAGES:
-        for command in commands_of(page):
-            name, *given = words = arguments(command)
-            if name in _READERS and tuple(words) not in read:
-                read.add(tuple(words))
-                try:
-                    _READERS[name](given)
-                except (ZecoError, SystemExit) as error:
-                    pytest.fail(f"{page.name}: {command.text}: {error}")
+@pytest.mark.parametrize(
+    "page",
+    [PAGES[0], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:])],
+    ids=lambda page: page.stem,
+)
+def test_arguments_of_every_command_are_accepted(page: Path) -> None:
+    for command in commands_of(page):
+        name, *given = arguments(command)
+        if name in _READERS:
+            try:
+                _READERS[name](given)
+            except (ZecoError, SystemExit) as error:
+                pytest.fail(f"{page.name}: {command.text}: {error}")
 
 
 def test_needs_of_every_command_are_known() -> None:

@@ -239,7 +239,7 @@ def test_collectives_case_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_operator_case_on_two_ranks(tmp_path: Path) -> None:
     table, results = _bench(tmp_path, "operator", *SMALL_STEPS, "trace=true", "variants=[dp,copy,lasp1,zeco:chain,fla]")
     rows = {(row["pass"], row["variant"]): row for row in results["rows"]}
@@ -263,7 +263,7 @@ def _start_with_fault(fault: str, folder: Path) -> Command:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_out_of_memory_and_lost_rank_print_one_error_line(tmp_path: Path) -> None:
     """The survivor of a lost rank names it even if it is terminated by the launcher before it has noticed."""
     with contextlib.ExitStack() as stack:

@@ -17,12 +17,13 @@ from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import load_config
+from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.attention.registry import AttentionChoice
 
 pytestmark = pytest.mark.numeric
 
-SMALL = ["model=gla_tiny", "model.num_layers=2", "mixers=[gla,retnet,mamba2]"]
+SMALL = ["model=gla_tiny", "model.num_layers=2", "mixers=[gla,mamba2]"]
 FAST = ["device=cpu", "tokens=[32]", "steps=2", "warmup=1", "check_tokens=32", "timeout_seconds=60", "dtype=fp64"]
 
 
@@ -89,40 +90,45 @@ def _case(rank: int, world_size: int, folder: str) -> None:
     session.drain()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_mixers_are_measured_one_after_the_other_on_two_ranks(tmp_path: Path) -> None:
     run_distributed(_case, 2, str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(row["mixer"], row["variant"]) for row in results["rows"]] == [
-        (mixer, variant) for mixer in ("gla", "retnet", "mamba2") for variant in ("dp", "zeco:chain")
+        (mixer, variant) for mixer in ("gla", "mamba2") for variant in ("dp", "zeco:chain")
     ]
     # Mamba-2's convolutions exchange a state with a matrix as its transition.
     assert all(row["relative_error"] < 1e-10 for row in results["rows"] if row["variant"] != "dp")
-    assert sum(": fla is not measured: " in note for note in results["notes"]) == 3
-    assert (tmp_path / "mixers.md").read_text().count("\n") == 2 + 3
+    assert sum(": fla is not measured: " in note for note in results["notes"]) == 2
+    assert (tmp_path / "mixers.md").read_text().count("\n") == 2 + 2
     assert (tmp_path / "mixers.png").exists()
 
 
-def _hybrids(rank: int, world_size: int, folder: str) -> None:
+def _hybrids(rank: int, world_size: int, folder: str) -> str:
+    # With one length of sequences `dp` must have the backends' first loss, or nothing is timed.
     arguments = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=32"]
-    arguments += ["every=[2]", "attention=ring"]
-    config = ModelConfig.load([*arguments, *FAST, "variants=[dp,products,zeco:chain]", f"out={folder}"])
+    arguments += ["every=[2]", "attention=ring", *FAST, "variants=[dp,products,zeco:chain]", f"out={folder}"]
+    config = ModelConfig.load([*arguments, "seq_len=16"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
     model.CASE.measure(config, session)
+    with pytest.raises(ConfigError) as refused:
+        model.CASE.run(ModelConfig.load([*arguments, "tokens=[30]", "seq_len=15"]), session)
     session.drain()
+    return str(refused.value)
 
 
 @pytest.mark.slow
-def test_softmax_layers_of_hybrids_are_checked_and_measured_on_two_ranks(tmp_path: Path) -> None:
-    run_distributed(_hybrids, 2, str(tmp_path))
+def test_hybrids_are_checked_and_measured_at_equal_work_on_two_ranks(tmp_path: Path) -> None:
+    assert run_distributed(_hybrids, 2, str(tmp_path)) == ["seq_len=15: must divide by 2 ranks"] * 2
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [(row["model"], row["variant"]) for row in rows] == [
-        ("gla_tiny_hybrid_2", variant) for variant in ("dp", "products", "zeco:chain")
+    assert [(row["model"], row["variant"], row["tokens"], row["seq_len"]) for row in rows] == [
+        ("gla_tiny_hybrid_2", variant, 32, None if variant == "products" else 16)
+        for variant in ("dp", "products", "zeco:chain")
     ]
     assert rows[2]["relative_error"] < 1e-10
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn", "hgrn2"])
 def test_peer_of_a_mixer_has_our_parameters_and_set_buffers(mixer: str) -> None:

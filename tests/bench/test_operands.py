@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import runpy
 from collections.abc import Callable
@@ -15,16 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.bench_settings import error_line
+from tests.support.bench_settings import QUICK, error_line
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_of
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import operator
-from zeco_train.bench.config import OperatorConfig
+from zeco_train.bench.config import ModelConfig, OperatorConfig
 from zeco_train.bench.operands import Inputs, Shape, peer_attention
 from zeco_train.bench.samples import WrongResultError
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import LocalCopyScan, over_all_ranks
+from zeco_train.bench.variants import LocalCopyScan, backend_variant, gathered_exchange, over_all_ranks
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.mix import mix
@@ -32,6 +33,7 @@ from zeco_train.ops.operator import Target
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
@@ -256,3 +258,42 @@ def test_peer_without_heads_takes_channels_side_by_side() -> None:
 def test_peer_without_groups_is_refused() -> None:
     with pytest.raises(ConfigError, match="not groups=2"):
         peer_attention(SHAPES[1], mock.Mock(spec=Session))
+
+
+def _gathered_scan_is_right(rank: int, world_size: int) -> None:
+    config = ModelConfig.load(QUICK)
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    generator = torch.Generator().manual_seed(rank)
+    state = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=generator)
+    log_decay = -torch.rand(1, 2, 3, dtype=torch.float64, generator=generator)
+    matrices = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator)
+    carry_in = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    exchanges = gathered_exchange(), session.exchange(backend_variant("lasp1"), 24)
+    for each in exchanges:
+        assert (each.is_first, each.is_last) == (rank == 0, rank == world_size - 1)
+    # A view, as of an adjoint: its strides are not those of a new tensor.
+    for reverse, transition in itertools.product((False, True), (log_decay, matrices, matrices.mT)):
+        results = []
+        for each in exchanges:
+            pending = each.states.launch(ScanRequest(state, transition, reverse, carry_in, want_carry=True))
+            received = pending.wait()
+            pending.finish()
+            results.append((received, pending.carry_out()))
+        for found, expected in zip(*results, strict=True):
+            assert relative_error(found, expected) < 1e-14
+    session.drain()
+
+
+@pytest.mark.slow
+def test_gathered_scan_equals_lasp1() -> None:
+    run_distributed(_gathered_scan_is_right, 3)
+
+
+def test_copied_scan_returns_its_own_state() -> None:
+    state = torch.randn(1, 2, 3, 4)
+    pending = LocalCopyScan().launch(ScanRequest(state, torch.zeros(1, 2, 3), want_carry=True))
+    received = pending.wait()
+    pending.finish()
+    assert torch.equal(received, state)
+    assert received.data_ptr() != state.data_ptr()
+    assert torch.equal(pending.carry_out(), state)

@@ -29,8 +29,6 @@ from zeco_train.ops import loss as loss_module
 from zeco_train.ops.operator import Target
 from zeco_train.ops.position import SequencePosition
 
-# A model of two small layers.
-
 
 class _ProductShapes(TorchDispatchMode):
     """Counts plain matrix products by (k, m and n): a layer may be computed as its transpose."""

@@ -168,7 +168,7 @@ def _chains_are_right(rank: int, world_size: int) -> None:
         chain.check()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_chain_of_many_ranks_on_two_gpus_is_right() -> None:
     run_distributed(_chains_are_right, 2, fresh=True)
 
@@ -210,7 +210,7 @@ def test_a_failing_part_is_noted_and_the_others_are_measured(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_delays_case_on_two_ranks(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     with Command([*launcher, "-m", "lab.delays", *QUICK, f"out={tmp_path}"], tmp_path) as running:

@@ -11,6 +11,7 @@ import pytest
 from lab import emulated_nodes
 from lab.emulated_nodes import EmulatedNodes, Network, main, run_ranks, why_not
 from lab.emulated_switch import _receiver
+from tests.support.bench_settings import error_line
 from tests.support.commands import REPOSITORY, SMALL, train_here
 from zeco_train.tracking.metrics import read_metrics
 
@@ -30,10 +31,7 @@ SETTINGS = ["train.dtype=fp64", f"train.steps={STEPS}", "checkpoint.every=4", "t
 )
 def test_mistakes_are_one_line(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(emulated_nodes, "why_not", return_value=None):
-        assert main([*options, "--", "train.py"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(line)
-    assert err.count("\n") == 1
+        assert error_line([*options, "--", "train.py"], capsys, main, 2).startswith(line)
 
 
 def test_machine_that_cannot_emulate_nodes_says_why(capsys: pytest.CaptureFixture[str]) -> None:

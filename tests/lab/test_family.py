@@ -13,6 +13,7 @@ import pytest
 
 from lab.family import Case, main
 from lab.family_report import Pair, Verdict, family_csv, family_table
+from tests.support.bench_settings import error_line
 from zeco_train.report.comparison import Run
 
 # Those of models that all mixers share.
@@ -129,17 +130,12 @@ def test_mistakes_end_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = [] if options[0] == "--mixers" else ["--mixers", "gla"]
-    assert main([*given, *options]) == 2
-    captured = capsys.readouterr()
-    assert line in captured.err
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    assert line in error_line([*given, *options], capsys, main, 2)
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_losses_of_mixers_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
     options = ["--mixers", "retnet", "--every", "0", "1", "--steps", "2", "--folder", str(tmp_path), "--minutes", "15"]
     assert main([*options, "--", *SETTINGS]) == 0

@@ -38,6 +38,7 @@ def test_experiments_open_with_question_command_date_and_answer() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in WITHOUT_HELP])
 def test_commands_print_their_help(name: str, tmp_path: Path) -> None:

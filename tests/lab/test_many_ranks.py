@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from lab.many_ranks import main
+from tests.support.bench_settings import error_line
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_four_ranks_start_lose_one_and_resume(tmp_path: Path) -> None:
     sizes = ["--counts", "2", "4", "--ranks", "4", "--timeout", "30", "--limit", "200"]
     more = ["--", "model.num_layers=2"]
@@ -40,7 +41,4 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--folder", str(tmp_path / "new"), "--counts", "100000"], "ranks=100000: take up to 15,000,000 MB, and "),
         (["--ranks", "x"], "argument="),
     ):
-        assert main(arguments) != 0
-        printed = capsys.readouterr().err
-        assert printed.startswith(f"error: {message}"), printed
-        assert printed.count("\n") == 1
+        assert error_line(arguments, capsys, main).startswith(f"error: {message}")

@@ -76,7 +76,7 @@ def test_table_10_of_lasp1_is_stored() -> None:
     }
 
 
-@pytest.mark.slow  # the plan of one of these is compared with the simulation below
+@pytest.mark.campaign  # the plan of one of these is compared with the simulation below
 def test_lane_keeps_the_throughput_of_dp_at_256_gpus() -> None:
     """For 8 to 25 µs between nodes, on H100 and H200, with 16k and 32k tokens a GPU."""
     rows = [row for row in ours.predicted() if row.gpus == 256]
@@ -102,7 +102,7 @@ def test_rings_explain_what_dp_of_the_paper_loses() -> None:
         assert 0.8 < share < 1, gpus
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_dp_within_the_fastest_shards_keeps_its_throughput() -> None:
     rows = {(row.device, row.tokens, row.backend, row.gpus): row for row in ours.predicted() if row.alpha == ours.ALPHA}
     for device in ours.DEVICES:

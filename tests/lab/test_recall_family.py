@@ -15,6 +15,7 @@ from lab import recall_family
 from lab.recall_family import MODELS, SHARED, main
 from lab.recall_report import Model, Result, recall_table
 from models.spec import spec_of
+from tests.support.bench_settings import error_line
 from tests.support.waiting import ENOUGH
 from zeco_train import cli
 from zeco_train.config.schema import load_config
@@ -124,17 +125,12 @@ def test_mistakes_end_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(options) == 2
-    captured = capsys.readouterr()
-    assert line in captured.err
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    assert line in error_line(options, capsys, main, 2)
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_runs_train_and_are_evaluated(tmp_path: Path) -> None:
     # In a process of its own, which forks its ranks.
     command = [sys.executable, "-m", "lab.recall_family", "--models", "kda", "--seeds", "1"]

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from launch.sweep import main, tokens
+from tests.support.bench_settings import error_line
 from tests.support.commands import SMALL
 from zeco_train.config.schema import load_config
 
@@ -97,11 +98,7 @@ def test_finished_runs_are_skipped_and_partial_runs_resume(tmp_path: Path, capsy
 def test_invalid_options_are_refused_before_submission(
     options: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--folder", str(tmp_path / "sweep"), *options]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(line), captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    assert error_line(["--folder", str(tmp_path / "sweep"), *options], capsys, main, 2).startswith(line)
     assert not (tmp_path / "sweep").exists()
 
 

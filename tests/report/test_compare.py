@@ -114,8 +114,6 @@ def test_backends_give_same_curve(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "compare.json").read_text())["runs"]
     assert [row["compared"] for row in rows] == [2, 2]
     assert not (tmp_path / "dp" / "checkpoints").exists()
-    # Without checkpoints a run restarts in the same folder and gives the same curve.
-    assert compare_backends(tmp_path, *overrides, BACKENDS="dp", MAX_DIFFERENCE="0").returncode == 0
 
 
 @pytest.mark.processes

@@ -62,7 +62,7 @@ class Documented:
 
     def words(self, folder: Path = REPOSITORY) -> list[str]:
         """Its words, with variables and patterns of file names replaced as the shell does in a folder."""
-        if not set(self.text) & set("$*?`~{}[]<>|&;()\\"):
+        if not set(self.text) & set("$*?`~{}<>|&;()\\"):
             return shlex.split(self.text)
         script = f"{self.settings}\nprintf '%s\\0' {self.text}"
         done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True)

@@ -139,18 +139,6 @@ class SlurmCluster:
         """All processes started by jobs that are still running."""
         return [process for process in self.processes() if _variable(process, "SLURM_JOB_ID") is not None]
 
-    def fail_node(self, name: str) -> None:
-        """Simulate a power failure of a node: kill its daemons and everything that they started at once."""
-        daemon = self._daemons.pop(f"slurmd {name}")
-        tasks = [process for process in self.processes() if _variable(process, "SLURMD_NODENAME") == name]
-        # A step's daemon lacks the variable, but is the parent of processes that have it.
-        parents = [_parent(process) for process in tasks]
-        steps = [process for process in self.processes() if process in parents]
-        for process in {daemon.pid, *steps, *tasks}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        daemon.wait()
-
     def ranks(self, job: str) -> dict[int, int]:
         """Process ids of a job's ranks."""
         found = {}
@@ -181,12 +169,8 @@ class SlurmCluster:
         self.wait((self.folder / "munge.socket").exists, "munge's socket", 20)
         self._daemon("slurmctld", "slurmctld", "-D")
         for node in self.nodes:
-            self.start_node(node)
+            self._daemon(f"slurmd {node}", "slurmd", "-D", "-N", node)
         self.wait(lambda: self._states() == ["idle"] * len(self.nodes), "idle nodes", 60)
-
-    def start_node(self, name: str) -> None:
-        """Start a node's daemon, for the first time or after `fail_node`."""
-        self._daemon(f"slurmd {name}", "slurmd", "-D", "-N", name)
 
     def _configuration(self, ports: list[int]) -> str:
         names = f"n[0-{len(self.nodes) - 1}]"
@@ -244,12 +228,6 @@ def _variable(process: int, name: str) -> str | None:
         for entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
             if entry.startswith(f"{name}=".encode()):
                 return entry.partition(b"=")[2].decode()
-    return None
-
-
-def _parent(process: int) -> int | None:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return None
 
 

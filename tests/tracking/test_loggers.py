@@ -18,8 +18,7 @@ from tests.support.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
 from zeco_train.tracking.loggers import ExperimentLogger, TensorBoardLogger, WandbLogger, build_logger
-from zeco_train.tracking.metrics import read_metrics
-from zeco_train.tracking.starts import Layout, Start, length_name, read_starts
+from zeco_train.tracking.starts import Layout, Start, length_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
@@ -212,21 +211,3 @@ def test_tensorboard_of_resumed_run_has_each_step_once(tmp_path: Path) -> None:
         "loss": [(1, 1), (2, 2), (3, 3), (4, 4), (5, 9), (6, 10), (7, 11)],
         "mfu": [(n, 0.5) for n in range(1, 8)],
     }
-
-
-@pytest.mark.slow
-def test_starts_and_tensorboard_of_a_resumed_run(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    overrides = ["logger=tensorboard", f"run_dir='{run_dir}'", "checkpoint.every=2", "data.seq_len=64"]
-    assert train_here(*overrides, "train.steps=5").code == 0
-    # As if killed in step 5: training resumes from the checkpoint of step 4.
-    (run_dir / "checkpoints" / "step_00000005").rename(tmp_path / "lost")
-    assert train_here(*overrides, "train.steps=7").code == 0
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    shown = scalars(run_dir / "tensorboard")
-    assert [step for step, _ in shown["loss"]] == [1, 2, 3, 4, 5, 6, 7]
-    for name in ("loss", "grad_norm", "tokens", "data_seconds", "tokens_per_second_per_device"):
-        assert [value for _, value in shown[name]] == pytest.approx([row[name] for row in rows], rel=1e-6)
-    starts = read_starts(run_dir, devices=1)
-    assert [start.step for start in starts] == [0, 4]
-    assert starts[0].environment["packages"]["zeco-train"]

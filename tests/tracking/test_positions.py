@@ -110,7 +110,7 @@ def test_single_sequence_has_nan_error_stored_as_null(tmp_path: Path) -> None:
 
 
 def train_twice(rank: int, world_size: int, folder: Path) -> None:
-    common = ("train.dtype=fp64", "train.steps=2", "train.eval_every=1", "train.eval_sequences=3", "checkpoint.every=0")
+    common = ("train.dtype=fp64", "train.steps=1", "train.eval_every=1", "train.eval_sequences=3", "checkpoint.every=0")
     # Three sequences over two groups: one group is padded.
     train(rank, world_size, folder / "one", *common, "sp=dp")
     train(rank, world_size, folder / "two", *common, "train.segments=2", "sp=lasp2", "sp.size=2")
@@ -120,7 +120,7 @@ def train_twice(rank: int, world_size: int, folder: Path) -> None:
 def test_training_records_loss_by_position(tmp_path: Path) -> None:
     run_distributed(train_twice, 2, tmp_path)
     one, two = (read_metrics(tmp_path / name / VALIDATION_FILE) for name in ("one", "two"))
-    assert [row["step"] for row in one] == [1, 2] == [row["step"] for row in two]
+    assert [row["step"] for row in one] == [1] == [row["step"] for row in two]
     for row, other in zip(one, two, strict=True):
         for key in ("losses", "errors"):
             assert other["by_position"][key] == pytest.approx(row["by_position"][key], rel=1e-9), key

@@ -51,7 +51,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.system.files import write_result
 from zeco_train.system.numbers import relative_error
-from zeco_train.tracking.recorder import peak_flops
+from zeco_train.tracking.recorder import utilisation
 from zeco_train.training.checks import kernel_calls
 from zeco_train.training.config import Dtype
 
@@ -231,7 +231,7 @@ class _Measurement:
                 break
             later, began = peers * len(counts) + len(counts) - index - 1, time.monotonic()
             # Autotuning is mostly independent of the length, and was done in the check.
-            contender = Contender(variant, partial(_peer_step, peer, self._tokens(count)), first_seconds=tuned)
+            contender = Contender(variant, partial(peer.step, self._tokens(count)), first_seconds=tuned)
             tuned = 0.0
             rows = self._time([contender], count, later, began)
             # No HFU: the peer's recomputation is not counted here.
@@ -294,7 +294,8 @@ class _Measurement:
             row |= {"loss": None, "seq_len": None}
             peak_gb = row["peak_gb"] and contender.held_gb
         rate = 1e3 * count * self._config.micro_batches / row["wall_ms"]
-        mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
+        device, dtype = self._session.device, train.dtype.compute
+        mfu, hfu = (utilisation(rate * each.total, device, dtype) for each in (flops, all_flops))
         row |= {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
         if contender.name == PRODUCTS or contender.variant.is_peer:
             return row
@@ -303,12 +304,6 @@ class _Measurement:
     def _add(self, rows: Sequence[Row]) -> None:
         dp = self._rates.get(rows[0]["tokens"])
         self._report.add([{**row, "ratio": row["tokens_per_second_per_gpu"] / dp if dp else None} for row in rows])
-
-    def _utilisation(self, flops_per_second: float) -> float | None:
-        if not self._session.on_cuda:
-            return None
-        peak = peak_flops(torch.cuda.get_device_name(self._session.device), self._run.train.dtype.compute)
-        return flops_per_second / peak if peak else None
 
     def _check(self, ours: Backends, variants: Sequence[Variant]) -> dict[str, Row]:
         # Fields of each backend's rows: gradient error on a short sequence, and the choice of `auto`.
@@ -358,10 +353,6 @@ class _Measurement:
         ids = self._tokens(self._config.check_tokens, seq_len=0).own(0)
         with torch.compiler.set_stance("force_eager"):
             return Weights(ours.weights(), ids, ours.logits(ids).cpu())
-
-
-def _peer_step(peer: Peer, tokens: RandomTokens, step: int) -> Tensor:
-    return peer.step([tokens.own(number) for number in tokens.numbers(step)])
 
 
 def _forget() -> None:

@@ -248,7 +248,7 @@ def sent_mb(subject: Subject, session: Session) -> float | None:
 
     # The backward pass runs in another thread, so it is the functions themselves that are replaced.
     ScanBackend.launch = counted_launch  # type: ignore[assignment, method-assign]
-    dist.all_gather_into_tensor = counted_gather
+    dist.all_gather_into_tensor = counted_gather  # type: ignore[assignment]
     try:
         subject.prepare()
         subject.run()

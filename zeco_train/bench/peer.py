@@ -11,7 +11,7 @@ faster one: no host synchronisation for each step's norm, and no second cast of 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from models.formats.format import ModelFormat
 from models.formats.registry import formats_of
 from models.parameters import ParameterRule, parameter_rules
 from models.spec import spec_of
+from zeco_train.bench.backends import RandomTokens
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import Variant
 from zeco_train.config.schema import Config
@@ -81,11 +82,11 @@ class Peer:
             self.model.to(run.train.dtype.compute)
         self.model.train()
 
-    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """One step on micro-batches of [1, T] tokens; returns the mean loss, on the device."""
-        total = torch.zeros((), device=micro_batches[0].device)
-        for ids in micro_batches:
-            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss / len(micro_batches)
+    def step(self, tokens: RandomTokens, number: int) -> Tensor:
+        """Step of this number on a rank's own tokens; returns the mean loss, on the device."""
+        total = torch.zeros((), device=tokens.session.device)
+        for ids in map(tokens.own, tokens.numbers(number)):
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss / tokens.micro_batches
             loss.backward()
             total += loss.detach()
         if self._optimizer is not None:
@@ -112,16 +113,9 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
     with torch.device("meta"), warnings.catch_warnings():
         # Silence the warning that the fused loss rounds differently: fla's users train with the fused loss.
         warnings.simplefilter("ignore", UserWarning)
-        model = peer_model(
-            peer_model.config_class(
-                **{
-                    **form.write(config, 2048),
-                    "num_hidden_layers": config.num_layers,
-                    "fuse_cross_entropy": False,
-                    "fuse_linear_cross_entropy": True,
-                }
-            )
-        )
+        settings = {**form.write(config, 2048), "num_hidden_layers": config.num_layers}
+        settings |= {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}
+        model = peer_model(peer_model.config_class(**settings))
     model.to_empty(device=device)
     if config.tie_word_embeddings:
         # `to_empty` replaces each module's parameters separately.

@@ -173,7 +173,8 @@ def _draw_lines(
     axes.set_xscale("log", base=2)
     axes.set_xticks(places, [name(place) for place in places])
     axes.minorticks_off()
-    axes.margins(x=0.12)
+    # Room above, so that the legend need not cover the highest point.
+    axes.margins(x=0.12, y=0.3)
     axes.set_ylim(bottom=0)
     if axes.get_ylim()[1] > 1000:
         amount_ticks(axes.yaxis)

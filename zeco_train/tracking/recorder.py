@@ -51,6 +51,12 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in device_name), None)
 
 
+def utilisation(flops_per_second: float, device: torch.device, dtype: torch.dtype | None) -> float | None:
+    """Part of its peak that a GPU reaches; None if the peak is unknown, and on CPUs."""
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return None if peak is None else flops_per_second / peak
+
+
 @dataclass
 class StepResult:
     """Result of one optimizer step.
@@ -75,15 +81,8 @@ class StepResult:
 class Recorder:
     """Averages times over the steps between two rows, and writes the rows.
 
-    Args:
-        run_dir: the run's folder.
-        mesh: of all ranks.
-        tracker: the experiment tracker.
-        total_steps: of the whole run.
-        tokens_per_step: of the global batch.
-        flops_per_token: model FLOPs, for MFU.
-        hardware_flops_per_token: model FLOPs plus recomputation, for HFU; None: HFU is not reported.
-        dtype: of the matmuls; None: neither MFU nor HFU is reported.
+    FLOPs per token are the model's, for MFU, and with recomputation, for HFU; `dtype` is that of the matmuls. What is
+    None is not reported.
 
     Attributes:
         exit_code: passed to the tracker at the end; 1, a failure, until the run has completed.
@@ -166,7 +165,7 @@ class Recorder:
         since, self._row_written = self._row_written, time.monotonic()
         seconds = sum(s.seconds for s in steps) / len(steps)
         rate = self._tokens_per_step / seconds
-        per_device = rate / self._mesh.world_size
+        per_device, hardware = rate / self._mesh.world_size, self._hardware_flops
         extra: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
         if steps[-1].nonfinite is not None:
             extra["nonfinite"] = steps[-1].nonfinite
@@ -180,8 +179,8 @@ class Recorder:
             step_seconds=seconds,
             job_tokens_per_second=len(steps) * self._tokens_per_step / (self._row_written - since),
             val_loss=None if validation is None else validation.mean,
-            mfu=self._utilisation(per_device, self._flops),
-            hfu=self._utilisation(per_device, self._hardware_flops),
+            mfu=utilisation(per_device * self._flops, device, self._dtype),
+            hfu=None if hardware is None else utilisation(per_device * hardware, device, self._dtype),
             **longest,
             extra=extra | _of_validation(validation),
         )
@@ -245,12 +244,6 @@ class Recorder:
         if self._mesh.world_size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return {name: None if value == -math.inf else value for name, value in zip(values, most.tolist(), strict=True)}
-
-    def _utilisation(self, tokens_per_second: float, flops_per_token: float | None) -> float | None:
-        if self._mesh.device.type != "cuda" or flops_per_token is None:
-            return None
-        peak = peak_flops(torch.cuda.get_device_name(self._mesh.device), self._dtype)
-        return None if peak is None else tokens_per_second * flops_per_token / peak
 
 
 def check_records(run_dir: Path) -> None:
