@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla.chunked import CHUNKED
@@ -23,20 +24,13 @@ SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
 
 @dataclass(frozen=True)
 class RankCase:
-    """One rank's tokens.
-
-    Attributes:
-        shape: of the operands, see the subclasses.
-        rate: log-decays are uniform from −rate to 0.
-        documents: cu_seqlens. before: see `SequencePosition`.
-        reset: the log-decay of every 40th token, as users write a reset; None: no resets.
-    """
+    """One rank's tokens; the shape is of the operands, see the subclasses."""
 
     shape: tuple[int, ...]
-    rate: float = 0.2
-    documents: tuple[int, ...] | None = None
+    rate: float = 0.2  # log-decays are uniform from −rate to 0
+    documents: tuple[int, ...] | None = None  # cu_seqlens
     before: int = 1
-    reset: float | None = None
+    reset: float | None = None  # the log-decay of every 40th token, as users write a reset
 
     def random(
         self,
@@ -73,16 +67,10 @@ class RankCase:
 
 @dataclass(frozen=True)
 class KernelCase(RankCase):
-    """One rank's tokens, of gated linear attention.
+    """Of gated linear attention: shape B, T, H, K, V."""
 
-    Attributes:
-        shape: B, T, H, K, V.
-        programs: number of programs of the walks over chunks; few make long segments.
-        fused: whether dv may be computed in the loop that computes dk.
-    """
-
-    programs: int = 264
-    fused: bool = True
+    programs: int = 264  # of the walks over chunks; few make long segments
+    fused: bool = True  # dv may be computed in the loop that computes dk
 
     def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Random inputs."""
@@ -90,14 +78,36 @@ class KernelCase(RankCase):
         return self.random((B, T, H, K), (B, T, H, V), (B, T, H, K), dtype, device)
 
 
+@dataclass(frozen=True)
+class DeltaCase(RankCase):
+    """Of a delta rule: shape B, T, G, H, K, V."""
+
+    rule: str = "kda"
+    # See `DeltaTuning`: a small number makes many segments, a large one makes one, None takes the kept one.
+    joining: float | None = 0.1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The operands, in their order."""
+        return ("q", "k", "v", "beta") if self.rule == "delta" else ("q", "k", "v", "g", "beta")
+
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Random inputs, keys of norm 1."""
+        B, T, G, H, K, V = self.shape
+        of_decays = (B, T, H, K) if self.rule == "kda" else (B, T, H)
+        found = self.random((B, T, G, K), (B, T, H, V), of_decays, dtype, device)
+        found["k"] = normalize(found["k"].float(), dim=-1).to(dtype)
+        generator = torch.Generator().manual_seed(1)
+        found["beta"] = 2 * torch.randn(B, H, T, generator=generator).sigmoid().mT.to(device)
+        return found
+
+
 @contextlib.contextmanager
 def compiling(capability: int) -> Iterator[dict[str, int]]:
     """Compile the kernels launched inside for such GPUs, which this machine need not have, instead of running them.
 
-    Yields the shared memory of each kernel, in bytes per program, by its name.
-
-    Raises:
-        AssertionError: the machine code of a kernel has wrong descriptors.
+    Yields the shared memory of each kernel, in bytes per program; wrong descriptors in machine code are an
+    AssertionError.
     """
     from triton.backends.compiler import GPUTarget  # late: the mode is fixed at import
     from triton.runtime import JITFunction, driver
@@ -125,23 +135,46 @@ def compiling(capability: int) -> Iterator[dict[str, int]]:
         yield shared
 
 
-def both_passes(passes: Passes, tensors: dict[str, Tensor], doc_ids: Tensor | None, scale: float) -> dict[str, Tensor]:
-    """All results of the two passes of one rank, by name."""
-    *operands, do, incoming_state, incoming_grad = (tensors[x] for x in ("q", "k", "v", "g", "do", "R", "D_in"))
+def both_results(
+    passes: Passes, names: tuple[str, ...], tensors: dict[str, Tensor], scale: float, doc_ids: Tensor | None
+) -> dict[str, Tensor]:
+    """All results of the two passes."""
+    operands = [tensors[name] for name in names]
+    promised = [(x.shape, x.stride(), x.dtype) for x in passes.saved_like(operands)]
     forward = passes.forward(operands, scale, doc_ids)
-    # exp underflows to 0 in fp32 from −104 on, so compare all decays below that as equal
-    results = {"S_loc": forward.state.clone(), "G_tot": forward.transition.clamp(min=-104.0)}
+    found = {"S": forward.state.clone(), "M": forward.transition.clone()}
     forward.overlap()
-    results["o"] = forward.outputs(incoming_state)
+    found["o"] = forward.outputs(tensors["R"])
+    _check_kept(found["S"], forward.state)
     saved = [*forward.saved]
+    assert promised == [(x.shape, x.stride(), x.dtype) for x in saved]
+    kept = operands.copy()
     for position in passes.replaced:
-        operands[position] = saved.pop(0)
-    incoming = incoming_state if passes.needs_incoming else None
-    backward = passes.backward(operands, do, saved, incoming, scale, doc_ids)
-    results["D_loc"] = backward.state_grad.clone()
+        assert (saved[0].shape, saved[0].dtype) == (operands[position].shape, operands[position].dtype)
+        kept[position] = saved.pop(0)
+    incoming = tensors["R"] if passes.needs_incoming else None
+    backward = passes.backward(kept, tensors["do"], saved, incoming, scale, doc_ids)
+    found["D"] = backward.state_grad.clone()
     backward.overlap()
-    results.update(zip(("dq", "dk", "dv", "dg"), backward.operand_grads(incoming_grad), strict=True))
-    return results
+    grads = backward.operand_grads(tensors["D_in"])
+    _check_kept(found["D"], backward.state_grad)
+    for name, grad in zip(names, grads, strict=True):
+        assert (grad.shape, grad.dtype) == (tensors[name].shape, tensors[name].dtype), name
+        found[f"d{name}"] = grad
+    return found
+
+
+def _check_kept(sent: Tensor, state: Tensor) -> None:
+    """A scan may still read the state. Not where a test forbids to synchronise, as a comparison does."""
+    if not torch.cuda.is_available() or torch.cuda.get_sync_debug_mode() == 0:
+        torch.testing.assert_close(sent, state, rtol=0, atol=0, equal_nan=True)
+
+
+def both_passes(passes: Passes, tensors: dict[str, Tensor], doc_ids: Tensor | None, scale: float) -> dict[str, Tensor]:
+    """`both_results` of gated linear attention."""
+    found = both_results(passes, ("q", "k", "v", "g"), tensors, scale, doc_ids)
+    # exp underflows to 0 in fp32 from −104 on, so compare all decays below that as equal
+    return {**found, "M": found["M"].clamp(min=-104.0)}
 
 
 def kernel_errors(case: KernelCase, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
