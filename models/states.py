@@ -33,7 +33,7 @@ class StateOf:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A vector of each token and head, [B, G, tokens, D] in the model's dtype; see `zeco_train.ops.softmax.attention`.
+    """A vector of each token and head, [B, G, tokens, D] in the model's dtype; see `zeco_train.ops.softmax.cache`.
 
     Attributes:
         heads: G.
