@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from tests.support import interpreter
-from tests.support.delta_kernel_cases import DeltaCase, both_results
 from tests.support.distributed import run_distributed
 from tests.support.few import one_of
-from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
+from tests.support.kernel_cases import SHARED_MEMORY, DeltaCase, both_results, compiling, relative_error
 from tests.support.positions import position_of
 from tests.support.waiting import ENOUGH
 from zeco_train.ops.delta.chunked import CHUNKED

@@ -36,12 +36,12 @@ def _affine(
     2412.06464, 2510.26692).
     """
     OPERATORS[name].check(operands, doc_ids)
-    values = dict(zip(OPERATORS[name].operands, operands, strict=True))
-    q, k, v = operands[:3]
-    g = values.get("g")
-    if g is None:
-        g = values.get("log_decay", q.new_zeros(1)).detach().expand(v.shape[:3])
-    return _run(q, k, v, g, values.get("beta"), scale, initial_state, doc_ids)
+    q, k, v, *rest = operands
+    beta = rest.pop() if name in ("delta", "gated_delta", "kda") else None
+    g = rest[0] if rest else q.new_zeros(1)
+    if name in ("delta", "fixed_decay"):
+        g = g.detach().expand(v.shape[:3])
+    return _run(q, k, v, g, beta, scale, initial_state, doc_ids)
 
 
 def _run(

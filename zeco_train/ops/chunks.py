@@ -3,14 +3,13 @@
 Tokens [B, T, H, D] are processed as chunks [N, B, H, C, D]: one step of the state recurrence touches contiguous memory,
 and the C tokens of one head are contiguous, as matrix products want them.
 
-Decays are products of `exp(g)`, all of them at most 1. Nothing is divided by a decay and no difference of cumulative
-sums is taken, so a decay of e^-50 a token is as exact as none at all. Blocks of 1, 2, 4, … tokens are merged in pairs,
-and the decay between a token of the later block and one of the earlier block is
+Decays are products of `exp(g)`, all of them at most 1, without divisions or differences of sums, so a decay of e^-50 a
+token is as exact as none at all. Blocks of 1, 2, 4, … tokens are merged in pairs, and the decay between a token of the
+later block and one of the earlier block is
 
     (decay from the start of the later block through the later token) · (decay after the earlier token to that start)
 
-where both factors grow with the blocks by one multiplication. A restart is a decay of 0: every product across it is
-exactly 0.
+where both factors grow with the blocks by one multiplication. Across a restart every product is exactly 0.
 """
 
 from __future__ import annotations
@@ -131,11 +130,9 @@ def chunk_log_decays(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> T
 
 
 def add_later_tokens(x: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """Reversed cumulative sum over the tokens of each chunk, [N, B, H, C, D], in place, not past a restart.
-
-    Contributions from past a restart add up to 0, but only within the rounding of another document's numbers.
-    """
+    """Reversed cumulative sum over the tokens of each chunk, [N, B, H, C, D], in place, not past a restart."""
     if doc_ids is not None:
+        # Contributions from past a restart add up to 0, but only within the rounding of another document's numbers.
         chunk = chunk_size(doc_ids.numel())
         # Padding belongs to the last document, so that the chunk's boundary term, in its last row, reaches it.
         padding = doc_ids[-1:].expand(-doc_ids.numel() % chunk)

@@ -9,9 +9,8 @@ keys. The state decays before the token writes. The operators differ in g, fp32 
     `gated_delta`    [B, T, H]               Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464)
     `kda`            [B, T, H, K]            Kimi Delta Attention (2025, arXiv 2510.26692)
 
-Keys must have norm 1 (or less) and β lie between 0 and 2: each transition, of a shard a matrix [B, H, K, K], is then no
-expansion. With longer keys the state may grow without bound; mixers normalise them, and the values are not checked
-here, since that would synchronise with the device.
+Keys must have norm 1 (or less), as mixers see to, and β lie between 0 and 2: each transition, of a shard a matrix [B,
+H, K, K], is then no expansion. Values are not checked, since that would synchronise with the device.
 
 FLOPs are those of matrix products and of the triangular systems of chunks, a multiply-add counting as two. Of the token
 pairs inside a chunk of C = 64 only the causal half counts: (C+1)/2 per token with the token itself, (C−1)/2 without.

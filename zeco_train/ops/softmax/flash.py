@@ -1,10 +1,9 @@
 """The attention of a span to consecutive keys by PyTorch's FlashAttention kernel, for bf16 on GPUs.
 
-Called as `torch.nn.attention.varlen` calls it, one sequence per document and row of the batch. That module has no
-backward pass for an output and a log-sum-exp over more keys than those at hand, which blocks of keys need.
-
-The kernel aligns the last query of a sequence with its last key. So a call takes either keys that end with the queries,
-causal, or keys before all queries, of which a window is counted from that alignment.
+Called as `torch.nn.attention.varlen` calls it, one sequence per document and row of the batch; that module has no
+backward pass for an output and a log-sum-exp over more keys than those at hand, which blocks of keys need. The kernel
+aligns the last query of a sequence with its last key. So a call takes either keys that end with the queries, causal, or
+keys before all queries, of which a window is counted from that alignment.
 """
 
 from __future__ import annotations
