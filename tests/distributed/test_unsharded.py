@@ -85,12 +85,7 @@ def _train(
 ) -> list[Tensor]:
     """Gradients of each step and the weights after the last; a strategy of None is FSDP2's own way.
 
-    Args:
-        mesh: of one rank.
-        strategy: of `parallelize`.
-        dtype: of computation.
-        passes: for each micro-batch of a step, whether it is full.
-        between: called with the model after each micro-batch.
+    `passes` says for each micro-batch of a step whether it is full; `between` is called after each micro-batch.
     """
     model = _model(mesh.device)
     if strategy is None:
