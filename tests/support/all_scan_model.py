@@ -43,7 +43,7 @@ class Memory:
 
 
 class Model:
-    """The ranks and their kernels, with the same `calls` on every rank, faults (`mutations`) and a seed of the order."""
+    """The ranks and their kernels, with the same `calls` on every rank, faults (`mutations`), a seed of the order."""
 
     CAPACITY = 64  # cells of a buffer
 
