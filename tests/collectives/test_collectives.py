@@ -231,7 +231,7 @@ def test_every_scan_equals_the_reference_on_gpus(world_size: int) -> None:
 
 
 def subgroup_suite(rank: int, world_size: int) -> None:
-    for layout in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0,), (1, 2, 3))):
+    for layout in (((0, 2), (1, 3)), ((0,), (1, 2, 3))):
         groups = [dist.new_group(list(ranks)) for ranks in layout]
         mine = next(i for i, ranks in enumerate(layout) if rank in ranks)
         member = layout[mine].index(rank)

@@ -93,7 +93,11 @@ def gloo_suite(rank: int, world_size: int, per_node: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("nodes", "per_node"), [(2, 2), *(pytest.param(*n, marks=pytest.mark.campaign) for n in ((3, 2), (3, 1), (2, 4)))]
+    ("nodes", "per_node"),
+    [
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        *(pytest.param(*n, marks=pytest.mark.campaign) for n in ((3, 2), (3, 1), (2, 4))),
+    ],
 )
 def test_lane_equals_reference_over_processes(nodes: int, per_node: int) -> None:
     run_distributed(gloo_suite, nodes * per_node, per_node)

@@ -84,6 +84,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_documents(tmp_path_factory.mktemp("shards") / "store"))
 
 
+@pytest.mark.slow  # tests/distributed/test_parallelize.py has the norms of three layers
 @pytest.mark.parametrize(
     "cases",
     [FEW, pytest.param(GRID, marks=pytest.mark.campaign), pytest.param(OTHERS, marks=pytest.mark.campaign)],

@@ -85,12 +85,7 @@ def _train(
 ) -> list[Tensor]:
     """Gradients of each step and the weights after the last; a strategy of None is FSDP2's own way.
 
-    Args:
-        mesh: of one rank.
-        strategy: of `parallelize`.
-        dtype: of computation.
-        passes: for each micro-batch of a step, whether it is full.
-        between: called with the model after each micro-batch.
+    `passes` says for each micro-batch of a step whether it is full; `between` is called after each micro-batch.
     """
     model = _model(mesh.device)
     if strategy is None:
@@ -265,29 +260,27 @@ def _fails_at(number: int, real: Callable[..., Any], *, after: bool) -> Callable
     return call
 
 
-def _failures(rank: int, world_size: int) -> None:
+def _failures(rank: int, world_size: int, dtype: torch.dtype) -> None:
     mesh = _mesh("cpu")
-    for dtype in (torch.bfloat16, torch.float32):
-        expected = _gradients(_sharded(mesh, dtype))
-        cases = [
-            (fsdp_collectives, "foreach_reduce_scatter_copy_in", n, after) for n in (1, 3) for after in (False, True)
-        ]
-        if dtype is torch.bfloat16:
-            # Weights in fp32 are not gathered into memory of their own.
-            cases += [(fsdp_param, "alloc_storage", number, False) for number in (1, 22)]
-        for module, name, number, after in cases:
-            model = _sharded(mesh, dtype)
+    expected = _gradients(_sharded(mesh, dtype))
+    cases = [(fsdp_collectives, "foreach_reduce_scatter_copy_in", n, after) for n in (1, 3) for after in (False, True)]
+    if dtype is torch.bfloat16:
+        # Weights in fp32 are not gathered into memory of their own.
+        cases += [(fsdp_param, "alloc_storage", number, False) for number in (1, 22)]
+    for module, name, number, after in cases:
+        model = _sharded(mesh, dtype)
+        _gradients(model)
+        failing = _fails_at(number, getattr(module, name), after=after)
+        with mock.patch.object(module, name, failing), pytest.raises(torch.OutOfMemoryError):
             _gradients(model)
-            failing = _fails_at(number, getattr(module, name), after=after)
-            with mock.patch.object(module, name, failing), pytest.raises(torch.OutOfMemoryError):
-                _gradients(model)
-            assert isinstance(model, FSDPModule)
-            model._get_fsdp_state()._reset_iter_state()
-            assert _agree(_gradients(model), expected), (dtype, name, number, after)
+        assert isinstance(model, FSDPModule)
+        model._get_fsdp_state()._reset_iter_state()
+        assert _agree(_gradients(model), expected), (dtype, name, number, after)
 
 
-def test_pass_after_one_that_failed_has_the_right_bits() -> None:
-    run_distributed(_failures, 1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_pass_after_one_that_failed_has_the_right_bits(dtype: torch.dtype) -> None:
+    run_distributed(_failures, 1, dtype)
 
 
 def _replaced(rank: int, world_size: int) -> None:

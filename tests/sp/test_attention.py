@@ -43,19 +43,13 @@ THIRDS = (0, 8, 9, 16, 24)
 
 @dataclass(frozen=True)
 class Case:
-    """A whole sequence.
+    """A whole sequence."""
 
-    Attributes:
-        tokens: its length; None: one less than there are ranks, so that a rank has none.
-        queries_per_key: heads of queries for each of keys; None: all of them.
-        uneven: later ranks have more tokens, the first of many has one.
-    """
-
-    tokens: int | None = 24
+    tokens: int | None = 24  # None: one less than there are ranks, so that a rank has none
     borders: tuple[int, ...] | None = None
     window: int | None = None
-    queries_per_key: int | None = 1
-    uneven: bool = False
+    queries_per_key: int | None = 1  # heads of queries for each of keys; None: all of them
+    uneven: bool = False  # later ranks have more tokens, the first of many has one
 
 
 CASES = {

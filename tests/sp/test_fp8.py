@@ -41,7 +41,7 @@ SPLITS = (
 def case_of(model: str, documents: bool = False, **settings: Any) -> Case:
     batch = 1 if documents else GLOBAL_BATCH
     return Case(
-        documents=documents, micro_batch=batch, model=MODELS[model], **{"matmul": Matmul.fp8, "steps": 1, **settings}
+        documents=documents, micro_batch=batch, model=MODELS[model], **{"matmul": Matmul.fp8, "steps": 2, **settings}
     )
 
 

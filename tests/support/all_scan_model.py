@@ -43,14 +43,7 @@ class Memory:
 
 
 class Model:
-    """The ranks and their kernels.
-
-    Args:
-        ranks: P, positions in scan order.
-        calls: the scans, in launch order, the same on every rank.
-        mutations: faults to inject.
-        seed: of the order of steps.
-    """
+    """The ranks and their kernels, with the same `calls` on every rank, faults (`mutations`), a seed of the order."""
 
     CAPACITY = 64  # cells of a buffer
 
@@ -60,11 +53,7 @@ class Model:
         self.memory = {(rank, name): Memory() for rank in range(ranks) for name in ("chain", "two_shot")}
 
     def run(self) -> None:
-        """Step all ranks in a random order until they finish.
-
-        Raises:
-            ProtocolError: see there.
-        """
+        """Step all ranks in a random order until they finish."""
         # Make some ranks much slower than others.
         speeds = [self.random.choice((1.0, 0.1, 0.01)) for _ in range(self.ranks)]
         queues = [list(self.calls) for _ in range(self.ranks)]

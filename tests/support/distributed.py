@@ -44,7 +44,7 @@ def run_distributed(
     may_die: Collection[int] = (),
     fresh: bool = False,
 ) -> list[Any]:
-    """Call `fn(rank, world_size, *args)` on `world_size` new processes that share a default process group.
+    """Call `fn(rank, world_size, *args)` on new processes of one default process group; returns the ranks' results.
 
     The ranks are forked from a process that has only imported torch and the trainer, since importing them takes each
     rank seconds. First-use costs remain, so let `fn` loop over all cases of a world size and name the case in its
@@ -52,17 +52,11 @@ def run_distributed(
     the CUDA device of their number.
 
     Args:
-        fn: a top-level function of a module that spawned processes can import.
-        world_size: number of ranks.
-        args: arguments of `fn`; must pickle.
+        fn: a top-level function of a module that spawned processes can import; `args` must pickle.
         timeout: seconds, after which all ranks are killed. Also the timeout of the process group.
-        backend: of `init_process_group`.
-        may_die: ranks that may end without a result.
+        may_die: ranks that may end without a result, which is None then.
         fresh: start processes without preloaded imports, for settings that must precede an import. With
             TRITON_INTERPRET=1 they are forked from one that has imported the kernels in that mode.
-
-    Returns:
-        The result of each rank, by rank; None for a rank of `may_die` that died.
 
     Raises:
         RankError: a rank raised (the first in time is reported), died, or timed out.

@@ -45,31 +45,19 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A whole sequence, identical on every rank.
+    """A whole sequence, identical on every rank."""
 
-    Attributes:
-        name: for messages; also seeds the tensors.
-        lengths: tokens of each rank, for each segment.
-        carry: with `carry_in` and `carry_out`.
-        loss: outputs that the loss depends on, `both`, `o` or `carry`.
-        poison: replicated values are NaN on every rank that must not read them.
-        strided: tensors and their gradients are not contiguous, gradients of outputs are expanded from one value.
-        documents: borders of packed documents in the sequence, from 0 to its end; the batch is 1 then.
-        doc_offsets: borders of the documents in the stream that contains the sequence; `documents` if empty.
-        stream_start: position of the sequence in that stream.
-    """
-
-    name: str
-    lengths: tuple[tuple[int, ...], ...]
+    name: str  # for messages; also seeds the tensors
+    lengths: tuple[tuple[int, ...], ...]  # tokens of each rank, for each segment
     rates: tuple[float, ...] = RATES
-    carry: bool = False
-    loss: str = "both"
-    poison: bool = False
-    strided: bool = False
+    carry: bool = False  # with `carry_in` and `carry_out`
+    loss: str = "both"  # outputs that it depends on, `both`, `o` or `carry`
+    poison: bool = False  # replicated values are NaN on every rank that must not read them
+    strided: bool = False  # tensors and gradients are not contiguous, gradients of outputs are expanded from one value
     dtype: torch.dtype = torch.float64
-    documents: tuple[int, ...] | None = None
-    doc_offsets: tuple[int, ...] = ()
-    stream_start: int = 0
+    documents: tuple[int, ...] | None = None  # borders in the sequence, from 0 to its end; the batch is 1 then
+    doc_offsets: tuple[int, ...] = ()  # borders in the stream that contains the sequence; `documents` if empty
+    stream_start: int = 0  # position of the sequence in that stream
     tensors: dict[str, Tensor] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -36,17 +36,7 @@ TIMEOUT = timedelta(seconds=600)
 
 
 class Network:
-    """Links, clocks and messages of all ranks.
-
-    Args:
-        topology: even nodes of the ranks.
-        costs: of the links, in a node and, if `between` is set, between nodes.
-
-    Attributes:
-        clocks: virtual seconds of each rank.
-        messages, bytes: sent by each rank.
-        turns: of the ranks.
-    """
+    """Links, clocks (virtual seconds), messages and bytes of all ranks on even nodes."""
 
     def __init__(self, topology: Topology, costs: Costs) -> None:
         self.topology, self.costs, self.turns = topology, costs, Turns()

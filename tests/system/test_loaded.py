@@ -151,11 +151,12 @@ def test_ranks_and_restarts_equal_those_of_fresh_launcher(tmp_path: Path) -> Non
     assert len({*numbers}) == len(numbers) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL) received"),
-        pytest.param("sys.exit(7)", "(exitcode: 7)", marks=pytest.mark.slow),
+        ("sys.exit(7)", "(exitcode: 7)"),
     ],
 )
 def test_launcher_reports_codes_and_signals_of_forked_ranks(line: str, shown: str, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_arrays_and_weights_must_be_regular_files(make: Callable[[Path], None], 
         map_array(tmp_path / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_dataset_script_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()

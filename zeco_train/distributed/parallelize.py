@@ -158,10 +158,10 @@ def _shard_mesh(strategy: Strategy, shards: int, mesh: ProcessMesh) -> DeviceMes
 def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: bool) -> None:
     """Set the communication of a micro-batch's backward pass, perhaps the step's `last`; `shards` as of `num_shards`.
 
-    Replicated gradients (of `ddp`, and between ranks that hold the same shards) are all-reduced once a step. Sharded
-    gradients are reduce-scattered in every micro-batch. Where parameters are not sharded, each of several ranks
-    accumulates whole gradients and reduces them in the last one; a single rank adds them to its sums in every one.
-    `ddp` and `zero2` keep their gathered parameters through the micro-batches of a step.
+    Replicated gradients are all-reduced once a step, sharded ones reduce-scattered in every micro-batch. Where
+    parameters are not sharded, each of several ranks accumulates whole gradients and reduces them in the last one; a
+    single rank adds them to its sums in every one. `ddp` and `zero2` keep their gathered parameters through the micro-
+    batches of a step.
     """
     assert isinstance(model, FSDPModule)
     if shards > 1:

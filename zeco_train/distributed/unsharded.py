@@ -33,14 +33,11 @@ from zeco_train.distributed.torch_private import UnitParameter, unit_parameters
 class OneRankReduction:
     """Reduce-scatter over one rank (`FSDPModule.set_custom_reduce_scatter`): a unit's gradients are one buffer.
 
-    For each reduction FSDP2 allocates the input, copies a backward pass's gradients into it
-    (`zeco_train.distributed.gradient_packing`), and allocates the output, of which the sharded gradients are views;
-    over one rank it does not call the reduction itself. Input and output are the same tensor here, which FSDP2 gets
-    again in the next backward pass, and its copy adds to it. So the gradients of a step's micro-batches are summed in
-    place; their sums have the bits of FSDP2's. Where the gradients are no such views, or the backward pass has not
-    reached all parameters, FSDP2 copies to a buffer of its own and adds it to them.
-
-    `module` is the unit, or the first module of its list, sharded over this rank alone.
+    For each reduction FSDP2 allocates the input, copies a backward pass's gradients into it, and allocates the output,
+    of which the sharded gradients are views; over one rank it does not call the reduction itself. Input and output are
+    the same tensor here, which FSDP2 gets again in the next backward pass, and its copy (`gradient_packing`) adds to
+    it: the gradients of a step's micro-batches are summed in place, with the bits of FSDP2's sums. Where gradients are
+    no such views, or the backward pass has not reached all parameters, FSDP2 adds a buffer of its own to them.
     """
 
     def __init__(self, module: FSDPModule) -> None:

@@ -71,14 +71,11 @@ def connect(
     halo: Groups | None = None,
     topology: Topology | None = None,
 ) -> Exchange:
-    """An `Exchange` over the ranks of an SP group; for softmax layers over one rank only.
+    """An `Exchange` over the ranks of an SP group, in `groups` by direction; for softmax layers over one rank only.
 
-    Args:
-        groups: one per direction (forward, reverse).
-        device: warm the groups up for its tensors, which is collective; None: the first scans initialise them.
-        halo: two more such groups, for a model with states that cross one border only; None: such states take the
-            backend's own scan.
-        topology: the nodes of the ranks, unless the settings give them; None: all are on this machine.
+    With `device` the groups are warmed up for its tensors, which is collective. `halo`: two more such groups, for a
+    model with states that cross one border only. Without `topology`, or nodes in the settings, all ranks are on this
+    machine.
     """
     rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     topology = config.topology(topology or Topology.one_node(size))

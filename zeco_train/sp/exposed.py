@@ -2,12 +2,11 @@
 
 A scan that completes before its `wait` costs nothing. The rest is measured: on CPUs the wall time for which `wait`,
 `finish` and `carry_out` block their caller, on CUDA the time between two events on the caller's stream, right before
-and right after such a call. This includes waiting for a late peer, whatever the reason for its delay, and all of
-LASP-1's communication. Each wait of softmax attention, which sends and waits within one call, is measured as it comes.
+and right after such a call. This includes waiting for a late peer, and all of LASP-1's communication.
 
-CUDA events are read once the device has passed them, never waited for, so measuring does not delay a step. Two
-consecutive events are 1 to 2 µs apart, so a scan reads that much even if nothing is exposed. A CUDA graph has its
-events in it: each replay records them anew, and of several replays before a reading the last one counts for all.
+CUDA events are read once the device has passed them, never waited for. Two consecutive events are 1 to 2 µs apart, so
+a scan reads that much even if nothing is exposed. A CUDA graph has its events in it: each replay records them anew, and
+of several replays before a reading the last one counts for all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Background threads, which are joined before the interpreter finalises.
 
 Once Python 3.11 has begun to finalise, a thread that requests the GIL is ended by `pthread_exit`. If it returns from a
-torch call (a store request, the release of a tensor), that unwinds through a noexcept C++ destructor, and the process
-dies of SIGABRT, "terminate called without an active exception", instead of its exit code. So each thread is started
-here, and stopped and joined at the end of a command, see `zeco_train.lifecycle.end`, or of any other process that uses
-these modules. Threads are also daemons: one that waits for a lost peer must not block the exit.
+torch call, that unwinds through a noexcept C++ destructor, and the process dies of SIGABRT instead of its exit code. So
+each thread is started here, and stopped and joined at the end of a command (`zeco_train.lifecycle.end`), or of any
+other process that uses these modules. Threads are also daemons: one that waits for a lost peer must not block the exit.
 """
 
 from __future__ import annotations

@@ -128,13 +128,10 @@ def _if_supported() -> Iterator[None]:
 
 
 def take_lock(path: Path) -> tuple[int, str | None]:
-    """Open and lock a file, creating it if needed; the lock is held until the descriptor closes or the process exits.
+    """Open and lock a file, creating it if needed, until the descriptor closes or the process exits.
 
-    Returns the descriptor; and the reason why the file system cannot lock, None if it can.
-
-    Raises:
-        BlockingIOError: another process holds it.
-        OSError: it cannot be opened, or is a link, which could lead to any file of the user.
+    Returns the descriptor; and why the file system cannot lock, None if it can. Raises BlockingIOError if another
+    process holds it, OSError if it cannot be opened, or is a link, which could lead to any file of the user.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -168,16 +165,12 @@ def atomic_folder(
     """Context manager: a new, empty folder beside `out`, renamed to `out` if the block ends without an exception.
 
     The caller must fsync its files. If the block raises or the process is killed, `out` is unchanged, and the next one
-    removes the leftovers: a temporary folder is in use as long as the lock file beside it is locked, which the system
-    ends with the process.
-
-    Args:
-        out: parents are created. Must be missing or an empty folder, unless `replace`.
-        replace: exchange an existing folder for the new one and delete the old one, unless this raises for it.
-        remedy: advice to the user if the system refuses to write.
+    removes the leftovers: a temporary folder is in use as long as the lock file beside it is locked. `replace`:
+    exchange an existing folder for the new one and delete the old one, unless this raises for it; `remedy`: advice to
+    the user.
 
     Raises:
-        DataError: `out` exists and may not be replaced, or the system refuses to write there.
+        DataError: `out` exists, is not empty, and may not be replaced, or the system refuses to write there.
     """
     with write_errors(out, remedy):
         make_parent(out, remedy)

@@ -1,9 +1,8 @@
 """Methods that cut the heads into parts: the messages of one part travel while another is computed.
 
-Heads do not depend on each other, so parts change no bit of a result, and no rank sends more. A method writes a pass
-over some heads as a generator, which yields wherever it would wait for messages. All parts first send what they can;
-then each in turn waits, computes, and sends its results, which arrive during the next part's compute. Exposed are the
-arrival of the first part and the return of the last.
+Parts change no bit of a result, and no rank sends more. A method writes a pass over some heads as a generator, which
+yields wherever it would wait for messages. All parts first send what they can; then each in turn waits, computes, and
+sends its results, which arrive during the next part's compute.
 """
 
 from __future__ import annotations
