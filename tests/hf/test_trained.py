@@ -18,7 +18,6 @@ import yaml
 from data.tokenizer import load_tokenizer
 from models.registry import DEFAULT_CONFIG
 from tests.data.test_prepare import hugging_face
-from tests.support.commands import train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import full, train
 from zeco_train.config.schema import Config
@@ -73,13 +72,6 @@ def test_weights_load_on_other_splits(tmp_path: Path) -> None:
             assert found.keys() == expected.keys()
             for name, parameter in found.items():
                 assert torch.equal(parameter, expected[name].to(dtype.compute)), (name, dtype)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    assert train_here(f"run_dir={folder}", "train.steps=2", "checkpoint.every=1", "sp=lasp2").code == 0
-    return folder
 
 
 def test_model_is_found_in_run_or_checkpoint_folder(run: Path) -> None:

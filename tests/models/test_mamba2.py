@@ -83,7 +83,7 @@ def reference(layer: Mamba2, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"time_step_limit": (0.3, 0.9), "use_conv_bias": False}, {"n_groups": 1}, {"n_groups": 6}],
