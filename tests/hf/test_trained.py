@@ -143,6 +143,19 @@ def test_places_in_stored_configurations_are_dropped(run: Path, tmp_path: Path) 
         assert trained.configure(["data.cache_dir=mine"]).data.cache_dir == "mine"
 
 
+def test_settings_that_only_another_version_has_are_named(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export(str(run), tmp_path / "out", ExportSettings())
+    file = tmp_path / "out" / "zeco_train.json"
+    origin = json.loads(file.read_text())
+    origin["config"]["train"]["gone"] = origin["config"]["\x1bold"] = {"key": 1}
+    file.write_text(json.dumps({**origin, "version": "0.2.0"}))
+    assert find_trained(str(tmp_path / "out")).config == find_trained(str(run)).config
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "zeco_train.hf.trained")
+    assert message.endswith("left out: train.gone, \\x1bold")
+
+
 def test_every_text_of_a_stored_configuration_is_known() -> None:
     """A new key that names a place must be dropped by `_without_places`, or read as data are."""
     stores = {"data.path", "data.validation_path", "data.stores.path", "data.stores.validation_path"}

@@ -15,7 +15,6 @@ from models.decays import step_log_decays
 from models.language_model import LanguageModel
 from models.mixers.delta_net import DeltaMixer
 from models.modules import l2_normalised
-from models.parameters import cast, parameter_rules
 from models.spec import ModelSpec
 from tests.models.test_fla_models import DELTA, GATED, KDA, SMALL
 from zeco_train.errors import ConfigError
@@ -162,18 +161,6 @@ def test_initial_values_are_those_of_fla(config: LanguageModelConfig, least: flo
     for convolution in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d):
         assert convolution.bias is None
         assert 0.018 < convolution.weight.std() < 0.022
-
-
-def test_parameters_of_decays_have_no_weight_decay_and_stay_fp32() -> None:
-    for config in (GATED, KDA):
-        model = build(config)
-        rules = {name: rule for name, _, rule in parameter_rules(model)}
-        wide = {name for name, rule in rules.items() if rule.wide}
-        assert wide == {f"model.layers.{n}.attn.decay.{name}" for n in range(2) for name in ("A_log", "dt_bias")}
-        assert not any(rules[name].decays for name in wide)
-        for dtype, of_wide in ((torch.bfloat16, torch.float32), (torch.float64,) * 2):
-            cast(model, dtype)
-            assert all(p.dtype is (of_wide if name in wide else dtype) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize(
