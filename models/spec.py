@@ -79,29 +79,24 @@ class AttentionSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """The blocks of one mixer.
-
-    Attributes:
-        parameters: of one of the `count` blocks.
-        mixer_products, mlp_products: linear layers in forward order, grouped by shared input.
-        fp8_products: those among them that `train.matmul=fp8` computes in fp8.
-        state_shapes: H, K, V of each of the mixer's states.
-        operators: name of the operator of each state.
-        attention: softmax attention in place of operators with states, or None.
-        gated_norm: width of the gated norm of the output; 0 without one.
-        norm_after: see `Mixer`; the backward pass then reads the output of the MLP's last linear layer.
-    """
+    """The `count` blocks of one mixer."""
 
     count: int
+    # Of one block.
     parameters: Sequence[Shape]
+    # Linear layers in forward order, grouped by shared input; and those that `train.matmul=fp8` computes in fp8.
     mixer_products: Sequence[Sequence[Product]]
     mlp_products: Sequence[Sequence[Product]]
     fp8_products: Sequence[Product]
+    # H, K, V of each of the mixer's states, and the name of its operator.
     state_shapes: tuple[tuple[int, int, int], ...]
     operators: Sequence[str]
+    # Softmax attention in place of operators with states.
     attention: AttentionSpec | None
+    # Width of the gated norm of the output; 0 without one.
     gated_norm: int
     operator_flops: Callable[[int], OperatorFLOPs]
+    # The backward pass then reads the output of the MLP's last linear layer.
     norm_after: bool = False
 
     @property

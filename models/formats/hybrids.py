@@ -31,19 +31,15 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class SoftmaxLayers:
-    """The softmax layers of a class.
+    """The softmax layers of a class."""
 
-    Attributes:
-        fixed: fields of `model.attn` that the class decides, with their value.
-        num_heads, num_kv_heads, head_dim: the class's defaults; null: those that other keys decide.
-        always_rotates: whether `rope_theta` must not be null.
-        rotates_parts: whether it reads `partial_rotary_factor`.
-    """
-
+    # Fields of `model.attn` that the class decides.
     fixed: Mapping[str, Any]
+    # The class's defaults; None: those that other keys decide.
     num_heads: int
     num_kv_heads: int | None
     head_dim: int | None
+    # Whether `rope_theta` must not be null, and whether it reads `partial_rotary_factor`.
     always_rotates: bool
     rotates_parts: bool
 

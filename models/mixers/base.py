@@ -53,18 +53,13 @@ class OperatorFLOPs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A parameter of the whole model of which each layer reads a part, such as HGRN2's lower bounds.
-
-    Attributes:
-        name: of the parameter, `model.NAME`.
-        shape: configuration → its shape.
-        rule: its initialisation and treatment by the optimizer.
-        parts: the parameter, in fp32 or fp64 → the layers' parts, stacked along the first dimension.
-    """
+    """A parameter of the whole model, `model.NAME`, of which each layer reads a part, such as HGRN2's lower bounds."""
 
     name: str
+    # Configuration → shape.
     shape: Callable[[Any], tuple[int, ...]]
     rule: ParameterRule
+    # The parameter, in fp32 or fp64 → the layers' parts, stacked along the first dimension.
     parts: Callable[[Tensor], Tensor]
 
 

@@ -31,14 +31,7 @@ from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class DeltaHeads(NamedTuple):
-    """Heads of a layer.
-
-    Attributes:
-        keys: G, heads of queries and keys.
-        values: H, heads of values, and of the state; consecutive ones share a head of queries and keys.
-        key_dim: K.
-        value_dim: V.
-    """
+    """Heads of a layer: G of queries and keys, width K; H of values and states, width V, which share them in turn."""
 
     keys: int
     values: int
@@ -127,18 +120,14 @@ def check_conv_size(conv_size: int) -> None:
 
 
 class Projected(NamedTuple):
-    """The projections of a layer's tokens, before the convolutions.
+    """The projections of a layer's tokens, before the convolutions."""
 
-    Attributes:
-        inputs: queries, keys and values side by side, [B, T, 2·G·K + H·V].
-        strengths: logits of β, [B, T, H].
-        decays: logits of the decays, [B, T, H] or [B, T, H·K]; None without decays.
-        gate: of the output, [B, T, H·V], or None.
-    """
-
+    # Queries, keys and values side by side, [B, T, 2·G·K + H·V].
     inputs: Tensor
+    # Logits of β, [B, T, H], and of the decays, [B, T, H] or [B, T, H·K].
     strengths: Tensor
     decays: Tensor | None
+    # Of the output, [B, T, H·V].
     gate: Tensor | None
 
 

@@ -88,18 +88,14 @@ class _Normalised(torch.autograd.Function):
 
 
 class HeadWidths(NamedTuple):
-    """Widths of one head.
+    """Widths of one head."""
 
-    Attributes:
-        query: of queries and keys before the feature map.
-        features: after it.
-        key: K, with the features of zeros that a map may append for kernels.
-        value: of values, without the normaliser's columns.
-    """
-
+    # Of queries and keys before the feature map, and after it.
     query: int
     features: int
+    # K, with the features of zeros that a map may append for kernels.
     key: int
+    # Without the normaliser's columns.
     value: int
 
 

@@ -100,20 +100,8 @@ def test_two_ranks_generate_same_texts_as_one(run: Path, tmp_path: Path) -> None
     """In fp64: a prompt over both ranks, texts on both, and a batch in which one rank has none."""
     long = tmp_path / "long.txt"
     long.write_text("import os\n" * 40)
-    arguments = [
-        run,
-        "--prompt-file",
-        long,
-        "--prompt",
-        "x = ",
-        "--prompt",
-        "",
-        "--max-tokens",
-        "20",
-        "--ignore-eos",
-        "--seed",
-        "1",
-    ]
+    options = ["--prompt", "x = ", "--prompt", "", "--max-tokens", "20", "--ignore-eos", "--seed", "1"]
+    arguments = [run, "--prompt-file", long, *options]
     alone = generate(*arguments, "--json", tmp_path / "one.json")
     assert alone.code == 0, alone
     with Command(launcher(2, *arguments, "--json", tmp_path / "two.json", "--batch", "1"), tmp_path) as two:

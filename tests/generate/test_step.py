@@ -1,21 +1,15 @@
-"""The recurrent step: against the oracle and the chunked operator, token by token."""
+"""The recurrent step against the oracle, token by token; its kernel under the interpreter."""
 
 from __future__ import annotations
-
-import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.mixers.gla import FeatureMap
-from tests.models.test_model import SMALL, build, tokens_and_labels, whole
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_gla
 from zeco_train.ops.gla import recurrent_step
 from zeco_train.ops.operator import Target, assume
-from zeco_train.ops.seam import LayerStates
 
 pytestmark = pytest.mark.numeric
 
@@ -83,41 +77,3 @@ def test_mismatched_operands_are_refused() -> None:
         recurrent_step(q, k, v, g, state.mT.contiguous().mT)
     with pytest.raises(ValueError, match="one token"):
         recurrent_step(*operands(torch.float32))
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("prompt", [1, 64, 100])
-def test_model_steps_equal_chunked_operator(prompt: int) -> None:
-    """Logits after each token, in fp64: the whole sequence at once, and a prompt followed by single steps."""
-    model, (ids, _) = build(), tokens_and_labels(tokens=150)
-    with torch.no_grad():
-        expected = model(ids, whole(150))
-        states = LayerStates(carry_in=model.zero_states(2, ids.device), want_carry=True)
-        logits = [model(ids[:, :prompt], whole(prompt), states=states)]
-    for position, column in enumerate(ids[:, prompt:].T, prompt):
-        logits.append(model.step(column, states.carry_out, torch.full_like(column, position))[:, None])
-    error = (torch.cat(logits, dim=1) - expected).abs().max() / expected.abs().max()
-    assert error < 1e-12, error
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"num_kv_heads": 1},
-        {"feature_map": FeatureMap.relu, "clamp_min": -0.3},
-        {"use_output_gate": False, "tie_word_embeddings": True},
-    ],
-)
-def test_model_steps_from_zero_state_equal_whole_sequence(changes: dict[str, Any]) -> None:
-    """For several layer configurations."""
-    model, (ids, _) = build(dataclasses.replace(SMALL, **changes)), tokens_and_labels(tokens=70)
-    states = model.zero_states(2, ids.device)
-    before = [state.data_ptr() for state in states]
-    steps = [model.step(column, states, torch.full_like(column, t)) for t, column in enumerate(ids.T)]
-    logits = torch.stack(steps, dim=1)
-    expected = model(ids, whole(70))
-    assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
-    assert [state.data_ptr() for state in states] == before
-    assert not logits.requires_grad

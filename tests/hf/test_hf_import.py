@@ -147,13 +147,6 @@ def test_model_saved_by_fla_gives_reference_logits(settings: dict[str, Any], tmp
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("import") / "run"
-    assert train_here(f"run_dir={folder}", "train.steps=1").code == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(run: Path) -> Path:
     export(str(run), run.with_name("out"), ExportSettings())
     return run.with_name("out")
@@ -164,6 +157,7 @@ def exported(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "exported")
 
 
+@pytest.mark.slow
 def test_training_starts_from_export(run: Path, exported: Path, tmp_path: Path) -> None:
     """Import, a step with a learning rate too small to change fp32 weights, and export: the same weights."""
     load = [f"checkpoint.load=hf:{exported}", "train.steps=1", "optim.lr=1e-20", "optim.weight_decay=0"]
@@ -298,7 +292,7 @@ def test_invalid_export_commands_are_refused(
     taken = tmp_path / "taken"
     taken.mkdir()
     broken = shutil.copytree(run, tmp_path / "broken")
-    file = broken / "checkpoints" / "step_00000001" / "__0_0.distcp"
+    file = broken / "checkpoints" / "step_00000002" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     (tmp_path / "file").touch()
     out = str(tmp_path / "new")

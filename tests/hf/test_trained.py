@@ -18,7 +18,6 @@ import yaml
 from data.tokenizer import load_tokenizer
 from models.registry import DEFAULT_CONFIG
 from tests.data.test_prepare import hugging_face
-from tests.support.commands import train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import full, train
 from zeco_train.config.schema import Config
@@ -73,13 +72,6 @@ def test_weights_load_on_other_splits(tmp_path: Path) -> None:
             assert found.keys() == expected.keys()
             for name, parameter in found.items():
                 assert torch.equal(parameter, expected[name].to(dtype.compute)), (name, dtype)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    assert train_here(f"run_dir={folder}", "train.steps=2", "checkpoint.every=1", "sp=lasp2").code == 0
-    return folder
 
 
 def test_model_is_found_in_run_or_checkpoint_folder(run: Path) -> None:
@@ -149,6 +141,19 @@ def test_places_in_stored_configurations_are_dropped(run: Path, tmp_path: Path) 
         assert (config.run_dir, config.data.cache_dir) == (str(trained.path), None)
         assert config.checkpoint.load is None
         assert trained.configure(["data.cache_dir=mine"]).data.cache_dir == "mine"
+
+
+def test_settings_that_only_another_version_has_are_named(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export(str(run), tmp_path / "out", ExportSettings())
+    file = tmp_path / "out" / "zeco_train.json"
+    origin = json.loads(file.read_text())
+    origin["config"]["train"]["gone"] = origin["config"]["\x1bold"] = {"key": 1}
+    file.write_text(json.dumps({**origin, "version": "0.2.0"}))
+    assert find_trained(str(tmp_path / "out")).config == find_trained(str(run)).config
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "zeco_train.hf.trained")
+    assert message.endswith("left out: train.gone, \\x1bold")
 
 
 def test_every_text_of_a_stored_configuration_is_known() -> None:

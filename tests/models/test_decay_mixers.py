@@ -363,6 +363,7 @@ def test_rotated_products_depend_on_the_distance_only(dtype: torch.dtype, tolera
     assert (product(0, 1) - product(0, 700)).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_compiled_rotations_equal_the_plain_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 6, 3, 8, generator=generator) for _ in range(2))

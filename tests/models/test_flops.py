@@ -59,7 +59,7 @@ def flops_of(config: GLAConfig, recompute: Recompute, segments: int) -> TokenFLO
     return spec.flops_per_token(TOKENS) + spec.recomputed_flops_per_token(TOKENS, recompute, segments)
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @pytest.mark.parametrize("segments", [1, 2, 5])
 @pytest.mark.parametrize("recompute", Recompute)
 def test_linear_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int) -> None:
@@ -125,9 +125,3 @@ def test_full_recompute_and_segments_repeat_operator_flops() -> None:
             flops = spec_of(SMALL).recomputed_flops_per_token(TOKENS, recompute, segments)
             assert flops.operator == pytest.approx(own + (times + 1 - 1 / segments) * forward)
             assert flops.head == 0
-
-
-def test_token_flops_add_by_kind() -> None:
-    total = TokenFLOPs(1.0, 2.0, 3.0) + TokenFLOPs(10.0, 20.0, 30.0)
-    assert total == TokenFLOPs(11.0, 22.0, 33.0)
-    assert total.total == 66.0

@@ -49,7 +49,7 @@ def _saving_like(kernels: Passes, plain: Passes) -> Passes:
     return kernels._replace(forward=forward)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
 @pytest.mark.parametrize("name", OTHERS)
 def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
@@ -85,6 +85,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
     assert (long - short) / 256 == case.measured(name).kept.by_token
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
@@ -107,6 +108,7 @@ def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConf
     assert case.measured(kind).kept.by_token == on_cpu.measured(kind).kept.by_token
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["retnet_340m", "retnet_1b", "lightning_1b", "cosformer_1b", "mamba2_1b"])
 @pytest.mark.parametrize("batch", [1, 8])

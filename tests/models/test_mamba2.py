@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from models.mixers.mamba2 import Mamba2, Mamba2Config
 from models.modules import RMSNormOfGated
 from models.parameters import cast, parameter_rules
 from models.spec import ModelSpec, spec_of
+from tests.models.test_fla_models import GATED, KDA
 from zeco_train.errors import ConfigError
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import LayerStates, StateInput
@@ -83,7 +85,7 @@ def reference(layer: Mamba2, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"time_step_limit": (0.3, 0.9), "use_conv_bias": False}, {"n_groups": 1}, {"n_groups": 6}],
@@ -169,11 +171,12 @@ def test_initial_values_are_those_of_the_paper() -> None:
         assert torch.equal(again.get_parameter(name).float(), parameter), name
 
 
-def test_wide_parameters_have_no_weight_decay_and_stay_fp32() -> None:
-    model = build()
+@pytest.mark.parametrize(("config", "own"), [(SMALL, {"D"}), (GATED, set()), (KDA, set())])
+def test_wide_parameters_have_no_weight_decay_and_stay_fp32(config: LanguageModelConfig, own: set[str]) -> None:
+    model = ModelSpec(config).build()
     rules = {name: rule for name, _, rule in parameter_rules(model)}
     wide = {name for name, rule in rules.items() if rule.wide}
-    assert wide == {f"model.layers.{n}.attn.decay.{name}" for n in range(2) for name in ("A_log", "D", "dt_bias")}
+    assert wide == {f"model.layers.{n}.attn.decay.{name}" for n in range(2) for name in ("A_log", "dt_bias", *own)}
     assert not any(rules[name].decays for name in wide)
     for dtype, of_wide in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
         cast(model, dtype)
