@@ -16,7 +16,7 @@ from zeco_train.plan import dry_run as module
 from zeco_train.plan.dry_run import DryRun, dry_run
 from zeco_train.plan.wire import count_scans
 
-CPU = ["train.device=cpu", "gpu=h200"]
+CPU = ["train.device=cpu", "gpu=h200", "train.compile=never"]
 
 
 def _alone(rank: int, world_size: int, arguments: list[str], of_rank: int) -> tuple[DryRun, list[str]]:
@@ -37,7 +37,7 @@ def run(*arguments: str, rank: int = 0) -> tuple[DryRun, list[str]]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -65,6 +65,7 @@ def test_rank_0_of_256_has_the_planned_shards(arguments: list[str]) -> None:
     assert found.peak is None
 
 
+@pytest.mark.slow
 def test_any_rank_has_its_place_and_its_nodes() -> None:
     sizes = ["world_size=64", "sp.size=32", "data.seq_len=32768", "data.global_batch=2", "gpus_per_node=8"]
     (first, _), (last, messages) = (run(*SMALL, *sizes, rank=rank) for rank in (0, 63))
@@ -78,6 +79,7 @@ def test_any_rank_has_its_place_and_its_nodes() -> None:
     assert any(text.endswith("over 32 ranks: lane by gloo") for text in messages), messages
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("model", [["model=mamba2_tiny"], ["model=gla_tiny", "model.attn.layers=[1]"]])
 def test_layers_beside_scans_run_too(model: list[str]) -> None:
@@ -93,6 +95,7 @@ def _command(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str
     return command(*arguments)
 
 
+@pytest.mark.slow
 def test_command_appends_the_dry_run(tmp_path: Path) -> None:
     arguments = ["world_size=16", "data.seq_len=16384", "data.global_batch=1", "dry_run=true", "rank=15"]
     stored = tmp_path / "plan.json"

@@ -109,6 +109,7 @@ def test_collectives_longer_than_compute_are_exposed() -> None:
     assert exposed_parameter_seconds(gathered_twice, gathers) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_throughput_of_dp_falls_with_ranks_less_so_within_fewer_shards() -> None:
     whole = [plan_step(of_1b(ranks)).total - plan_step(of_1b(ranks)).seconds["scans"] for ranks in (8, 256, 1024, 4096)]
     assert whole == sorted(whole)
@@ -118,6 +119,7 @@ def test_throughput_of_dp_falls_with_ranks_less_so_within_fewer_shards() -> None
     assert times[1] < whole[2] < whole[3] / 1.3
 
 
+@pytest.mark.slow
 def test_plan_names_a_faster_shard_size() -> None:
     arguments = [*GLA_1B, "world_size=4096", f"data.seq_len={4096 * 16_384}"]
     plan = make(*arguments)

@@ -22,7 +22,7 @@ from models.parameters import parameter_rules
 from models.registry import MIXERS
 from models.spec import spec_of
 from tests.support.distributed import run_distributed
-from tests.support.planning import GLA_1B, SMALL, make_case, saved_bytes
+from tests.support.planning import EAGER, GLA_1B, SMALL, make_case, saved_bytes
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives import wire as collectives_wire
@@ -193,9 +193,10 @@ def test_unmasked_models_carry_in_every_scan_and_have_no_segments(monkeypatch: p
     assert legal_segments(case) == [1]
 
 
+@pytest.mark.slow
 def test_halos_are_one_message_per_layer_pass_and_direction() -> None:
-    arguments = ["model=mamba2_1b", "train.dtype=bf16", "data.seq_len=65536", "train.segments=2"]
-    case = make_case(*arguments, "world_size=4", "sp.size=4", "data.global_batch=1")
+    arguments = ["model=mamba2_1b", *GLA_1B[1:], EAGER, "data.seq_len=65536", "train.segments=2"]
+    case = make_case(*arguments, "world_size=4", "sp.size=4")
     model, costs = case.config.model, case.machine.scans[Link.nccl]
     assert isinstance(model, Mamba2Config)
     halos, size = plan_halos(case, BACKENDS["zeco"]), (model.conv_kernel - 1) * model.conv_dim * 4
@@ -204,7 +205,7 @@ def test_halos_are_one_message_per_layer_pass_and_direction() -> None:
     assert halos.seconds == pytest.approx(halos.messages * (costs.message + costs.byte * size))
     assert plan_step(case).seconds["halos"] == halos.seconds
     assert plan_step(case, BACKENDS["dp"]).seconds["halos"] == 0
-    alone = make_case(*arguments, "world_size=1", "sp.size=1", "data.global_batch=1")
+    alone = make_case(*arguments, "world_size=1", "sp.size=1")
     assert plan_halos(alone, BACKENDS["zeco"]) == Halos(0, 0, 0)
     assert "halos" not in plan_step(make_case(*GLA_1B, "world_size=4", "sp.size=4", "data.seq_len=65536")).seconds
 
@@ -249,6 +250,7 @@ def test_parameter_and_optimizer_bytes_of_one_rank() -> None:
         assert optimizer_bytes(case) == 8 * case.spec.num_parameters + 4 * sum(map(len, case.spec.units))
 
 
+@pytest.mark.slow
 def test_muon_memory_and_products_are_counted() -> None:
     adamw, muon = (make_case("model=gla_1b", f"optim={name}", "world_size=8") for name in ("adamw", "muon"))
     projections = sum(math.prod(shape) for shape, rule in muon.spec.parameters if rule.is_projection)
@@ -262,10 +264,8 @@ def test_muon_memory_and_products_are_counted() -> None:
         if rule.is_projection
     )
     for dtype in (Dtype.fp32, Dtype.bf16):
-        cases = [
-            make_case("model=gla_1b", f"optim={name}", f"train.dtype={dtype.value}", "world_size=8")
-            for name in ("adamw", "muon")
-        ]
+        sized = [GLA_1B[0], EAGER, f"train.dtype={dtype.value}", "world_size=8"]
+        cases = (make_case(*sized, f"optim={name}") for name in ("adamw", "muon"))
         adamw_seconds, muon_seconds = (plan_step(case).seconds["optimizer"] for case in cases)
         assert muon_seconds - adamw_seconds == pytest.approx(eight / muon.machine.flops[dtype], rel=1e-6)
 
@@ -308,7 +308,9 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
     return dict(sent)
 
 
-@pytest.mark.parametrize(("world_size", "heads", "value_dim"), [(3, 5, 10), (4, 2, 16)])
+@pytest.mark.parametrize(
+    ("world_size", "heads", "value_dim"), [(3, 5, 10), pytest.param(4, 2, 16, marks=pytest.mark.slow)]
+)
 def test_scan_bytes_equal_sent_bytes(world_size: int, heads: int, value_dim: int) -> None:
     ranks = run_distributed(_scans, world_size, heads, value_dim)
     model = [f"model.hidden_size={heads * value_dim}", f"model.num_heads={heads}", f"model.expand_k={8 / value_dim}"]
@@ -335,8 +337,8 @@ def test_step_bytes_by_algorithm() -> None:
 COMPILED = pytest.param(Dtype.bf16, True, marks=pytest.mark.slow)
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.none])
 @pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), COMPILED])
 @pytest.mark.parametrize("variant", [[], ["model.num_kv_heads=1", "model.use_output_gate=false"]])
 def test_activation_bytes_equal_saved_tensors(
