@@ -55,7 +55,7 @@ from zeco_train.training.step import TrainingStep
 from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team
 from zeco_train.verify.report import Deviation, VerifyRow
-from zeco_train.verify.scan_cases import SCANS
+from zeco_train.verify.team_cases import SCANS
 
 SIZE = 4
 STEPS = 2
@@ -93,7 +93,7 @@ class StepCase:
 
     Attributes:
         mixer: its name; with `attention` every second layer is softmax attention.
-        scan: a key of `verify.scan_cases.SCANS`.
+        scan: a key of `verify.team_cases.SCANS`.
         sp_size: ranks that share a sequence.
         window: of softmax attention.
         masked: the model reads in both directions, and learns masked tokens.
