@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.support.distributed import run_distributed
 from tests.support.planning import SMALL, command, make_case
+from zeco_train.errors import ConfigError
 from zeco_train.plan import dry_run as module
 from zeco_train.plan.dry_run import DryRun, dry_run
 from zeco_train.plan.wire import count_scans
@@ -107,20 +108,11 @@ def test_command_appends_the_dry_run(tmp_path: Path) -> None:
     assert (values["sp_rank"], values["topology"]) == (15, "2 nodes of 8 ranks")
 
 
-def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    sized = [*SMALL, *CPU, "world_size=4"]
-    for arguments, message in (
-        (["dry_run=true", "rank=4"], "rank=4: must be < 4, the number of ranks"),
-        (["rank=1"], "rank=1: would be ignored; it needs dry_run=true"),
-        (["dry_run=true", "rank=-1"], "rank=-1: must be ≥ 0"),
-    ):
-        code, _, err = command(*sized, *arguments)
-        assert code != 0
-        assert err.startswith(f"error: {message}")
-        assert err.count("\n") == 1
+def test_a_start_by_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    code, _, err = command(*sized, "dry_run=true")
-    assert (code != 0, err) == (True, "error: dry_run=true: needs no peers: start it without torchrun\n")
+    with pytest.raises(ConfigError) as refused:
+        dry_run(make_case(*SMALL, *CPU, "world_size=4"), 0)
+    assert refused.value.field == "dry_run"
 
 
 def test_failed_dry_run_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

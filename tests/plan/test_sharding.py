@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.support.planning import GLA_1B, command, make, make_case
+from tests.support.planning import GLA_1B, make, make_case
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import fastest_shards
 from zeco_train.plan.case import Case
@@ -148,12 +148,3 @@ def test_advice_keeps_to_the_memory() -> None:
     assert tight is not None
     assert tight.memory.fits
     assert tight.case.shards > free.case.shards
-
-
-def test_wrong_shard_size_is_one_line() -> None:
-    code, _, err = command(*GLA_1B, "world_size=8", "data.seq_len=131072", "parallel.shard_size=3")
-    assert code != 0
-    assert (
-        err
-        == "error: parallel.shard_size=3: must divide the world size 8: 1, 2, 4, 8, or -1 for the strategy's default\n"
-    )

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.commands import Outcome, check_line
 from tests.support.distributed import run_distributed
 from tests.verify.test_verify import CPU, run_command, verify
 from zeco_train.config.overrides import load_settings
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import oracle
 from zeco_train.ops.softmax.span import Attended, Span
-from zeco_train.verify import cases, command
+from zeco_train.verify import cases
 from zeco_train.verify.config import METHODS, VerifyConfig
 from zeco_train.verify.reference import SequenceRank, exact_attention
 from zeco_train.verify.report import deviations
@@ -49,6 +48,7 @@ def test_every_method_passes_with_documents_and_windows() -> None:
 _LAYOUTS = ["one document", "one document, window 36", "documents", "documents, window 36"]
 
 
+@pytest.mark.slow
 def test_plain_run_includes_softmax_with_the_fewest_tokens() -> None:
     """And a method that cannot spread the heads is skipped in one row."""
     arguments = [
@@ -108,6 +108,7 @@ def failures_of_broken_methods(rank: int, world_size: int) -> dict[str, list[str
     return failures
 
 
+@pytest.mark.slow
 def test_broken_methods_fail_with_tensor_and_rank() -> None:
     first, second = run_distributed(failures_of_broken_methods, 2)
     assert first == second, "all ranks judge alike"
@@ -141,24 +142,3 @@ def test_reference_is_softmax_over_the_visible_keys(documents: bool, window: int
         found = exact_attention(sequence, SequenceRank(0, 1))
     for name, deviation in deviations(found, expected).items():
         assert deviation.error <= 1e-13, name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["operator=softmin"], ("operator=softmin", "gla", "softmax")),
-        (["operator=softmax", "backends=[lasp2]"], ("backends=", "would be ignored by operator=softmax")),
-        (["operator=softmax", "carry=true"], ("carry=", "would be ignored by operator=softmax")),
-        (["operator=scalar_decay", "window=8"], ("window=8", "would be ignored by operator=scalar_decay")),
-        (["methods=[rings]"], ("methods=rings", "all_gather, ulysses, ring, all_gather:unpaired")),
-        (["methods=[]"], ("methods=[]", "must be a list of")),
-        (["window=1"], ("window=1", "≥ 2")),
-        (["key_heads=3"], ("key_heads=3", "must divide the 4 heads of queries")),
-    ],
-)
-def test_mistakes_give_one_line_errors(
-    arguments: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = command.main(["device=cpu", *arguments])
-    captured = capsys.readouterr()
-    check_line(Outcome(code, captured.out, captured.err), 2, *parts)

@@ -116,8 +116,8 @@ class Verification:
                 continue
             for window in config.windows(number):
                 # FlashAttention has one width of heads.
-                softmax = {"value_dim": config.key_dim, "key_heads": config.num_key_heads, "window": window}
-                yield from self._sequence(mesh, AttentionSequence(f"{name} {window}", **shape, **softmax), dtype)
+                shape |= {"value_dim": config.key_dim, "key_heads": config.num_key_heads, "window": window}
+                yield from self._sequence(mesh, AttentionSequence(f"{name} {window}", **shape), dtype)
                 self._free()
 
     def _sequence(self, mesh: ProcessMesh, sequence: Sequence | AttentionSequence, dtype: str) -> Iterator[VerifyRow]:

@@ -225,7 +225,8 @@ _WINDOWS = {
 
 
 def _can_attend(cell: Cell) -> bool:
-    problem = METHODS_IN_PARTS[cell["method"]].heads_problem(*cell["heads"], cell["ranks"])
+    heads, key_heads = cell["heads"]
+    problem = METHODS_IN_PARTS[cell["method"]].heads_problem(heads, key_heads, cell["ranks"])
     return problem is None and not (cell["masks"][0] and cell["batch"] > 1)
 
 
@@ -235,7 +236,8 @@ def attention_cases() -> list[TeamCase]:
     for number, cell in enumerate(cover_pairs(METHOD_AXES, _can_attend)):
         method, (heads, groups), (documents, kind) = cell.pop("method"), cell.pop("heads"), cell.pop("masks")
         cell |= {"heads": heads, "groups": groups, "key_dim": 5, "value_dim": 5, "documents": documents}
-        cases.append(TeamCase(Whole(str(number), SOFTMAX, window=_WINDOWS[kind](cell["tokens"]), **cell), method))
+        window = _WINDOWS[kind](cell["tokens"])
+        cases.append(TeamCase(Whole(name=str(number), operator=SOFTMAX, window=window, **cell), method))
     # More queries than the block that PyTorch's kernel is given at once.
     long = Whole("long", SOFTMAX, ranks=2, tokens=600, heads=2, groups=1, key_dim=5, value_dim=5)
     return [*cases, *(TeamCase(long, method) for method in METHODS)]
@@ -365,7 +367,7 @@ def _segments(whole: Whole, exchange: Exchange, rank: int) -> Iterator[Call]:
         received.append(one.received)
         carries.append(one.carry_out)
     dcarry = whole.tensors["dcarry_out"] if whole.carry else None
-    for piece, carry, incoming in reversed([*itertools.zip_longest(pieces, carries, received, fillvalue=())]):
+    for piece, carry, incoming in reversed([*zip(pieces, carries, [*received, ()], strict=True)]):
         again = Pass(whole, exchange, piece, carry_in=carry, want_carry=dcarry is not None, incoming=incoming)
         again.backward(dcarry)
         yield "a second pass of segments", "segments", piece, again.results

@@ -48,7 +48,6 @@ class Whole:
 
     Attributes:
         name: seeds the values.
-        operator: its name.
         tokens: of a shard.
         ranks, segments: P, M.
         batch, heads, groups, key_dim, value_dim: B, H, heads of keys, K, V; of a convolution V is its channels.
@@ -116,7 +115,8 @@ class Whole:
         return operator.state_shape([torch.empty(self._shape(dims), device="meta") for dims in operator.dims])
 
     def position(self, exchange: Exchange, piece: int) -> SequencePosition:
-        """Position of a shard. With a carry a token precedes the sequence, so that the first document continues."""
+        """Position of a shard."""
+        # With a carry a token precedes the sequence, so that the first document continues.
         (segment, rank), before = divmod(piece, self.ranks), int(self.carry)
         shards = range(segment * self.ranks, (segment + 1) * self.ranks + 1)
         documents = None if self.documents is None else [[0, *(border + before for border in self.borders[1:])]]
@@ -202,7 +202,8 @@ def exact_results(whole: Whole) -> list[Results]:
     """
     operands, do = {name: whole.tensors[name] for name in whole.has_tokens}, whole.tensors["do"]
     if whole.operator == SOFTMAX:
-        return whole.split(exact_softmax(**operands, do=do, borders=torch.tensor(whole.borders), window=whole.window))
+        q, k, v = operands.values()
+        return whole.split(exact_softmax(q, k, v, do, borders=torch.tensor(whole.borders), window=whole.window))
     operator = OPERATORS[whole.operator]
     if operator.reads_whole:
         tokens = ExactTokens(operator, operands, do, scale=whole.scale)
