@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.planning import GLA_1B, command, make, make_case, planned
+from tests.support.commands import REPOSITORY
+from tests.support.planning import EAGER, GLA_1B, command, make, make_case, planned
 from tests.support.waiting import ENOUGH
 from zeco_train.collectives.cost_model import Link
+from zeco_train.collectives.registry import SCANS
 from zeco_train.config.schema import group_options
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import stored_slow_downs
 from zeco_train.plan import calibration
-from zeco_train.plan.advice import legal_segments
-from zeco_train.plan.case import Case, build_case
+from zeco_train.plan.advice import legal_segments, options
+from zeco_train.plan.case import build_case
 from zeco_train.plan.config import PlanSettings, describe, parse
 from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
 from zeco_train.plan.report import _assumptions, as_json, as_text
@@ -57,24 +58,29 @@ def test_peak_memory_follows_each_setting() -> None:
     """Recompute, segments, strategies and compilation change peak memory in the documented direction."""
 
     def peak(*arguments: str) -> float:
-        return planned(*GLA_1B, "world_size=4", "data.seq_len=262144", *arguments).memory.peak
+        return plan_memory(make_case(*GLA_1B, "world_size=4", "data.seq_len=262144", *arguments), 0.05).peak
 
     whole = peak()
     assert peak("train.recompute=selective") < 0.75 * whole
     assert peak("train.recompute=full") < 0.4 * whole
-    halves = [peak(f"train.segments={segments}") for segments in (1, 2, 4, 8)]
-    assert halves == sorted(halves, reverse=True)
+    assert whole > peak("train.segments=2") > peak("train.segments=4")
     assert peak("parallel=zero3") < whole < peak("parallel=ddp")
-    assert peak("train.compile=never") > whole
+    assert peak(EAGER) > whole
     # Longer sequences in proportionally more segments need only more states between segments.
-    long = planned(*GLA_1B, "world_size=4", "data.seq_len=8388608", "train.segments=32").memory
-    short = planned(*GLA_1B, "world_size=4", "data.seq_len=524288", "train.segments=2").memory
+    long, short = (
+        plan_memory(
+            make_case(*GLA_1B, "world_size=4", f"data.seq_len={segments << 18}", f"train.segments={segments}"), 0.05
+        )
+        for segments in (32, 2)
+    )
     assert long.peak - short.peak == long.kinds["states"] - short.kinds["states"] == 2 * 30 * 20 * 16 * 64 * 128 * 4
 
 
+@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_zero3_gathers_adjacent_units_beside_the_root(tied: str) -> None:
-    model = ["model=gla_340m", f"model.tie_word_embeddings={tied}", "train.dtype=bf16"]
+    model = ["model=gla_340m", f"model.tie_word_embeddings={tied}", "train.dtype=bf16", EAGER]
     case = make_case(*model, "world_size=4", "data.seq_len=65536", "parallel=zero3")
     *units, root = ([math.prod(shape) for shape, _ in unit] for unit in case.spec.units)
     table, block = 32000 * 1024, sum(units[1])
@@ -106,7 +112,7 @@ def test_step_time_by_kind_matches_formula() -> None:
     assert slower.seconds["elementwise"] == pytest.approx(time.seconds["elementwise"] * 3.84)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "operator", "milliseconds", "scaled"),
     [
@@ -137,8 +143,9 @@ def test_operator_times_are_those_of_the_operator(
     )
 
 
+@pytest.mark.slow
 def test_operators_without_kernels_take_the_measured_slow_down() -> None:
-    retnet = ["model=retnet_1b", "gpu=h100", "train.dtype=bf16", "data.seq_len=16384"]
+    retnet = ["model=retnet_1b", "gpu=h100", "train.dtype=bf16", "data.seq_len=16384", EAGER]
     served, slow = make(*retnet), make(*retnet, "model.num_heads=8")
     # K + V doubles, and half as many heads have it.
     times = (plan.planned.time.seconds["operator"] for plan in (served, slow))
@@ -149,19 +156,14 @@ def test_operators_without_kernels_take_the_measured_slow_down() -> None:
     assert "fixed_decay of K 256, V 512 in bf16 runs in PyTorch, about " in note
     assert note.endswith("the times above count that")
     assert make(*retnet, "model.num_heads=2").notes[0].endswith("the times above are of kernels, and too short")
-    with pytest.raises(ConfigError, match=r"^train\.kernels=require: layers 0 to 19 \(retnet\): fixed_decay"):
+    with pytest.raises(ConfigError, match=r"^train\.kernels=require: .*fixed_decay"):
         make(*retnet, "model.num_heads=8", "train.kernels=require")
 
 
+@pytest.mark.slow
 def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     """By messages rather than in one kernel; a transition a layer, unless blocks are recomputed, and those of walks."""
-    arguments = [
-        "model=gated_deltanet_1b",
-        "train.dtype=bf16",
-        "world_size=4",
-        "data.seq_len=65536",
-        "data.global_batch=1",
-    ]
+    arguments = ["model=gated_deltanet_1b", *GLA_1B[1:], EAGER, "world_size=4", "data.seq_len=65536"]
     case = make_case(*arguments)
     load, shape = load_of(case), (1, 12, 128, 256)
     assert (load.shape, load.matrices) == (shape, True)
@@ -182,6 +184,7 @@ def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     assert "in PyTorch" not in _assumptions(make_case("model=gla_1b", "train.dtype=bf16"))["operator"]
 
 
+@pytest.mark.slow
 def test_slow_links_bound_step_time() -> None:
     fast = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").time
     slow = planned(*GLA_1B, "world_size=4", "data.seq_len=65536", "link_gbps=1").time
@@ -193,32 +196,20 @@ def test_slow_links_bound_step_time() -> None:
     assert moved < planned(*across, "node_gbps=1").time.total < 2 * moved
 
 
-def _link(case: Case, backend: str) -> Link:
-    return costs_of(case, BACKENDS[backend].scans).link
-
-
 def test_scan_link_and_cost_within_and_across_nodes() -> None:
-    within, across = (make_case(*GLA_1B, f"world_size={n}", f"data.seq_len={16384 * n}") for n in (8, 16))
-    assert _link(within, "zeco") is Link.symmetric
-    assert _link(within, "lasp2") is Link.nccl
-    assert _link(across, "zeco") is Link.nccl_across_nodes
-    assert _link(make_case("model=gla_1b", "world_size=16", "sp.size=8"), "zeco") is Link.symmetric
-    p2p = make_case(*GLA_1B, "world_size=8", "sp.all_scan.transport=p2p")
-    assert _link(p2p, "zeco") is Link.nccl
-    arguments = [*GLA_1B, "world_size=16", "data.seq_len=262144"]
+    for arguments, backend, link in (
+        (["world_size=8"], "zeco", Link.symmetric),
+        (["world_size=8"], "lasp2", Link.nccl),
+        (["world_size=16"], "zeco", Link.nccl_across_nodes),
+        (["world_size=16", "sp.size=8"], "zeco", Link.symmetric),
+        (["world_size=8", "sp.all_scan.transport=p2p"], "zeco", Link.nccl),
+    ):
+        assert costs_of(make_case("model=gla_1b", *arguments), BACKENDS[backend].scans).link is link
     costs: list[list[str]] = [[], ["scan_alpha_us=1000"], ["scan_gbps=0.1"]]
-    seconds = [json_of(*arguments, *more)["wire"]["backends"]["zeco (chain)"]["scan_seconds"] for more in costs]
-    assert seconds[0] < seconds[1]
-    assert seconds[0] < seconds[2]
-
-
-def json_of(*arguments: str) -> dict[str, Any]:
-    """The JSON file of the command."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        code, _, err = command(*arguments, f"json={path}")
-        assert code == 0, err
-        return json.loads(path.read_text())
+    cases = (make_case(*GLA_1B, "world_size=16", "data.seq_len=262144", *more) for more in costs)
+    choices = [scan_choice(case, BACKENDS["zeco"], SCANS["chain"]) for case in cases]
+    measured, late, slow = (choice.seconds for choice in choices if choice is not None)
+    assert measured < min(late, slow)
 
 
 # --- advice ---
@@ -240,18 +231,11 @@ def test_advice_is_fastest_setting_that_fits() -> None:
     assert times == sorted(times)
     for option in plan.options:
         assert option.memory.fits
-        # No smaller legal number of segments fits.
-        counts = legal_segments(option.case)
-        fewer = counts[: counts.index(option.case.segments)]
+        fewer = [count for count in legal_segments(option.case) if count < option.case.segments]
         assert not any(plan_memory(option.case.with_changes(segments=count), 0.05).fits for count in fewer)
-    # Exhaustive search: every setting with every number of segments.
-    everything = [
-        plan.planned.case.with_changes(recompute=recompute, segments=segments)
-        for recompute in Recompute
-        for segments in legal_segments(plan.planned.case)
-    ]
-    fitting = [plan_step(case).total for case in everything if plan_memory(case, 0.05).fits]
-    assert plan.options[0].time.total == min(fitting)
+    settings = itertools.product(Recompute, legal_segments(plan.planned.case))
+    everything = [plan.planned.case.with_changes(recompute=recompute, segments=count) for recompute, count in settings]
+    assert times[0] == min(plan_step(case).total for case in everything if plan_memory(case, 0.05).fits)
 
 
 def test_advice_when_planned_setting_fits() -> None:
@@ -270,8 +254,7 @@ def test_advice_when_nothing_fits() -> None:
     assert plan.elsewhere.memory.fits
     ranks = plan.elsewhere.case
     assert ranks.sp_size == ranks.world_size > 2
-    fewer = [arguments[-1], *GLA_1B, "data.seq_len=131072", f"world_size={ranks.world_size // 2}"]
-    assert make(*fewer).options == []
+    assert options(dataclasses.replace(ranks, world_size=ranks.world_size // 2, sp_size=ranks.sp_size // 2), 0.05) == []
     text = as_text(plan)
     assert "does not fit" in text
     assert f"nothing fits on these ranks; with world_size={ranks.world_size} sp.size={ranks.sp_size}:" in text
@@ -284,7 +267,7 @@ def test_advice_when_nothing_fits() -> None:
 # --- the experiments, and the command ---
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in group_options()["experiment"] if name not in NO_LENGTH])
 def test_experiments_fit_their_machine(name: str) -> None:
     case, notes = build_case(parse([f"+experiment={name}"]))
@@ -302,17 +285,17 @@ def test_experiments_fit_their_machine(name: str) -> None:
         assert plan_memory(case, 0.05).peak < 2.5e9
 
 
-def test_command_output_is_complete_and_deterministic() -> None:
+def test_command_output_is_complete_and_deterministic(tmp_path: Path) -> None:
     arguments = ["+experiment=gla_1b_16k", "world_size=256"]
-    code, text, err = command(*arguments)
+    code, text, err = command(*arguments, f"json={tmp_path / 'plan.json'}")
+    data = json.loads((tmp_path / "plan.json").read_text())
     assert (code, err) == (0, "")
     assert "sp=zeco on 64 × 4 ranks (dp × sp) of h200, zero2" in text
     assert "note: data.global_batch=64, not 1" in text
     for row in ("dp", "lasp1", "lasp2", "zeco (chain)", "zeco (two_shot)", *KINDS):
         assert f"\n  {row} " in text, row
-    assert command(*arguments) == (code, text, err)
-    data = json_of(*arguments)
-    assert data == json_of(*arguments)
+    plan = make(*arguments)
+    assert (as_text(plan) + "\n", as_json(plan)) == (text, data)
     assert set(data) == {
         *("case", "parameters", "flops_per_token", "memory", "time", "wire", "advice", "assumptions", "notes")
     }
@@ -325,9 +308,10 @@ def test_command_output_is_complete_and_deterministic() -> None:
 
 
 def test_hours_follow_token_budget() -> None:
-    data = json_of("+experiment=gla_1b_16k", "token_budget=100e9")["time"]
+    data = as_json(make(*GLA_1B, "token_budget=100e9"))["time"]
     assert data["hours"] == pytest.approx(100e9 / data["tokens_per_second"] / 3600)
-    assert json_of("+experiment=gla_1b_16k", "train.steps=7")["time"]["token_budget"] == 7 * 65536
+    own = make(*GLA_1B, "train.steps=7")
+    assert as_json(own)["time"]["token_budget"] == 7 * own.planned.case.tokens_per_step
 
 
 def test_help_lists_every_setting() -> None:
@@ -358,7 +342,17 @@ def test_help_lists_every_setting() -> None:
         (["sp=dp", "sp.size=2", "world_size=2"], "sp.size=2: sp=dp keeps whole sequences on a rank"),
         (["data.seq_len=2", "train.segments=3"], "data.seq_len=2: must be ≥"),
         (["world_size=4", "sp.size=1", "data.global_batch=3"], "data.global_batch=3: must be a multiple of"),
+        (["world_size=8", "parallel.shard_size=3"], "parallel.shard_size=3: must divide the world size 8"),
+        (
+            ["model.attn.every=4", "world_size=64", "data.seq_len=65536", "sp.attention=ulysses"],
+            "sp.attention=ulysses: needs ranks that divide the",
+        ),
+        (["dry_run=true", "rank=4", "world_size=4"], "rank=4: must be < 4"),
+        (["rank=1"], "rank=1: would be ignored; it needs dry_run=true"),
+        (["dry_run=true", "rank=-1"], "rank=-1: must be ≥ 0"),
         (["4"], "argument=4: must be KEY=VALUE"),
+        (["world_size=two"], "world_size=two: "),
+        (["json=/"], "json=/: "),
     ],
 )
 def test_invalid_arguments_give_one_line_errors(arguments: list[str], expected: str) -> None:
@@ -370,27 +364,20 @@ def test_invalid_arguments_give_one_line_errors(arguments: list[str], expected: 
 
 def test_plan_for_model_larger_than_this_machine() -> None:
     """Models for a cluster are planned on small machines."""
-    large = ["model.hidden_size=32768", "model.num_heads=256", "model.intermediate_size=98304", "model.num_layers=120"]
+    large = ["model.hidden_size=131072", "model.num_heads=1024", "model.intermediate_size=393216", "model.num_layers=8"]
     arguments = [*large, "train.dtype=bf16", "world_size=4096", "sp.size=8", "data.seq_len=65536"]
-    plan = make(*arguments, "parallel=zero3")
-    parameters = plan.planned.case.spec.num_parameters
+    case = make_case(*arguments, "parallel=zero3")
+    parameters = case.spec.num_parameters
     assert parameters > 1e12
-    assert plan.planned.memory.kinds["weights"] > parameters * 4 / 4096
+    assert parameter_bytes(case, 4) == pytest.approx(parameters * 4 / 4096, rel=0.01)
 
 
 def test_plan_keys_do_not_clash_with_training_keys() -> None:
     own = {entry.name for entry in dataclasses.fields(PlanSettings)}
     assert not own & {*group_options(), *(entry.name for entry in dataclasses.fields(parse([]).config))}
-    with pytest.raises(ConfigError):
-        parse(["world_size=two"])
 
 
-def test_as_json_is_serialisable_without_file(tmp_path: Path) -> None:
-    plan = make("+experiment=gla_tiny_1m")
-    assert json.loads(json.dumps(as_json(plan)))["case"]["gpu"] == "cpu"
-    assert command("+experiment=gla_tiny_1m", f"json={tmp_path}")[0] == 2
-
-
+@pytest.mark.slow
 @pytest.mark.processes
 def test_command_needs_no_gpu_packages_or_process_group() -> None:
     """The planner has to run on a laptop without GPU packages."""
@@ -402,7 +389,8 @@ def test_command_needs_no_gpu_packages_or_process_group() -> None:
         "import torch.distributed as dist\n"
         "assert not dist.is_initialized()\n"
     )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=ENOUGH)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=ENOUGH
+    )
     assert done.returncode == 0, done.stderr
     assert "gla_1b: 1,159,766,528 parameters" in done.stdout

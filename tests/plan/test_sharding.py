@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.support.planning import GLA_1B, command, make, make_case
+from tests.support.planning import GLA_1B, make, make_case
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import fastest_shards
 from zeco_train.plan.case import Case
@@ -109,6 +109,7 @@ def test_collectives_longer_than_compute_are_exposed() -> None:
     assert exposed_parameter_seconds(gathered_twice, gathers) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_throughput_of_dp_falls_with_ranks_less_so_within_fewer_shards() -> None:
     whole = [plan_step(of_1b(ranks)).total - plan_step(of_1b(ranks)).seconds["scans"] for ranks in (8, 256, 1024, 4096)]
     assert whole == sorted(whole)
@@ -118,6 +119,7 @@ def test_throughput_of_dp_falls_with_ranks_less_so_within_fewer_shards() -> None
     assert times[1] < whole[2] < whole[3] / 1.3
 
 
+@pytest.mark.slow
 def test_plan_names_a_faster_shard_size() -> None:
     arguments = [*GLA_1B, "world_size=4096", f"data.seq_len={4096 * 16_384}"]
     plan = make(*arguments)
@@ -146,12 +148,3 @@ def test_advice_keeps_to_the_memory() -> None:
     assert tight is not None
     assert tight.memory.fits
     assert tight.case.shards > free.case.shards
-
-
-def test_wrong_shard_size_is_one_line() -> None:
-    code, _, err = command(*GLA_1B, "world_size=8", "data.seq_len=131072", "parallel.shard_size=3")
-    assert code != 0
-    assert (
-        err
-        == "error: parallel.shard_size=3: must divide the world size 8: 1, 2, 4, 8, or -1 for the strategy's default\n"
-    )

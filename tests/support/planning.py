@@ -15,7 +15,7 @@ from models.registry import LAYERS
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.plan.advice import Option
+from zeco_train.plan.advice import Option, evaluate
 from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.command import main, make_plan
 from zeco_train.plan.config import parse
@@ -32,7 +32,9 @@ SMALL = [
     "data.seq_len=768",
     "data.global_batch=4",
 ]
+# Its block is compiled once for all tests; others are measured faster without a compiler.
 GLA_1B = ["model=gla_1b", "train.dtype=bf16", "data.global_batch=1"]
+EAGER = "train.compile=never"
 
 
 def make_case(*arguments: str) -> Case:
@@ -44,7 +46,7 @@ def make(*arguments: str) -> Plan:
 
 
 def planned(*arguments: str) -> Option:
-    return make(*arguments).planned
+    return evaluate(make_case(*arguments), 0.05)
 
 
 def command(*arguments: str) -> tuple[int, str, str]:

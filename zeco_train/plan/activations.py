@@ -121,26 +121,28 @@ class _Setting(NamedTuple):
         return Bytes(nbytes / (self.batch * self.tokens), 0.0)
 
 
-_MEASURED: dict[tuple[str, _Setting], Mapping[Recompute, BlockMemory]] = {}
+_MEASURED: dict[tuple[str, _Setting], dict[Recompute, BlockMemory]] = {}
 
 
 def measure_block(
     config: LanguageModelConfig,
     layer: int,
     dtype: torch.dtype,
+    recompute: Recompute,
     *,
     target: Target,
     compiled: bool,
     in_pytorch: bool,
     batch: int = 1,
     matmul: Matmul = Matmul.bf16,
-) -> Mapping[Recompute, BlockMemory]:
-    """Measure the block of a layer in all recompute modes; cached.
+) -> BlockMemory:
+    """Measure the block of a layer; cached.
 
     Args:
         config: of the model.
         layer: its index.
         dtype: of compute.
+        recompute: what the backward pass recomputes.
         target: device to run on, which need not be there.
         compiled: whether blocks are compiled.
         in_pytorch: whether its operator has no kernels there.
@@ -149,11 +151,12 @@ def measure_block(
     """
     setting = _Setting(config.mixer_of(layer), layer, dtype, matmul, compiled, target, batch, in_pytorch)
     key = _shape_of(config, setting.mixer), setting._replace(layer=0)
-    if key not in _MEASURED:
-        measured = _compiled if compiled else _eager
+    found = _MEASURED.setdefault(key, {})
+    if recompute not in found:
+        config = copy.deepcopy(config)
         with assume(target), _without_launches():
-            _MEASURED[key] = measured(copy.deepcopy(config), setting)
-    return _MEASURED[key]
+            found |= _compiled(config, setting) if compiled else {recompute: _eager(config, setting, recompute)}
+    return found[recompute]
 
 
 def _shape_of(config: LanguageModelConfig, mixer: str) -> str:
@@ -363,11 +366,7 @@ def _is_elementwise(func: Any, args: Any) -> bool:
 # --- without a compiler ---
 
 
-def _eager(config: LanguageModelConfig, setting: _Setting) -> Mapping[Recompute, BlockMemory]:
-    return {recompute: _run_eager(config, setting, recompute) for recompute in Recompute}
-
-
-def _run_eager(config: LanguageModelConfig, setting: _Setting, recompute: Recompute) -> BlockMemory:
+def _eager(config: LanguageModelConfig, setting: _Setting, recompute: Recompute) -> BlockMemory:
     block, x, run = _prepare(config, setting, recompute)
     with _Allocations(setting) as seen:
         y, *crossings = run()

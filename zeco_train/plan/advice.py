@@ -42,7 +42,7 @@ def evaluate(case: Case, headroom: float, backend: BackendSpec | None = None) ->
 
 def options(case: Case, headroom: float) -> list[Option]:
     """Fastest first, for each recompute setting the fewest segments that fit, and the case itself if it fits."""
-    fitting = []
+    fitting: list[Option] = []
     for recompute, segments in itertools.product(Recompute, legal_segments(case)):
         # Memory decreases with the number of segments, except for boundary states.
         if fitting and fitting[-1].case.recompute is recompute:

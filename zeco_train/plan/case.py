@@ -156,17 +156,17 @@ class Case:
         """Memory and elementwise work of the blocks of a kind."""
         config, train = self.config.model, self.config.train
         layer = next(layer for layer in range(config.num_layers) if config.mixer_of(layer) == name)
-        found = measure_block(
+        return measure_block(
             config,
             layer,
             train.dtype.compute,
+            train.recompute,
             target=self.machine.target,
             compiled=self.compiled,
             in_pytorch=self.in_pytorch(self.spec.blocks[name]),
             batch=self.batch,
             matmul=train.matmul,
         )
-        return found[self.recompute]
 
     def in_pytorch(self, block: BlockSpec) -> bool:
         """Whether the block's operator runs in PyTorch: on CPUs, and where it has no kernels for these operands."""

@@ -148,12 +148,7 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     states = (value for state in optimizer.state.values() for value in state.values())
     return DryRun(
-        rank=mesh.rank,
-        world_size=mesh.world_size,
-        dp_rank=mesh.dp_rank,
-        sp_rank=mesh.sp_rank,
-        dp_size=mesh.dp_size,
-        sp_size=mesh.sp_size,
+        *(mesh.rank, mesh.world_size, mesh.dp_rank, mesh.sp_rank, mesh.dp_size, mesh.sp_size),
         topology=str(mesh.topology),
         tokens=case.tokens,
         scans=(counted.counts[False], counted.counts[True]),

@@ -1,39 +1,49 @@
-"""Runs all cases: sequences × dtypes × group sizes × backends on the launched ranks, softmax attention, and own ranks.
+"""Runs all cases: sequences × dtypes × group sizes × what connects the ranks, on the launched ones; then own ranks.
 
-Where no setting selects cases, `verify` then starts ranks of its own for what needs more ranks than were launched, or
-the trainer around them (`own_ranks.py`).
+Of each sequence, one device at once and in pieces, then each backend or method over its ranks, are compared with
+float64 on the CPU. Where no setting selects cases, `verify` then starts ranks of its own (`own_ranks.py`).
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from zeco_train.distributed.mesh import ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, attention_group, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch, gather
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.all_scan_config import AllScanTransport
-from zeco_train.sp.exchange import connect
-from zeco_train.sp.registry import SPConfig
-from zeco_train.verify.attention import AttentionCases
-from zeco_train.verify.attention_cases import attention_cases
-from zeco_train.verify.comparisons import Comparisons, Run
-from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, SOFTMAX, VerifyConfig
-from zeco_train.verify.own_ranks import PARTITIONS, OwnRanksError, TeamCase, rows_of_own_ranks, run_team_cases
-from zeco_train.verify.reference import SequenceRank, exact, is_short
-from zeco_train.verify.report import VerifyRow, deviations
-from zeco_train.verify.runs import huge_deviations, huge_sequence, run_backend, run_in_float64, run_one_device
-from zeco_train.verify.scan_cases import scan_cases
-from zeco_train.verify.sequences import VERIFIED, Sequence
+from zeco_train.sp.attention.all_gather import ALL_GATHER
+from zeco_train.sp.attention.registry import build_attention
+from zeco_train.sp.exchange import connect, local_exchange
+from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, METHODS, VerifyConfig
+from zeco_train.verify.own_ranks import OwnRanksError, rows_of_own_ranks
+from zeco_train.verify.reference import SequenceRank, exact, exact_attention, is_short
+from zeco_train.verify.report import Deviation, VerifyRow, deviations
+from zeco_train.verify.runs import (
+    IN_HALVES,
+    huge_deviations,
+    huge_sequence,
+    run_backend,
+    run_in_float64,
+    run_method,
+    run_one_device,
+)
+from zeco_train.verify.sequences import SOFTMAX, VERIFIED, AttentionSequence, Sequence
 from zeco_train.verify.step_cases import ONE_RANK, SIZE, run_step_cases, step_cases
+from zeco_train.verify.team_cases import PARTITIONS, attention_cases, run_team_cases, scan_cases
 
 # Longest wait of own ranks for each other: they compute milliseconds.
 _OWN_SECONDS = 60.0
@@ -59,40 +69,141 @@ class Verification:
         enter: Callable[[str], None],
         everything: bool = False,
     ) -> None:
-        self._config, self._launch, self._enter, self._everything = config, launch, enter, everything
-        self._timeout = timedelta(seconds=config.timeout)
-        self._compare = Comparisons(launch.world_size, device, enter)
+        self._config, self._launch, self._device, self._enter = config, launch, device, enter
+        self._everything, self._timeout = everything, timedelta(seconds=config.timeout)
         self._meshes = {size: init_mesh(launch, size, device, self._timeout) for size in config.sp_sizes}
+        # By the ranks that share a sequence, and backend or method.
         self._exchanges: dict[tuple[int, str], Exchange] = {}
         self._skipped: set[tuple[int, str]] = set()
+        self._groups: dict[int, ProcessGroup] = {}
 
     def rows(self) -> Iterator[VerifyRow]:
         """Compute the rows one by one; the same on every rank."""
-        config = self._config
+        config, meshes = self._config, [*self._meshes.values()]
         if config.huge:
             yield from self._huge()
             return
         for operator in config.operators:
-            if operator == SOFTMAX:
-                yield from AttentionCases(config, self._meshes, self._compare).rows()
-            else:
-                yield from self._operator(operator, self._meshes, config.tokens)
+            tokens = config.attention_tokens if operator == SOFTMAX else config.tokens
+            yield from self._operator(operator, meshes, tokens)
         if self._everything:
-            if self._compare.device.type == "cuda":
+            if self._device.type == "cuda":
                 # On CPUs own ranks have them. Compiling their kernels takes longest, so each has one size.
-                widest = {size: mesh for size, mesh in self._meshes.items() if size == max(self._meshes)}
                 for operator in VERIFIED:
                     if operator not in config.operators:
-                        yield from self._operator(operator, widest, [min(config.tokens)])
+                        yield from self._operator(operator, [self._meshes[max(self._meshes)]], [min(config.tokens)])
             yield from self._own_ranks()
 
-    def _operator(self, operator: str, meshes: Mapping[int, ProcessMesh], tokens: list[int]) -> Iterator[VerifyRow]:
+    def _operator(self, operator: str, meshes: Many[ProcessMesh], tokens: Many[int]) -> Iterator[VerifyRow]:
         config = self._config
-        for mesh, number, (documents, carry), dtype in itertools.product(
-            meshes.values(), tokens, config.layouts, config.dtypes
-        ):
-            yield from self._sequence(mesh, self._make(mesh, operator, number, dtype, documents, carry), dtype)
-            self._compare.free()
+        for mesh, number, documents, dtype in itertools.product(meshes, tokens, config.documents_or_not, config.dtypes):
+            # Each group of ranks has values of its own.
+            name = f"{config.seed} {mesh.dp_rank} {dtype} {number} {documents}"
+            shape: dict[str, Any] = {
+                "tokens": number,
+                "num_ranks": mesh.sp_size,
+                "batch": 1 if documents else config.batch,
+                "heads": config.heads,
+                "key_dim": config.key_dim,
+                "dtype": DTYPES[dtype],
+                "documents": documents,
+            }
+            if operator != SOFTMAX:
+                carry = not documents if config.carry is None else config.carry
+                sequence = Sequence(name, value_dim=config.value_dim, carry=carry, operator=operator, **shape)
+                yield from self._sequence(mesh, sequence, dtype)
+                self._free()
+                continue
+            for window in config.windows(number):
+                # FlashAttention has one width of heads.
+                shape |= {"value_dim": config.key_dim, "key_heads": config.num_key_heads, "window": window}
+                yield from self._sequence(mesh, AttentionSequence(f"{name} {window}", **shape), dtype)
+                self._free()
+
+    def _sequence(self, mesh: ProcessMesh, sequence: Sequence | AttentionSequence, dtype: str) -> Iterator[VerifyRow]:
+        place = SequenceRank.of(mesh)
+        row = VerifyRow(dtype, sequence.tokens, sequence.num_ranks, sequence.layout, "", limit=LIMITS[dtype])
+
+        def enter(phase: str) -> None:
+            self._enter(f"{dtype}, {row.sp_size} × {row.tokens} tokens: {phase}")
+
+        enter("float64 on the CPU")
+        part = sequence.part(place.rank)
+        if isinstance(sequence, AttentionSequence):
+            expected = exact_attention(sequence, place)
+        else:
+            expected = exact(sequence, part, place)
+            if is_short(sequence):
+                found = self._gather(deviations(run_in_float64(sequence, part, place), expected))
+                yield replace(row, backend="float64 itself", deviations=found, limit=LIMITS["fp64"])
+        enter("one device")
+        part, expected = ({name: x.to(self._device) for name, x in own.items()} for own in (part, expected))
+        one_device = run_one_device(sequence, part, place)
+        for name, run in one_device.items():
+            yield replace(row, backend=name, deviations=self._gather(deviations(run, expected)))
+        once, *chunked = one_device
+        for name in self._config.methods if isinstance(sequence, AttentionSequence) else self._config.backends:
+            if not _applies(name, mesh.sp_size) or (mesh.sp_size, name) in self._skipped:
+                continue
+            enter(name)
+            results, reason = self._run(name, mesh, sequence, part, place)
+            if reason:
+                yield replace(row, backend=name, reason=reason)
+                continue
+            # Paired queries are halves of shards.
+            beside = IN_HALVES if name == ALL_GATHER.name and IN_HALVES in one_device else chunked[0]
+            found = self._gather(deviations(results, expected, (one_device[once], one_device[beside])))
+            yield replace(row, backend=name, deviations=found)
+
+    def _run(
+        self,
+        name: str,
+        mesh: ProcessMesh,
+        sequence: Sequence | AttentionSequence,
+        part: dict[str, Tensor],
+        place: SequenceRank,
+    ) -> tuple[dict[str, Tensor], str]:
+        """The results of a backend or method, or the reason why these ranks cannot run it; then none of them does."""
+        key, results, reason = (mesh.sp_size, name), dict[str, Tensor](), ""
+        try:
+            if isinstance(sequence, AttentionSequence):
+                reason = METHODS[name].heads_problem(sequence.heads, sequence.key_heads, mesh.sp_size) or ""
+                if not reason:
+                    if key not in self._exchanges:
+                        if mesh.sp_size not in self._groups:
+                            self._groups[mesh.sp_size] = attention_group(mesh)
+                        method = build_attention(METHODS[name], self._groups[mesh.sp_size], self._timeout)
+                        self._exchanges[key] = local_exchange().replaced(attention=method)
+                    results = run_method(sequence, part, self._exchanges[key], place.rank)
+            else:
+                if key not in self._exchanges:
+                    self._exchanges[key] = connect(
+                        BACKENDS[name], mesh.scan_groups, self._timeout, None, None, mesh.topology
+                    )
+                results = run_backend(sequence, part, self._exchanges[key], place.rank)
+        except ConfigError as error:
+            reason = str(error)
+        reason = next((text for text in gather(reason, self._launch.world_size) if text), "")
+        if reason:
+            self._skipped.add(key)
+        return results, reason
+
+    def _gather(self, own: dict[str, Deviation]) -> tuple[dict[str, Deviation], ...]:
+        # Nothing is in flight after it.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return tuple(gather(own, self._launch.world_size))
+
+    def _free(self) -> None:
+        # The next sequences may need all memory, in blocks of other sizes.
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def drain(self) -> None:
+        """Wait until no communication is in flight; call before destroying the groups."""
+        for exchange in self._exchanges.values():
+            exchange.drain()
 
     def _own_ranks(self) -> Iterator[VerifyRow]:
         """Rows of the ranks that rank 0 starts; the other launched ranks get them from it."""
@@ -106,73 +217,6 @@ class Verification:
                 return
             yield row[0]
 
-    def drain(self) -> None:
-        """Wait until no communication is in flight; call before destroying the groups."""
-        for exchange in self._exchanges.values():
-            exchange.drain()
-
-    def _make(
-        self, mesh: ProcessMesh, operator: str, tokens: int, dtype: str, documents: bool, carry: bool
-    ) -> Sequence:
-        config = self._config
-        return Sequence(
-            # Each group of ranks has values of its own.
-            name=f"{config.seed} {mesh.dp_rank} {dtype} {tokens} {documents}",
-            tokens=tokens,
-            num_ranks=mesh.sp_size,
-            batch=1 if documents else config.batch,
-            heads=config.heads,
-            key_dim=config.key_dim,
-            value_dim=config.value_dim,
-            dtype=DTYPES[dtype],
-            documents=documents,
-            carry=carry,
-            operator=operator,
-        )
-
-    def _sequence(self, mesh: ProcessMesh, sequence: Sequence, dtype: str) -> Iterator[VerifyRow]:
-        """One sequence: the reference, one device, then every backend."""
-        place, compare = SequenceRank.of(mesh), self._compare
-        layout = ("documents" if sequence.documents else "one document") + (", carry" if sequence.carry else "")
-        row = VerifyRow(dtype, sequence.tokens, sequence.num_ranks, layout, "", limit=LIMITS[dtype])
-        compare.enter(row, "float64 on the CPU")
-        part = sequence.part(place.rank)
-        expected = exact(sequence, part, place)
-        if is_short(sequence):
-            found = compare.gather(deviations(run_in_float64(sequence, part, place), expected))
-            yield replace(row, backend="float64 itself", deviations=found, limit=LIMITS["fp64"])
-        compare.enter(row, "one device")
-        part = {name: x.to(compare.device) for name, x in part.items()}
-        expected = {name: x.to(compare.device) for name, x in expected.items()}
-        runs = self._runs(mesh, sequence, part, place)
-        yield from compare.rows(row, expected, run_one_device(sequence, part, place), runs)
-
-    def _runs(
-        self, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: SequenceRank
-    ) -> Iterator[Run]:
-        for backend in self._config.backends:
-            if _applies(BACKENDS[backend], mesh.sp_size) and (mesh.sp_size, backend) not in self._skipped:
-                yield backend, partial(self._run, backend, mesh, sequence, part, place)
-
-    def _run(
-        self, backend: str, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: SequenceRank
-    ) -> tuple[dict[str, Tensor], str]:
-        """The results of a backend, or the reason why these ranks cannot run it, in which case none of them does."""
-        key = mesh.sp_size, backend
-        results, reason = {}, ""
-        try:
-            if key not in self._exchanges:
-                self._exchanges[key] = connect(
-                    BACKENDS[backend], mesh.scan_groups, self._timeout, None, None, mesh.topology
-                )
-            results = run_backend(sequence, part, self._exchanges[key], place)
-        except ConfigError as error:
-            reason = str(error)
-        reason = next((text for text in gather(reason, self._launch.world_size) if text), "")
-        if reason:
-            self._skipped.add(key)
-        return results, reason
-
     def _huge(self) -> Iterator[VerifyRow]:
         """More than 2³¹ elements, on each rank's device separately."""
         for dtype in self._config.dtypes:
@@ -180,15 +224,14 @@ class Verification:
                 continue
             sequence = huge_sequence(self._config, DTYPES[dtype], f"{self._config.seed} huge {self._launch.rank}")
             self._enter(f"{dtype}, {sequence.tokens} tokens of {sequence.heads} heads")
-            found = self._compare.gather(huge_deviations(sequence, self._compare.device))
+            found = self._gather(huge_deviations(sequence, self._device))
             layout = f"{sequence.heads} heads, carry"
             yield VerifyRow(dtype, sequence.tokens, 1, layout, "one device", found, LIMITS[dtype])
-            self._compare.free()
+            self._free()
 
 
 def _rows_of_own_ranks(timeout: float) -> Iterator[VerifyRow]:
-    cases: list[TeamCase] = [*scan_cases(), *attention_cases()]
-    steps = step_cases()
+    cases, steps = [*scan_cases(), *attention_cases()], step_cases()
     worlds = (
         (partial(run_team_cases, cases), sum(map(len, PARTITIONS[0])), len(cases)),
         (partial(run_step_cases, steps), SIZE, len(steps)),
@@ -201,8 +244,9 @@ def _rows_of_own_ranks(timeout: float) -> Iterator[VerifyRow]:
             yield VerifyRow("fp64", 0, size, "on ranks of its own", "", problem=str(error), on_own_ranks=True)
 
 
-def _applies(config: SPConfig, sp_size: int) -> bool:
-    """Whether a backend runs on groups of this size: dp on one rank only, symmetric memory on more than one."""
-    if sp_size > 1:
-        return bool(config.spec.scans)
-    return config.all_scan.transport is not AllScanTransport.symmetric
+def _applies(name: str, sp_size: int) -> bool:
+    # On one rank every method is one device, and symmetric memory needs another rank; dp shares no sequence.
+    if name in METHODS:
+        return sp_size > 1
+    config = BACKENDS[name]
+    return bool(config.spec.scans) if sp_size > 1 else config.all_scan.transport is not AllScanTransport.symmetric

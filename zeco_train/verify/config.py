@@ -24,7 +24,7 @@ from zeco_train.sp.registry import BACKENDS as SPECS
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_output_file
-from zeco_train.verify.sequences import VERIFIED
+from zeco_train.verify.sequences import SOFTMAX, VERIFIED
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Tolerances against float64: norm of the difference over norm.
@@ -45,8 +45,6 @@ BACKENDS: dict[str, SPConfig] = {
 }
 
 
-# Softmax attention, as an `operator`: it has no state, and methods of its own in place of the backends.
-SOFTMAX = "softmax"
 METHODS: dict[str, MethodSpec] = {
     **ATTENTION_METHODS,
     # Without a window, too, each rank computes its own queries.
@@ -109,12 +107,15 @@ class VerifyConfig:
     out: str | None = None
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
+        """Raise `ConfigError` for a value out of range, or one without effect on the operator."""
         if self.operator is not None and self.operator not in (*VERIFIED, SOFTMAX):
             raise ConfigError("operator", self.operator, f"must be one of {', '.join((*VERIFIED, SOFTMAX))}")
         if self.huge and DEFAULT not in self.operators:
             raise ConfigError("huge", "true", f"is of the operator {DEFAULT} only")
-        self._check_effect()
+        default, ignored = VerifyConfig(), _OF_STATES if self.operator == SOFTMAX else _OF_SOFTMAX
+        for name in ignored if self.operator is not None else ():
+            if (value := getattr(self, name)) != getattr(default, name):
+                raise ConfigError(name, value, f"would be ignored by operator={self.operator}")
         for name, legal in (("backends", list(BACKENDS)), ("methods", list(METHODS)), ("dtypes", list(DTYPES))):
             given = getattr(self, name)
             if wrong := [value for value in given if value not in legal]:
@@ -141,17 +142,8 @@ class VerifyConfig:
         if self.out is not None:
             check_output_file("out", self.out)
 
-    def _check_effect(self) -> None:
-        """Raise `ConfigError` for a setting that the operator does not have."""
-        if self.operator is None:
-            return
-        default = VerifyConfig()
-        for name in _OF_STATES if self.operator == SOFTMAX else _OF_SOFTMAX:
-            if (value := getattr(self, name)) != getattr(default, name):
-                raise ConfigError(name, value, f"would be ignored by operator={self.operator}")
-
     def resolve(self, device: torch.device, world_size: int) -> VerifyConfig:
-        """Fill in defaults that depend on the machine and the number of ranks.
+        """Fill in the machine's defaults.
 
         Raises:
             ConfigError: a setting that the machine or the number of ranks does not support.
@@ -179,7 +171,7 @@ class VerifyConfig:
 
     @property
     def operators(self) -> list[str]:
-        """Those to verify, one after another."""
+        """Those to verify."""
         return [DEFAULT, SOFTMAX] if self.operator is None else [self.operator]
 
     @property
@@ -193,18 +185,13 @@ class VerifyConfig:
         return found
 
     @property
-    def layouts(self) -> list[tuple[bool, bool]]:
-        """(documents, carry) of each kind of sequence with states."""
-        return [(kind, not kind if self.carry is None else self.carry) for kind in self.documents_or_not]
-
-    @property
     def documents_or_not(self) -> list[bool]:
-        """Whether there are packed documents, of each kind of sequence."""
+        """Whether there are packed documents, by kind of sequence."""
         return [False, True] if self.documents is None else [self.documents]
 
     @property
     def attention_tokens(self) -> list[int]:
-        """Tokens per rank for softmax attention, of each case."""
+        """Tokens per rank of softmax attention."""
         return self.tokens if self.operator == SOFTMAX else [min(self.tokens)]
 
     @property
@@ -213,7 +200,7 @@ class VerifyConfig:
         return self.key_heads or (self.heads if self.heads % 2 else self.heads // 2)
 
     def windows(self, tokens: int) -> list[int | None]:
-        """The window of each case with so many tokens per rank."""
+        """The windows of cases with a number of tokens per rank."""
         return [None, tokens + tokens // 2] if self.window is None else [self.window or None]
 
 

@@ -1,7 +1,4 @@
-"""What a run of `verify` did not cover, from what ran.
-
-Covering designs: few cases in which each value of each axis meets each value of every other axis.
-"""
+"""Few cases in which each value of each axis meets each value of every other; and what a run did not cover."""
 
 from __future__ import annotations
 
@@ -34,13 +31,7 @@ _CANDIDATES, _TRIES = 24, 1_000
 def cover_pairs(
     axes: Mapping[str, Sequence[Any]], is_possible: Callable[[Cell], bool], given: Sequence[Cell] = ()
 ) -> list[Cell]:
-    """Cases that have each pair of values of two axes which some possible case has; the same in every process.
-
-    Args:
-        axes: the values of each axis.
-        is_possible: whether these values can be together.
-        given: cases that there are already; not in the result.
-    """
+    """Cases with each possible pair of values of two axes that `given` cases lack; the same in every process."""
     generator, sizes = random.Random(0), {axis: len(values) for axis, values in axes.items()}
     missing: dict[_Pair, None] = {}
     for a, b in itertools.combinations(axes, 2):
@@ -100,11 +91,9 @@ _NEVER = (
 
 def not_covered(rows: Sequence[VerifyRow], device: torch.device, launch: Launch) -> list[str]:
     """One line each; the first ones are of this machine."""
-    found = []
+    found = ["training steps and more ranks than launched ran on the CPU, without kernels and NCCL"]
     if device.type != "cuda":
-        found.append("no GPU: Triton kernels, NCCL, symmetric memory, CUDA graphs, bf16")
-    else:
-        found.append("training steps and more ranks than launched ran on the CPU, without kernels and NCCL")
+        found = ["no GPU: Triton kernels, NCCL, symmetric memory, CUDA graphs, bf16"]
     if launch.world_size <= launch.local_world_size or launch.world_size == 1:
         found.append("one machine: lane and the other scans between machines ran between groups of ranks of this one")
     largest = max((row.sp_size for row in rows), default=1)

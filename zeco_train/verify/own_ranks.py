@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,21 +36,19 @@ class OwnRanksError(Exception):
 
 
 def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> Iterator[VerifyRow]:
-    """Run `work` on `size` new processes over gloo; the rows of its cases as they come.
-
-    The processes are forked from one that has imported torch and the trainer: imports would take each of them seconds.
+    """Run `work` on `size` new processes over gloo; the `count` rows of its cases as they come.
 
     Args:
         work: of each rank; one rank hands in the row of each case. Must be importable.
         size: number of ranks.
-        count: number of cases, and so of rows.
+        count: number of rows.
         timeout: longest wait for a peer, and for the next row.
 
     Raises:
         OwnRanksError: a rank failed, or no row came in time.
     """
     context = multiprocessing.get_context("forkserver")
-    # A first call of a custom op imports torch._dynamo.
+    # Imports would take each process seconds; a first call of a custom op imports torch._dynamo.
     context.set_forkserver_preload([__name__, "torch._dynamo", "zeco_train.verify.step_cases"])
     with tempfile.TemporaryDirectory(prefix="zeco-verify-") as folder:
         pipes: dict[Connection, BaseProcess] = {}
@@ -119,14 +117,14 @@ class Team:
     """Some of the ranks, which share a sequence.
 
     Attributes:
-        members: their ranks in the world.
+        size: number of members.
         rank: of this process among them; < 0: it is none of them.
         scans, halos: groups of forward and of reverse scans.
         attention: group of softmax attention.
         control: group for the exchange of references and results.
     """
 
-    members: tuple[int, ...]
+    size: int
     rank: int
     scans: tuple[ProcessGroup, ProcessGroup]
     halos: tuple[ProcessGroup, ProcessGroup]
@@ -138,15 +136,10 @@ class Team:
         """Collective over the world."""
         groups = [dist.new_group(list(members), timeout=timeout) for _ in range(6)]
         own = members.index(rank) if rank in members else -1
-        return cls(tuple(members), own, (groups[0], groups[1]), (groups[2], groups[3]), groups[4], groups[5])
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.members)
+        return cls(len(members), own, (groups[0], groups[1]), (groups[2], groups[3]), groups[4], groups[5])
 
     def share(self, makers: Sequence[Callable[[], T]]) -> list[T]:
-        """The result of each function, which one member calls, the next one the next function. Collective."""
+        """The results of functions, each of which one member calls. Collective."""
         own = {number: make() for number, make in enumerate(makers) if number % self.size == self.rank}
         found: dict[int, T] = {}
         for part in self.gather(own):
@@ -159,48 +152,3 @@ class Team:
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)
         return values
-
-
-class TeamCase(Protocol):
-    """A case of some of the ranks."""
-
-    @property
-    def ranks(self) -> int:
-        """How many."""
-        ...
-
-    def run(self, team: Team, timeout: timedelta) -> VerifyRow:
-        """The row of the case. Collective over the team."""
-        ...
-
-
-# The ranks in teams, one partition after the other. Most teams do not begin at rank 0: a rank of the group that is
-# taken for one of the world, or the reverse, is an error there.
-PARTITIONS = (((0, 1, 2, 3, 4, 5),), ((0, 1, 2), (3, 4), (5,)), ((4, 5), (0, 1, 2, 3)))
-TEAM_SIZES = sorted({len(team) for partition in PARTITIONS for team in partition})
-
-
-def run_team_cases(cases: Sequence[TeamCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn) -> None:
-    """The cases, on the ranks of `rows_of_own_ranks`, as many as `PARTITIONS` have."""
-    members = [team for partition in PARTITIONS for team in partition]
-    assert size == sum(map(len, PARTITIONS[0]))
-    teams = [Team.make(team, rank, timeout) for team in members]
-    for team, numbers in zip(teams, distribute([case.ranks for case in cases], [*map(len, members)]), strict=True):
-        for number in numbers if team.rank >= 0 else ():
-            row = cases[number].run(team, timeout)
-            if team.rank == 0:
-                hand_in(row)
-
-
-def distribute(sizes: Sequence[int], teams: Sequence[int]) -> list[list[int]]:
-    """Cases by team: of the teams of a case's size each takes every so many.
-
-    Args:
-        sizes: ranks of each case.
-        teams: ranks of each team.
-    """
-    turns = {size: itertools.cycle([i for i, team in enumerate(teams) if team == size]) for size in set(teams)}
-    cases: list[list[int]] = [[] for _ in teams]
-    for number, size in enumerate(sizes):
-        cases[next(turns[size])].append(number)
-    return cases

@@ -1,4 +1,4 @@
-"""The exact results of a sequence over ranks: each rank's tokens by the oracle, the state handed from rank to rank.
+"""The exact results of a sequence over ranks, by the oracle: no code of the backends, methods or kernels takes part.
 
 Each rank computes its own tokens once it has the state before them; then the gradients, from the last rank to the
 first. So peak memory is that of one rank's tokens, and the active rank may use all processors.
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.ops.oracle import ExactTokens
+from zeco_train.ops.oracle import ExactTokens, exact_softmax
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.verify.sequences import Sequence
+from zeco_train.verify.sequences import AttentionSequence, Sequence
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def exact(
 
     Args:
         sequence: shared by all ranks of `place`.
-        part: `Sequence.part` of this rank; of `heads` only where those are given.
+        part: `Sequence.part` of this rank.
         place: this rank among those of the sequence.
-        heads: the heads that `part` holds; None for all.
+        heads: those that `part` holds; None: all.
 
     Returns:
         o, dq, dk, dv of this rank's tokens, and dg where decays are of tokens; R, D_in: the state before them and the
@@ -58,7 +58,7 @@ def exact(
     """
     operator, start = OPERATORS[sequence.operator], place.rank * sequence.tokens
     wide = {name: x.double() for name, x in part.items()}
-    operands = dict(zip(operator.operands, sequence.cut(wide, slice(None)), strict=True))
+    operands = dict(zip(operator.operands, sequence.complete(wide), strict=True))
     starts = [restart - start for restart in sequence.restarts if start <= restart < start + sequence.tokens]
     tokens = ExactTokens(operator, operands, wide["do"], starts)
     chosen = slice(None) if heads is None else heads
@@ -83,6 +83,24 @@ def exact(
     if sequence.carry:
         results["carry_out"] = _from(state, place, place.size - 1)
         results["dcarry_in"] = _from(grad, place, 0)
+    return results
+
+
+def exact_attention(sequence: AttentionSequence, place: SequenceRank) -> dict[str, Tensor]:
+    """o, dq, dk and dv of this rank's tokens, in fp64 on the CPU. Collective over the ranks of the sequence.
+
+    Each rank has all keys and computes its own queries; gradients of keys and values are summed over ranks.
+    """
+    parts = [sequence.part(rank) for rank in range(sequence.num_ranks)]
+    k, v = (torch.cat([part[name] for part in parts], 1) for name in ("k", "v"))
+    q, do = (parts[place.rank][name] for name in ("q", "do"))
+    own, borders = place.rank * sequence.tokens, sequence.span(0, sequence.seq_len).borders
+    with processors(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        results = exact_softmax(q, k, v, do, offset=own, borders=borders, window=sequence.window)
+    for name in ("dk", "dv"):
+        if place.group is not None:
+            dist.all_reduce(results[name], group=place.group)
+        results[name] = results[name][:, own : own + sequence.tokens]
     return results
 
 

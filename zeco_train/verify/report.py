@@ -32,10 +32,8 @@ class Deviation:
     """Deviation of one tensor on one rank.
 
     Attributes:
-        error: from float64: norm of the difference over norm; the largest over heads, except dg, which is over all
-            heads.
-        ratio: norm of the difference from one device, relative to that of another chunking on it; None if one device
-            has no such tensor.
+        error: from float64: norm of the difference over norm, the largest over heads; of dg over all heads.
+        ratio: norm of the difference from one device, relative to that of another chunking on it, if it has the tensor.
         where: the head, and which of several calls, or the parameter.
     """
 
@@ -71,15 +69,14 @@ class VerifyRow:
     uses: tuple[str, ...] = ()
 
     @property
-    def tensors(self) -> list[str]:
-        """Names of the tensors that were compared."""
-        return [*dict.fromkeys(tensor for ranks in self.deviations for tensor in ranks)]
-
-    def worst(self, tensor: str) -> tuple[float, int] | None:
-        """The largest error of a tensor and its rank; None if no rank has the tensor."""
-        found = [(ranks[tensor].error, rank) for rank, ranks in enumerate(self.deviations) if tensor in ranks]
-        # NaN counts as the largest: it compares false with every number, so `max` could pass over it.
-        return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0], default=None)
+    def worst(self) -> dict[str, tuple[float, int]]:
+        """The largest error of each tensor, and its rank; the worst tensor first."""
+        found: dict[str, tuple[float, int]] = {}
+        for rank, ranks in enumerate(self.deviations):
+            for tensor, deviation in ranks.items():
+                if tensor not in found or _order(deviation.error) > _order(found[tensor][0]):
+                    found[tensor] = deviation.error, rank
+        return dict(sorted(found.items(), key=lambda item: -_order(item[1][0])))
 
     @property
     def ratio(self) -> tuple[float, str, int] | None:
@@ -90,22 +87,18 @@ class VerifyRow:
             for tensor, deviation in ranks.items()
             if deviation.ratio is not None
         ]
-        return max(found, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0], default=None)
+        return max(found, key=lambda entry: _order(entry[0]), default=None)
 
     @property
     def failures(self) -> list[str]:
         """Failures, one per tensor, the largest error first. NaN is a failure."""
         if self.problem:
             return [self.problem]
-        wrong = []
-        for tensor in self.tensors:
-            worst = self.worst(tensor)
-            if worst is not None and not worst[0] <= self.limit:
-                error, rank = worst
+        texts = []
+        for tensor, (error, rank) in self.worst.items():
+            if not error <= self.limit:
                 where = f" ({where})" if (where := self.deviations[rank][tensor].where) else ""
-                wrong.append((error, f"{tensor} on rank {rank}{where} is off by {error:.1e} > {self.limit:.0e}"))
-        wrong.sort(key=lambda pair: -math.inf if math.isnan(pair[0]) else -pair[0])
-        texts = [text for _, text in wrong]
+                texts.append(f"{tensor} on rank {rank}{where} is off by {error:.1e} > {self.limit:.0e}")
         if self.ratio is not None and not self.ratio[0] <= LARGEST_RATIO:
             ratio, tensor, rank = self.ratio
             texts.append(
@@ -124,10 +117,13 @@ class VerifyRow:
         return head | {"skipped": self.reason, "ok": not self.failures, "failures": self.failures, "ranks": ranks}
 
 
+def _order(error: float) -> float:
+    # NaN counts as the largest: it compares false with every number, so `max` could pass over it.
+    return math.inf if math.isnan(error) else error
+
+
 def deviations(
-    actual: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    runs: tuple[dict[str, Tensor], ...] = (),
+    actual: dict[str, Tensor], expected: dict[str, Tensor], runs: tuple[dict[str, Tensor], ...] = ()
 ) -> dict[str, Deviation]:
     """Compare a rank's results with float64, and, if given, with the two runs on one device."""
     found = {}
@@ -148,13 +144,10 @@ def deviations(
 
 
 def relative_error(name: str, actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖, the largest over heads.
-
-    dg is taken over all heads: under strong decays it is a small difference of large sums, and errors are rounding
-    relative to those sums (`zeco_train.ops.gla.chunked.input_grads`).
-    """
+    """‖actual − expected‖ / ‖expected‖, the largest over heads; of dg over all heads."""
     difference, norm = _norms(name, actual, expected), _norms(name, expected)
     if name == "dg":
+        # Under strong decays it is a small difference of large sums, relative to which it is rounded.
         difference, norm = difference.sum(), norm.sum()
     # An expected gradient of exactly zero must be matched exactly.
     return float(torch.where(difference == 0, 0.0, difference / norm).sqrt().max())
@@ -162,18 +155,14 @@ def relative_error(name: str, actual: Tensor, expected: Tensor) -> float:
 
 def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
     """Squared norms per head, [H], of x or of x − other, in fp64; in slices, to save memory."""
-    dim = 1 if name in _STATES else 2
-    sums = torch.zeros(x.shape[dim], dtype=torch.float64, device=x.device)
-    axes = [d for d in range(x.ndim) if d != dim]
-    for start in range(0, x.shape[1 if dim == 2 else 2], _SLICE):
-        piece = x.narrow(1 if dim == 2 else 2, start, min(_SLICE, x.shape[1 if dim == 2 else 2] - start)).double()
-        if other is not None:
-            piece = piece - other.narrow(1 if dim == 2 else 2, start, piece.shape[1 if dim == 2 else 2]).double()
-        sums += piece.square().sum(axes)
+    heads, along = (1, 2) if name in _STATES else (2, 1)
+    sums = torch.zeros(x.shape[heads], dtype=torch.float64, device=x.device)
+    others = itertools.repeat(None) if other is None else other.split(1 << 16, along)
+    for piece, own in zip(x.split(1 << 16, along), others, strict=False):
+        off = piece.double() if own is None else piece.double() - own.double()
+        sums += off.square().sum([dim for dim in range(x.ndim) if dim != heads])
     return sums
 
-
-_SLICE = 1 << 16
 
 _COLUMNS = {
     "dtype": ("dtype", "<6"),
@@ -207,8 +196,8 @@ def line(row: VerifyRow) -> str:
     first |= {"layout": row.layout, "backend": row.backend}
     if row.reason:
         return f"{''.join(f'{first[name]:{columns[name][1]}}' for name in first)} skipped: {row.reason}"
-    worst = {tensor: found for tensor in row.tensors if (found := row.worst(tensor)) is not None}
-    top = max(worst, key=lambda t: math.inf if math.isnan(worst[t][0]) else worst[t][0], default="")
+    worst = row.worst
+    top = next(iter(worst), "")
     verdict = f"FAILED: {'; '.join(row.failures)}" if row.failures else "ok"
     cells: dict[str, object] = {tensor: error for tensor, (error, _) in worst.items()}
     if row.on_own_ranks:
@@ -225,7 +214,5 @@ def summary(rows: list[VerifyRow]) -> str:
     skipped = sum(bool(row.reason) for row in rows)
     compared = len(rows) - skipped
     limits = ", ".join(dict.fromkeys(f"{row.dtype} ≤ {row.limit:.0e}" for row in rows if row.limit))
-    text = (
-        f"{compared - len(failed)} of {compared} comparisons ok ({limits}; ratio ≤ {LARGEST_RATIO}), {skipped} skipped"
-    )
-    return f"FAILED: {text}" if failed else f"ok: {text}"
+    text = f"{compared - len(failed)} of {compared} comparisons ok"
+    return f"{'FAILED' if failed else 'ok'}: {text} ({limits}; ratio ≤ {LARGEST_RATIO}), {skipped} skipped"

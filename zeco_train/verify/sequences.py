@@ -17,10 +17,13 @@ from zeco_train.ops.operator import Kind
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.seam import Exchange
+from zeco_train.ops.softmax.span import Span
 
 WEAKEST, STRONGEST = 1e-6, 20.0
 # Operands that are the same for all tokens, and have no gradient.
 CONSTANTS = ("log_decay",)
+# Softmax attention, as an `operator`: it has no state, and methods of its own in place of the backends.
+SOFTMAX = "softmax"
 # Operators with states along a causal sequence.
 VERIFIED = [name for name, operator in OPERATORS.items() if not (operator.state_is_halo or operator.reads_whole)]
 
@@ -51,17 +54,15 @@ class RankedSequence:
 
     @property
     def borders(self) -> list[int]:
-        """Document borders, from 0 to `seq_len`.
-
-        One document straddles up to three ranks, and from the fourth rank on documents also start at rank boundaries.
-        """
+        """Document borders, from 0 to `seq_len`."""
+        # One straddles up to three ranks, and from the fourth rank on documents also start at rank boundaries.
         length, later = self.tokens, range(3, self.num_ranks)
         starts = {0, 3, length // 3, length // 2, min(2, self.num_ranks - 1) * length + length // 4}
         starts |= {rank * length + extra for rank in later for extra in (0, length // 2)}
         return [*sorted(starts), self.seq_len]
 
     def random(self, what: str, *shape: int) -> Tensor:
-        """Normal values, the same wherever `what` of this sequence is asked for; in the accumulation dtype."""
+        """Normal values, the same on every rank; in the accumulation dtype."""
         # Not `hash`, which differs between processes.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {what}".encode()))
         return torch.randn(shape, generator=generator, dtype=accumulation_dtype(self.dtype))
@@ -80,15 +81,14 @@ class Sequence(RankedSequence):
     operator: str = DEFAULT
 
     @property
+    def layout(self) -> str:
+        """What the table says of it."""
+        return ("documents" if self.documents else "one document") + (", carry" if self.carry else "")
+
+    @property
     def operands(self) -> tuple[str, ...]:
         """Names of the operands that have tokens."""
         return tuple(name for name in OPERATORS[self.operator].operands if name not in CONSTANTS)
-
-    @property
-    def results(self) -> dict[str, str]:
-        """Results by token: their names, and the tensors that they are shaped like."""
-        operator = OPERATORS[self.operator]
-        return {"o": operator.operands[operator.output]} | {f"d{name}": name for name in self.operands}
 
     @property
     def restarts(self) -> list[int]:
@@ -96,10 +96,8 @@ class Sequence(RankedSequence):
         return self.borders[self.carry : -1] if self.documents else []
 
     def position(self, exchange: Exchange, bounds: Iterable[int], rank: int = 0) -> SequencePosition:
-        """Of a rank's tokens, see `SequencePosition`. With a carry a token precedes the sequence.
-
-        So the first document is a continuation then.
-        """
+        """Of a rank's tokens, see `SequencePosition`."""
+        # With a carry a token precedes the sequence, so that the first document is a continuation.
         before = int(self.carry)
         documents = [[0, *(border + before for border in self.borders[1:])]] if self.documents else None
         return SequencePosition(
@@ -111,7 +109,7 @@ class Sequence(RankedSequence):
         )
 
     def part(self, rank: int) -> dict[str, Tensor]:
-        """The operands that have tokens, and do, of one rank's tokens, on the CPU: the same on every rank that asks."""
+        """The operands that have tokens, and do, of one rank's tokens, on the CPU."""
         operator = OPERATORS[self.operator]
         dims = {name: operator.dims_of[name] for name in self.operands}
         values = {}
@@ -133,9 +131,9 @@ class Sequence(RankedSequence):
         sizes = {"B": self.batch, "T": self.tokens, "G": self.heads, "H": self.heads}
         return [(sizes | {"K": self.key_dim, "V": self.value_dim})[dim] for dim in dims]
 
-    def cut(self, tokens: Mapping[str, Tensor], cut: slice) -> list[Tensor]:
-        """The operator's operands of some of the tokens, in its order; constants in the accumulation dtype."""
-        operands = [tokens[name][:, cut] for name in self.operands]
+    def complete(self, tokens: Mapping[str, Tensor]) -> list[Tensor]:
+        """The operator's operands, in its order; constants in the accumulation dtype."""
+        operands = [tokens[name] for name in self.operands]
         if "log_decay" in OPERATORS[self.operator].operands:
             wide = accumulation_dtype(operands[0].dtype)
             # Rounded to that of the sequence, also for a reference in fp64.
@@ -150,12 +148,46 @@ class Sequence(RankedSequence):
         return {name: self.random(name, *shape) for name in ("carry_in", "dcarry_out")} if self.carry else {}
 
 
-def decay_rates(heads: int, key_dim: int) -> Tensor:
-    """Factors of log-sigmoids, [H, K]: none for the first 16th of all channels, then from 1e-6 to 20 per token.
+@dataclass(frozen=True)
+class AttentionSequence(RankedSequence):
+    """A sequence of queries, keys and values.
 
-    Each head has its own range, so that an error in decays that matter to one head is not hidden by the large states of
-    another.
+    Attributes:
+        key_heads: G.
+        window: keys that a query reads at most, itself among them; None: no limit.
     """
+
+    key_heads: int
+    window: int | None
+
+    @property
+    def layout(self) -> str:
+        """What the table says of it."""
+        window = "" if self.window is None else f", window {self.window}"
+        return f"{SOFTMAX}, {'documents' if self.documents else 'one document'}{window}"
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return float(self.key_dim**-0.5)
+
+    def part(self, rank: int) -> dict[str, Tensor]:
+        """q, k, v and do of one rank's tokens, on the CPU."""
+        heads = {"q": self.heads, "k": self.key_heads, "v": self.key_heads, "do": self.heads}
+        dims = {"q": self.key_dim, "k": self.key_dim, "v": self.value_dim, "do": self.value_dim}
+        return {
+            name: self.random(f"{name} {rank}", self.batch, self.tokens, heads[name], dims[name]).to(self.dtype)
+            for name in heads
+        }
+
+    def span(self, start: int, stop: int) -> Span:
+        """The queries [start, stop)."""
+        return Span(start, stop, torch.tensor(self.borders) if self.documents else None, self.window)
+
+
+def decay_rates(heads: int, key_dim: int) -> Tensor:
+    """Factors of log-sigmoids, [H, K]: none for the first 16th of all channels, then from 1e-6 to 20 per token."""
+    # Each head has its own range, so that large states of one do not hide an error in the decays of another.
     count = heads * key_dim
     still = -(-count // 16)
     rates = torch.zeros(count)

@@ -1,8 +1,7 @@
 """Training steps of tiny models on ranks of `verify`'s own, in fp64, against one rank.
 
 The trainer's own step, loader and parallel strategies run on 4 ranks; the other side is the whole model on one rank:
-whole sequences, autograd, no segments, no recomputation, no FSDP2, and clipping as written below. So this finds faults
-in places that no other case names, in whatever the trainer combines.
+whole sequences, autograd, no segments, no recomputation, no FSDP2, and clipping as written below.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from zeco_train.training.step import TrainingStep
 from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team
 from zeco_train.verify.report import Deviation, VerifyRow
-from zeco_train.verify.scan_cases import SCANS
+from zeco_train.verify.team_cases import SCANS
 
 SIZE = 4
 STEPS = 2
@@ -93,7 +92,7 @@ class StepCase:
 
     Attributes:
         mixer: its name; with `attention` every second layer is softmax attention.
-        scan: a key of `verify.scan_cases.SCANS`.
+        scan: a key of `verify.team_cases.SCANS`.
         sp_size: ranks that share a sequence.
         window: of softmax attention.
         masked: the model reads in both directions, and learns masked tokens.
@@ -118,7 +117,7 @@ class StepCase:
 
     @property
     def model(self) -> LanguageModelConfig:
-        """Shape of the model."""
+        """The model."""
         known = MIXERS[self.mixer].config_class
         widths = {each.name for each in dataclasses.fields(LanguageModelConfig)} | {"expand_k", "expand_v"}
         shared = {
@@ -156,7 +155,7 @@ _WINDOWS = (None, 7, 60, 7)
 
 
 def _mixers_in_segments() -> list[str]:
-    """Each with states of its own between segments: the first of those with equal operators and inputs of layers."""
+    # Each with states of its own between segments: the first of those with equal operators and inputs of layers.
     found: dict[tuple[object, ...], str] = {}
     for name, mixer in MIXERS.items():
         config = StepCase(name, "dp").model
@@ -172,7 +171,7 @@ def _is_possible(cell: Cell) -> bool:
 
 
 def step_cases() -> list[StepCase]:
-    """All cases: mixers in segments, then pairs with the other mixers first; and one with masked tokens."""
+    """All cases: mixers in segments, then pairs with the other mixers; and one with masked tokens."""
     turns = {axis: itertools.cycle(values) for axis, values in AXES.items()}
     given: list[Cell] = []
     in_segments = _mixers_in_segments()
@@ -204,12 +203,7 @@ ONE_RANK = StepCase("gla", "zeco", sp_size=1, segments=2)
 
 @dataclass
 class StepResult:
-    """Results of the steps, unsharded and the same on every rank.
-
-    Attributes:
-        numbers: losses and norms of each step, and the loss of validation after them, by name.
-        gradients: of the first step, and weights after the last, by parameter.
-    """
+    """Losses and norms by name, gradients of the first step, weights after the last; the same on every rank."""
 
     numbers: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, NDArray[np.float64]] = field(default_factory=dict)
@@ -233,7 +227,7 @@ def run_step_cases(cases: Sequence[StepCase], rank: int, size: int, timeout: tim
 
 
 def _alone(case: StepCase) -> StepCase:
-    """The case that has the same results on one rank, without all that may not change them."""
+    # The case without all that may not change its results.
     return StepCase(
         case.mixer,
         "dp",
@@ -247,10 +241,10 @@ def _alone(case: StepCase) -> StepCase:
 
 
 def _compare(case: StepCase, result: StepResult, expected: StepResult, team: Team) -> VerifyRow:
-    deviations = {}
-    for name, number in result.numbers.items():
-        wanted = expected.numbers[name]
-        deviations[name] = Deviation(abs(number - wanted) / abs(wanted))
+    deviations = {
+        name: Deviation(abs(number - expected.numbers[name]) / abs(expected.numbers[name]))
+        for name, number in result.numbers.items()
+    }
     for name in ("gradients", "weights"):
         ours, theirs = getattr(result, name), getattr(expected, name)
         errors = {of: _relative(ours.get(of, np.full(1, np.nan)), x) for of, x in theirs.items()}
@@ -306,7 +300,7 @@ def _loader(case: StepCase, split: DataSplit, store: Path) -> SequenceLoader:
 
 
 def train(case: StepCase, mesh: ProcessMesh, store: Path) -> StepResult:
-    """Train on the ranks of a mesh by the trainer's step. Collective."""
+    """Train by the trainer's step. Collective over the mesh."""
     settings = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
     model = build_model(case.model, settings, case.strategy, mesh, _SEED, case.shard_size)
     config = SCANS[case.scan]
@@ -379,7 +373,7 @@ def train_alone(case: StepCase, store: Path) -> StepResult:
 
 
 def _losses(model: LanguageModel, exchange: Exchange, loader: SequenceLoader, consumed: int) -> Iterator[Tensor]:
-    """Each batch's part of the mean loss of a step."""
+    # Each batch's part of the mean loss of a step.
     for micro_step in range(loader.micro_steps):
         batch = loader.batch(consumed, micro_step)
         labels = batch.step_labels or loader.global_batch * SEQ_LEN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_train.ops.operator import Kind
-from zeco_train.ops.oracle import ExactTokens
+from zeco_train.ops.oracle import ExactTokens, exact_softmax
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Exchange
+from zeco_train.verify.sequences import SOFTMAX
 
 Results = dict[str, Tensor]
-# Softmax attention, beside the operators: heads of values are those of keys.
-SOFTMAX = "softmax"
+# Heads of values are those of keys.
 _OF_SOFTMAX = {"q": "BTHK", "k": "BTGK", "v": "BTGV"}
 
 
@@ -48,7 +48,6 @@ class Whole:
 
     Attributes:
         name: seeds the values.
-        operator: its name.
         tokens: of a shard.
         ranks, segments: P, M.
         batch, heads, groups, key_dim, value_dim: B, H, heads of keys, K, V; of a convolution V is its channels.
@@ -57,6 +56,7 @@ class Whole:
         carry: it has an initial state, and a gradient of the final one. The first document is then a continuation.
         strided: operands are not contiguous, as they are views of larger tensors.
         scale: of the outputs; None: K^-1/2.
+        window: keys that a query of softmax attention reads at most; None: no limit.
     """
 
     name: str
@@ -74,6 +74,8 @@ class Whole:
     carry: bool = False
     strided: bool = False
     scale: float | None = None
+    # The representation seeds the values.
+    window: int | None = field(default=None, repr=False)
 
     @property
     def num_pieces(self) -> int:
@@ -82,7 +84,7 @@ class Whole:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the whole sequence."""
+        """Tokens of all shards."""
         return self.tokens * self.num_pieces
 
     @property
@@ -113,7 +115,8 @@ class Whole:
         return operator.state_shape([torch.empty(self._shape(dims), device="meta") for dims in operator.dims])
 
     def position(self, exchange: Exchange, piece: int) -> SequencePosition:
-        """Position of a shard. With a carry a token precedes the sequence, so that the first document continues."""
+        """Position of a shard."""
+        # With a carry a token precedes the sequence, so that the first document continues.
         (segment, rank), before = divmod(piece, self.ranks), int(self.carry)
         shards = range(segment * self.ranks, (segment + 1) * self.ranks + 1)
         documents = None if self.documents is None else [[0, *(border + before for border in self.borders[1:])]]
@@ -142,6 +145,11 @@ class Whole:
     def do(self, piece: int) -> Tensor:
         """The gradient of a shard's outputs."""
         return self.tensors["do"][:, piece * self.tokens : (piece + 1) * self.tokens]
+
+    def split(self, results: Results) -> list[Results]:
+        """Results of all tokens by shard."""
+        parts = {name: x.split(self.tokens, 1) for name, x in results.items()}
+        return [{name: part[piece] for name, part in parts.items()} for piece in range(self.num_pieces)]
 
     def _shape(self, dims: str) -> list[int]:
         sizes = {"B": self.batch, "T": self.seq_len, "G": self.groups, "H": self.heads, "1": 1}
@@ -192,15 +200,16 @@ def exact_results(whole: Whole) -> list[Results]:
         shard, or of the whole sequence for an operator that reads it. carry_out, dcarry_in: the state after the shard's
         segment and the gradient of the one before it.
     """
+    operands, do = {name: whole.tensors[name] for name in whole.has_tokens}, whole.tensors["do"]
+    if whole.operator == SOFTMAX:
+        q, k, v = operands.values()
+        return whole.split(exact_softmax(q, k, v, do, borders=torch.tensor(whole.borders), window=whole.window))
     operator = OPERATORS[whole.operator]
     if operator.reads_whole:
-        tokens = ExactTokens(
-            operator, {name: whole.tensors[name] for name in whole.has_tokens}, whole.tensors["do"], scale=whole.scale
-        )
+        tokens = ExactTokens(operator, operands, do, scale=whole.scale)
         state = tokens.forward(tokens.zero_state())
         tokens.backward(torch.zeros_like(state))
-        split = {name: x.split(whole.tokens, 1) for name, x in tokens.results.items()}
-        return [{"R": state, **dict(zip(split, parts, strict=True))} for parts in zip(*split.values(), strict=True)]
+        return [{"R": state, **piece} for piece in whole.split(tokens.results)]
     # Without a carry the first document has the state that a trainer starts from.
     restarts = whole.borders[whole.carry : -1] if whole.documents else []
     shards = []
@@ -237,8 +246,14 @@ class Expected:
             name: torch.stack([_by_head(name, piece[name]).norm(dim=1) for piece in pieces]) for name in pieces[0]
         }
 
+    @classmethod
+    def of(cls, whole: Whole, pieces: list[Results]) -> Expected:
+        """The results of this sequence."""
+        # A query that reads one key has no gradient.
+        return cls(pieces, {"dq": "dv", "dk": "dv"} if whole.operator == SOFTMAX else {"dg": "dg"})
+
     def errors(self, results: Results, piece: int) -> dict[str, tuple[float, int]]:
-        """Of each tensor of a shard the error of its worst head, relative to the norm of that head, and the head.
+        """The relative error of each tensor's worst head in a shard, and that head.
 
         A head's norm counts as at least a thousandth of that in the shard where it is largest.
         """
