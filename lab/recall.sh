@@ -2,7 +2,7 @@
 # Question: does training use states across ranks: recall of values, keys on one rank, queries on the other?
 # Command: lab/recall.sh
 # Date: 2026-11-21, 2 CPU ranks
-# Answer: yes, 100 % right, and 6.6 % with the incoming states zeroed (chance 6.2). zeco_train/evaluate/results/README.md
+# Answer: yes, 100 % right, and 6.6 % with the incoming states zeroed (chance 6.2). lab/results/evaluation/README.md
 # usage: lab/recall.sh [KEY=VALUE ...]      settings of train.py, the same for all stages
 #   NPROC    ranks, default 2; even, so that keys and queries are on different ranks
 #   RUN_DIR  parent of the runs' folders, default runs/recall; the same command resumes after an interruption
