@@ -233,6 +233,7 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
     return timed
 
 
+@pytest.mark.slow
 def test_budget_reserves_time_for_peers() -> None:
     # 60 s of setup, 20 of compiling, 4 × 45 steps of 0.2 s: the backends end at 116 s, and a peer takes 8.
     seconds = dict.fromkeys(["dp", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"], 0.2)

@@ -83,6 +83,7 @@ def test_a_step_of_several_micro_batches_has_their_products() -> None:
     assert counts[1] == 3 * counts[0] > 0
 
 
+@pytest.mark.slow
 def test_products_use_random_operands_and_little_memory() -> None:
     assert loss_module._CHUNK_TOKENS["cuda"] == products.CHUNK_TOKENS
     alone = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
