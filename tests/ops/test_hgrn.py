@@ -238,8 +238,8 @@ def _compiled(rank: int, world_size: int, capability: int) -> dict[str, int]:
     return shared
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("capability", [90, 80])
 def test_kernels_compile_for_gpus(capability: int) -> None:
     [shared] = run_distributed(_compiled, 1, capability, fresh=True)
     assert shared.keys() == {"summaries_kernel", "starts_kernel", "outputs_kernel", "grads_kernel"}
