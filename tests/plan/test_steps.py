@@ -53,15 +53,11 @@ from zeco_train.training.step import TrainingStep
 # --- memory and traffic of a real step ---
 
 STEPS = [
-    (strategy, shard_size, sp_size, segments, micro_steps, dtype)
-    for strategy, shard_size, sp_size in (
-        (Strategy.ddp, -1, 4),
-        (Strategy.zero2, -1, 4),
-        (Strategy.zero2, 2, 4),
-        (Strategy.zero3, -1, 2),
-        (Strategy.hsdp, -1, 2),
-    )
-    for segments, micro_steps, dtype in ((1, 1, Dtype.fp32), (3, 2, Dtype.bf16))
+    (Strategy.ddp, -1, 4, 3, 2, Dtype.bf16),
+    (Strategy.zero2, -1, 4, 1, 1, Dtype.fp32),
+    (Strategy.zero2, 2, 4, 3, 2, Dtype.bf16),
+    (Strategy.zero3, -1, 2, 3, 2, Dtype.bf16),
+    (Strategy.hsdp, -1, 2, 1, 1, Dtype.fp32),
 ]
 
 
