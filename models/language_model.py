@@ -37,10 +37,10 @@ class MLP(nn.Module):
         self.up_proj = Projection(config.hidden_size, config.intermediate_size)
         self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
-        """See `Projection.forward` for `is_read`."""
+    def forward(self, x: Tensor, output_needed: bool = True) -> Tensor:
+        """See `Projection.forward` for `output_needed`."""
         inner = swiglu(*project(x, self.gate_proj, self.up_proj))
-        return self.down_proj(inner, is_read)
+        return self.down_proj(inner, output_needed)
 
 
 class Block(nn.Module):
@@ -91,26 +91,26 @@ class Block(nn.Module):
         position: SequencePosition,
         state_inputs: Sequence[StateInput],
         shared: Tensor | None,
-        is_read: bool = True,
+        output_needed: bool = True,
     ) -> tuple[Tensor, ...]:
         y, state_outputs = self.attn(self._before(self.attn_norm, x), position, state_inputs, shared)
         x = x + self._after(self.attn_norm, y)
         states = [tensor for state_output in state_outputs for tensor in state_output]
         if self.has_mlp and self.recompute is Recompute.selective and torch.is_grad_enabled():
-            # The output is read here: `is_read` is False only where a whole block is recomputed.
+            # `output_needed` is False only where a whole block is recomputed, which this mode does not do.
             return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *states
-        return self._mlp(x, is_read), *states
+        return self._mlp(x, output_needed), *states
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """One more token of each sequence: x [B, 1, D] → y [B, 1, D]."""
         y = self.attn.step(self._before(self.attn_norm, x), states, positions, shared)
         return self._mlp(x + self._after(self.attn_norm, y))
 
-    def _mlp(self, x: Tensor, is_read: bool = True) -> Tensor:
+    def _mlp(self, x: Tensor, output_needed: bool = True) -> Tensor:
         if not self.has_mlp:
             return x
         # A norm after the MLP reads its output for the gradients, too.
-        y = self.mlp(self._before(self.mlp_norm, x), is_read or self.norm_after)
+        y = self.mlp(self._before(self.mlp_norm, x), output_needed or self.norm_after)
         return x + self._after(self.mlp_norm, y)
 
     # The residual stream as mixer and MLP read it, in the compute dtype.

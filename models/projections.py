@@ -32,9 +32,9 @@ class Projection(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
-    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
-        """Map x [..., in] → [..., out]; with `is_read=False` the output is NaN, and only the gradients are valid."""
-        if not is_read:
+    def forward(self, x: Tensor, output_needed: bool = True) -> Tensor:
+        """Map x [..., in] → [..., out]; with `output_needed=False` the output is NaN, and only the gradients are valid."""
+        if not output_needed:
             return unread_linear(x, self.weight, self.matmul)
         return super().forward(x) if self.matmul is Matmul.bf16 else project(x, self)[0]
 

@@ -128,7 +128,7 @@ def test_unread_projection_in_fp8_gives_gradients_of_the_read_one() -> None:
     layer = Projection(4, 6).double()
     set_matmul(layer, FP8)
     dy = torch.randn(2, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    read, unread = layer(x), layer(x, is_read=False)
+    read, unread = layer(x), layer(x, output_needed=False)
     assert unread.isnan().all()
     for found, expected in zip(*(torch.autograd.grad(y, [x, layer.weight], dy) for y in (unread, read)), strict=True):
         assert torch.equal(found, expected)

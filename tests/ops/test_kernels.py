@@ -156,7 +156,7 @@ def _block(
     place: SequencePosition,
     state_inputs: Sequence[StateInput],
     shared: Tensor | None = None,
-    is_read: bool = True,
+    output_needed: bool = True,
 ) -> tuple[Tensor, ...]:
     """The operator alone; its operands are parts of x [B, T, H·(3K + V)]."""
     q, k, g, v = x.unflatten(-1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, KEY_DIM, VALUE_DIM], -1)

@@ -90,7 +90,7 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """The settings that define model, data and numerics; they cannot change during the life of a run's folder.
 
-        `data.loader.opening.OpenedData.identity` adds those of the opened stores.
+        `data.loader.batches.OpenedData.identity` adds those of the opened stores.
         """
         data, task = to_plain(self.data), to_plain(self.task)
         of_task = task if self.task.is_masked else ("name",)

@@ -46,7 +46,8 @@ ANSWER_SECONDS = 15.0
 # are two.
 DUMP_SECONDS = 5.0
 
-# After the timeout of communication, at most: until the loss is reported, and until all other ranks have ended.
+# Both from the end of the timeout of communication, at most. Reported: a neighbour's silence is noticed, and all
+# heartbeats are listened to. All others ended: they read of the loss, and wait for their own failure.
 REPORT_SECONDS = SILENCE_SECONDS + WATCH_SECONDS + LISTEN_SECONDS
 END_SECONDS = SILENCE_SECONDS + WATCH_SECONDS + WATCH_SECONDS + GRACE_SECONDS
 

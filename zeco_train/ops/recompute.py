@@ -28,16 +28,17 @@ class Recomputable(Protocol):
         position: SequencePosition,
         state_inputs: Sequence[StateInput],
         shared: Tensor | None,
-        is_read: bool = True,
+        output_needed: bool = True,
     ) -> tuple[Tensor, ...]:
-        """With `is_read=False` only y's gradients are valid."""
+        """With `output_needed=False` only y's gradients are valid."""
         ...
 
 
 class Recompute(Enum):
-    """What the backward pass recomputes: nothing; the MLPs; or whole blocks, of which then only the inputs are kept.
+    """What the backward pass recomputes.
 
-    States received from other ranks are always kept.
+    none: nothing. selective: each MLP with its norm, from its input (`Block._compute` in models/language_model.py).
+    full: whole blocks, of which only the inputs are kept (`recomputed`). States received from other ranks are always kept.
     """
 
     none = "none"
@@ -108,7 +109,7 @@ class _Recomputed(torch.autograd.Function):
         ]
         with torch.enable_grad():
             state_inputs = _state_inputs(states[:count], carries, ctx.want_carry)
-            y, *state_outputs = ctx.block(x, ctx.position, state_inputs, shared, is_read=False)
+            y, *state_outputs = ctx.block(x, ctx.position, state_inputs, shared, output_needed=False)
         pairs = [(y, dy), *zip(state_outputs[1::2], dstate_outputs[1::2], strict=True)]
         outputs, grads = zip(*((output, grad) for output, grad in pairs if grad is not None), strict=True)
         torch.autograd.backward(outputs, grads)
