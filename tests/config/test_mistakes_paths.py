@@ -195,7 +195,7 @@ def test_export_removes_leftovers_of_killed_export(trained: Path, tmp_path: Path
     run, out = str(trained / "run"), tmp_path / "out"
     script = (
         "import os, signal, sys\nfrom zeco_train import export\nfrom zeco_train.hf import export as work\n"
-        "work._check_round_trip = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "work.write_checksums = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(export.main(sys.argv[1:]))"
     )
     killed = subprocess.run([sys.executable, "-c", script, run, str(out)], cwd=REPOSITORY, timeout=ENOUGH)
@@ -218,7 +218,7 @@ def test_failed_export_leaves_no_files(here: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr("zeco_train.hf.export._check_round_trip", full)
+        patch.setattr("zeco_train.hf.export.write_checksums", full)
         outcome = run_here(export.main, "run", "new")
     assert outcome.code != 0
     assert outcome.err == "error: new: cannot be written (No space left on device); name another OUT\n"

@@ -22,7 +22,7 @@ from models.registry import MIXERS
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
-from zeco_train.collectives import chain, halo, rounds, serial
+from zeco_train.collectives import chain, doubling, halo, serial
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import mix
 from zeco_train.ops.registry import OPERATORS
@@ -135,7 +135,11 @@ FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
         lambda: _replaced(serial, "fold", _no_decay_on_the_middle_rank),
         "R on rank 2 (head",
     ),
-    "rounds without decays": (LANE, lambda: mock.patch.object(rounds, "fold", lambda s, t, x: s + x), "R on rank 2"),
+    "rounds without decays": (
+        LANE,
+        lambda: mock.patch.object(doubling, "fold", lambda s, t, x: s + x),
+        "R on rank 2",
+    ),
     "replays of nothing": (DOCUMENTS, lambda: _replaced(team_cases, "mix_at", _replays_of_nothing), "a replay"),
     "a stale halo": (CONVOLUTION, lambda: _replaced(halo._Halo, "run", _KeptHalo()), "the second call"),
     "outputs of the states before": (
