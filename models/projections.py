@@ -33,7 +33,7 @@ class Projection(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor, output_needed: bool = True) -> Tensor:
-        """Map x [..., in] → [..., out]; with `output_needed=False` the output is NaN, and only the gradients are valid."""
+        """Map x [..., in] → [..., out]; with `output_needed=False` the output is NaN, and only the gradients valid."""
         if not output_needed:
             return unread_linear(x, self.weight, self.matmul)
         return super().forward(x) if self.matmul is Matmul.bf16 else project(x, self)[0]

@@ -63,6 +63,7 @@ def _run(rank: int, world_size: int, folder: str) -> None:
     session.drain()
 
 
+@pytest.mark.slow
 def test_fla_cp_shares_a_sequence_and_its_bytes_are_counted(tmp_path: Path) -> None:
     run_distributed(_run, 2, str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())

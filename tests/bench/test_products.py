@@ -47,6 +47,7 @@ class _ProductShapes(TorchDispatchMode):
 UNGATED = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=3, use_output_gate=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "config"), [(7, SMALL), (30, SMALL), (45, SMALL), (30, UNGATED)])
 def test_products_match_those_of_a_training_step(
     tokens: int, config: GLAConfig, monkeypatch: pytest.MonkeyPatch

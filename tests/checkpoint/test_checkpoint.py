@@ -127,6 +127,7 @@ def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
         train(rank, world_size, folder, *settings, "train.eval_sequences=0")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_async_save_holds_state_of_its_step(world_size: int, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "file", ["run/identity.json", "run/checkpoints/step_00000001/run.json", "export/zeco_train.json"]

@@ -112,6 +112,7 @@ def _commands() -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_missing_packages_are_reported_by_every_command(tmp_path: Path) -> None:
     """In a Python without them: the error names the package and the command that installs it."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -115,6 +115,7 @@ def test_model_files_decide_the_configuration_class(toys: Path) -> None:
     assert type(load_config(["model=toy_1b"])) is Config
 
 
+@pytest.mark.slow
 def test_mixer_takes_its_file_of_the_chosen_size(toys: Path) -> None:
     tiny = load_config(["model.mixer=toy"]).model
     assert tiny == ToyConfig(key_width=1.0)

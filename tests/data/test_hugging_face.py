@@ -323,7 +323,7 @@ QUICK = {"fineweb_edu", "slimpajama"}
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SHAPES.keys() - QUICK)]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SHAPES]
 )
 def test_recipe_prepares_data_of_its_schema(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its loading path reads data with its columns."""

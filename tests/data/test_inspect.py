@@ -65,6 +65,7 @@ def test_inspect_reports_intact_store(store: Path, capsys: pytest.CaptureFixture
     assert (store.parent / "lengths.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_documents_are_decoded_with_tokenizer_of_store(
     hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def _interpreted(rank: int, world_size: int) -> list[str]:
     return _differences(torch.device("cpu")) + _differences_of_sums_and_casts(torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_kernel_has_the_bits_of_torch_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernel runs in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -99,6 +99,7 @@ def test_scores_equal_one_by_one_reference(sp_size: int, strategy: Strategy, bat
             assert own.is_greedy == other.is_greedy, number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp_size", "sp_size", "batch_tokens"), [(1, 1, 64), (3, 1, 50), (2, 4, 8), (4, 2, 1)])
 def test_requests_are_dealt_once_with_equal_passes_per_group(dp_size: int, sp_size: int, batch_tokens: int) -> None:
     work = requests()

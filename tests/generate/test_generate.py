@@ -73,6 +73,7 @@ def sampled_one_by_one(prompt: str, seed: int, max_tokens: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_prefill_time_ends_when_the_device_is_done(mesh: ProcessMesh) -> None:
     """CUDA runs the last piece after its call has returned; that time counted as decoding."""
     clock = mock.Mock(perf_counter=mock.Mock(return_value=0.0))
@@ -87,6 +88,7 @@ def test_prefill_time_ends_when_the_device_is_done(mesh: ProcessMesh) -> None:
     assert (found.speed.prefill_seconds, found.speed.decode_seconds) == (5.0, 0.0)
 
 
+@pytest.mark.slow
 def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh) -> None:
     found = generate(generator(mesh, prefill_tokens=70), samples=2)
     assert [(c.prompt, c.sample) for c in found] == [(p, s) for p in range(len(PROMPTS)) for s in range(2)]
@@ -107,6 +109,7 @@ def test_texts_do_not_depend_on_batch_or_prefill_size(mesh: ProcessMesh, setting
     assert generate(generator(mesh, **settings)) == generate(generator(mesh))
 
 
+@pytest.mark.slow
 def test_streamed_pieces_join_to_the_texts(mesh: ProcessMesh) -> None:
     told: dict[tuple[int, int], list[str]] = {}
     ended = []
@@ -122,6 +125,7 @@ def test_streamed_pieces_join_to_the_texts(mesh: ProcessMesh) -> None:
     assert sorted(ended) == [(c.prompt, c.sample) for c in found]
 
 
+@pytest.mark.slow
 def test_generation_stops_at_stop_text_or_eos(mesh: ProcessMesh) -> None:
     plain = generate(generator(mesh), limits=Limits(max_tokens=30, at_eos=False))
     assert {c.ended_by for c in plain} == {"length"}

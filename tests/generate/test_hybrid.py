@@ -125,6 +125,7 @@ def test_pieces_and_steps_equal_the_whole_sequence(mesh: ProcessMesh, name: str,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_steps_from_the_first_token_equal_the_whole_sequence(name: str) -> None:
@@ -175,6 +176,7 @@ def test_prompts_over_ranks_give_the_logits_of_one_rank(world_size: int, names: 
             assert relative_error(found, expected[name]) <= TOLERANCE, (rank, name, method)
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_on_from_given_states_with_a_larger_capacity(mesh: ProcessMesh) -> None:
     """As in bench decode: contexts that continue each other. The given states stay as they are."""
     for name in HYBRIDS:
@@ -253,6 +255,7 @@ def test_texts_over_ranks_equal_whole_sequence_reference() -> None:
     assert run_distributed(_texts_over_ranks, 2) == [expected] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_repeated_at_a_position_leave_no_trace_in_caches(mesh: ProcessMesh, name: str) -> None:
     """A CUDA graph's warm-up steps write caches, and only the other states are restored."""

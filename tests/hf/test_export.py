@@ -69,6 +69,7 @@ def exported(run: tuple[Path, dict[str, Tensor]]) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EBADF])
 def test_file_systems_without_permissions_or_fsync_of_folders(
@@ -105,6 +106,7 @@ def test_export_writes_exact_weights_and_model_card(run: tuple[Path, dict[str, T
     assert "validation loss at step 2" in card
 
 
+@pytest.mark.slow
 def test_fla_loads_export_and_agrees(
     run: tuple[Path, dict[str, Tensor]],
     exported: Path,

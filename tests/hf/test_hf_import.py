@@ -107,6 +107,7 @@ def test_largest_numbers_of_fla_config_make_a_model() -> None:
     assert max(map(max, shapes.values())) == 1 << 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -177,6 +178,7 @@ def test_training_starts_from_export(run: Path, exported: Path, tmp_path: Path) 
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_other_models_and_tokenizers_are_named(exported: Path) -> None:
     other = dataclasses.replace(find_trained(str(exported)).model, num_layers=2, feature_map=FeatureMap.relu)
     with pytest.raises(ConfigError) as caught:

@@ -61,6 +61,7 @@ def with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla_layer, "flash_attn_func", _flash_attention)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.usefixtures("with_attention")

@@ -74,6 +74,7 @@ def test_weights_load_on_other_splits(tmp_path: Path) -> None:
                 assert torch.equal(parameter, expected[name].to(dtype.compute)), (name, dtype)
 
 
+@pytest.mark.slow
 def test_model_is_found_in_run_or_checkpoint_folder(run: Path) -> None:
     newest = find_trained(str(run))
     older = find_trained(str(run / "checkpoints" / "step_00000001"))

@@ -132,6 +132,7 @@ def written_by_transformers(case: str, folder: Path) -> Tensor:
     return torch.load(folder / "logits.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_model_of_transformers_gives_its_logits(case: str, tmp_path: Path) -> None:

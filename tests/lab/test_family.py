@@ -57,6 +57,7 @@ def _family(folder: Path, train: Callable[[Case, float], str], *more: str) -> in
         return main(options)
 
 
+@pytest.mark.slow
 def test_finished_runs_are_skipped_and_results_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started: list[tuple[str, int]] = []
 

@@ -114,6 +114,7 @@ def test_dp_within_the_fastest_shards_keeps_its_throughput() -> None:
             assert whole[-1] < 0.9 * kept[-1]
 
 
+@pytest.mark.slow
 def test_simulation_without_noise_is_the_plan() -> None:
     """And by hand: 2 layers on 2 ranks, whose scans take 3 and 2 s longer than their windows."""
     step = noise.Step(ranks=2, blocks=2, forward=10.0, windows=(1.0, 2.0), optimizer=5.0, drift=0.12)

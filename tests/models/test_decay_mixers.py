@@ -194,6 +194,7 @@ def test_outputs_and_gradients_equal_the_reference(name: str) -> None:
         assert_close(gradient, wanted[leaf], leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_equal_the_whole_sequence(name: str) -> None:
     mixer, x, bounds = build(CONFIGS[name])

@@ -157,6 +157,7 @@ def test_outputs_and_gradients_equal_an_attention_matrix(name: str) -> None:
         assert_close(ours, theirs, f"gradient of {label}")
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_second_shard_continues_the_first(name: str) -> None:

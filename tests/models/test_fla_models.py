@@ -104,6 +104,7 @@ def in_fla(config: LanguageModelConfig, name: str) -> str:
     return name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_files_hold_the_parameters_that_they_name(name: str) -> None:
     config, count = load_config(name), PARAMETERS[name]
@@ -115,6 +116,7 @@ def test_files_hold_the_parameters_that_they_name(name: str) -> None:
         assert MIXERS[config.mixer].config_class() == config
 
 
+@pytest.mark.slow
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", [*SMALL, *(name for name in PARAMETERS if not name.startswith("lightning"))])
 def test_parameter_names_and_shapes_equal_fla(name: str) -> None:
@@ -130,6 +132,7 @@ def test_parameter_names_and_shapes_equal_fla(name: str) -> None:
     assert sum(p.numel() for p in theirs.parameters()) == spec_of(config).num_parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_logits_equal_fla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fla's model with its Triton kernels replaced by fla's plain references, and with our weights."""

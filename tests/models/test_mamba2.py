@@ -85,6 +85,7 @@ def reference(layer: Mamba2, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
@@ -120,6 +121,7 @@ def test_documents_are_separate_sequences() -> None:
     torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [1, 2, 64])
 def test_steps_continue_a_prompt_of_any_length(prompt: int) -> None:
     """Including a prompt shorter than the convolution."""

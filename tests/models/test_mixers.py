@@ -89,6 +89,7 @@ def test_two_ranks_compute_what_one_does(name: str) -> None:
     assert all(effect > 1e-5 for effect in effects), effects
 
 
+@pytest.mark.slow
 @ONE_OF_A_FAMILY
 def test_steps_equal_the_whole_sequence(name: str) -> None:
     """Logits after each token: all at once, and a prompt at once with a step a token from there."""
@@ -103,6 +104,7 @@ def test_steps_equal_the_whole_sequence(name: str) -> None:
     assert (torch.cat(logits, dim=1) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_sums_of_gradients_are_not_rounded_to_bf16(name: str) -> None:

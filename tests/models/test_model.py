@@ -315,6 +315,7 @@ def one_rank_mesh() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.few
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -176,6 +176,7 @@ def test_sharded_ranks_equal_recurrence(rule: str, edges: list[int], decay: str)
     check(rule, make(rule, edges[-1], decay), edges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", one_of(RULES, "kda"))
 def test_more_than_eight_chunks_a_rank_equal_recurrence(rule: str) -> None:
     case = make(rule, 590, "weak")

@@ -157,6 +157,7 @@ def _crossing_restarts(rank: int, world_size: int, rules: list[str]) -> list[str
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules", [["kda"], pytest.param(["delta", "gated_delta"], marks=pytest.mark.campaign)], ids=["kda", "others"]
 )
@@ -209,6 +210,7 @@ def _over_segments(rule: str, leaves: dict[str, Tensor], scan: Exchange, *, with
     return torch.cat(o, 1), carry
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules", [["kda"], pytest.param(["delta", "gated_delta"], marks=pytest.mark.campaign)], ids=["kda", "others"]
 )

@@ -113,6 +113,7 @@ def test_compiled_token_losses_equal_eager(compiled: LossParts, dtype: torch.dty
         assert not dlogits[targets == -100].any()
 
 
+@pytest.mark.slow
 def test_loss_with_compiled_parts_equals_eager(compiled: LossParts) -> None:
     """With a shorter last chunk, a last chunk of one token, and only ignored labels."""
     hidden, weight, labels = make_inputs()

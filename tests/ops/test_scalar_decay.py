@@ -120,6 +120,7 @@ def test_sharded_ranks_equal_recurrence(operator: Operator, edges: list[int], de
     check(operator, make(operator, edges[-1], decay), edges)
 
 
+@pytest.mark.slow
 @BOTH
 def test_more_than_eight_chunks_a_rank_equal_recurrence(operator: Operator) -> None:
     check(operator, make(operator, 700, "weak"), [0, 650, 700])

@@ -38,6 +38,7 @@ def run(*arguments: str, rank: int = 0) -> tuple[DryRun, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",

@@ -79,6 +79,7 @@ def test_bytes_of_each_method_are_those_of_the_rank_that_sends_most(ranks: int, 
             assert (costs.forward, costs.backward) == pytest.approx(most, rel=1e-12), (name, window)
 
 
+@pytest.mark.slow
 def test_plan_of_hybrid_lists_softmax_layers_and_methods() -> None:
     code, text, err = command(*HYBRID, "data.seq_len=1048576", "world_size=64")
     assert (code, err) == (0, "")

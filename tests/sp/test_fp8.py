@@ -110,6 +110,7 @@ def expected(store: str) -> dict[tuple[str, bool], Result]:
     return found
 
 
+@pytest.mark.slow
 def test_gla_in_fp8_trains_alike_on_two_ranks(store: str, expected: dict[tuple[str, bool], Result]) -> None:
     run_distributed(split, 2, store, pickle.dumps(expected), ["gla"], SPLITS[2:])
 

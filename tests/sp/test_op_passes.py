@@ -217,6 +217,7 @@ def compare(
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
+@pytest.mark.slow
 def test_every_operator_over_ranks_equals_its_recurrence() -> None:
     run_distributed(quick_suite, 3)
 

@@ -80,6 +80,7 @@ def _interpreted(rank: int, world_size: int) -> list[dict[str, float]]:
     return [_trained(torch.device("cpu"), offset) for offset in (0, 1)]
 
 
+@pytest.mark.slow
 def test_kernel_matches_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for errors in run_distributed(_interpreted, 1)[0]:

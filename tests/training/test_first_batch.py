@@ -55,6 +55,7 @@ def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return messages
 
 
+@pytest.mark.slow
 def test_differences_between_ranks_are_reported(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append(TOKENS, [4000, 5000])

@@ -86,6 +86,7 @@ def test_validation_loss_per_store_and_weighted_mean(folder: Path, finished: Pat
     assert "data: books, 0.25 of the sequences" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "part"),
     [

@@ -159,6 +159,7 @@ def _round_trip(rank: int, world_size: int) -> None:
         assert counts == len(shapes), strategy
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_each_matrix_is_gathered_on_one_rank_and_scattered(world_size: int) -> None:

@@ -311,6 +311,7 @@ def check_addresses(
         assert f"the {symptom} is nan; first on this rank: {own}" in log
 
 
+@pytest.mark.slow
 def test_first_non_finite_tensor_has_an_address(tmp_path: Path) -> None:
     check_addresses(tmp_path, [], FAULTS)
 

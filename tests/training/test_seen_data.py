@@ -98,6 +98,7 @@ def run(first: Path, tmp_path: Path) -> Run:
     return Run(tmp_path, steps=1)
 
 
+@pytest.mark.slow
 def test_changed_files_are_refused_until_all_are_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed token is found by its file's time and then by its digest, a copy is accepted after one verification."""
     for name in ("_ROUND_SECONDS", "_REPORT_SECONDS"):

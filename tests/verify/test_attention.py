@@ -31,6 +31,7 @@ def _rows(table: str, name: str) -> list[str]:
     return [row for row in table.splitlines() if f" {name} " in row]
 
 
+@pytest.mark.slow
 def test_every_method_passes_with_documents_and_windows() -> None:
     results = run_distributed(run_command, 2, *QUICK, "tokens=[24]", "dtypes=[fp64]")
     table = results[0][1]

@@ -74,6 +74,7 @@ def test_kernels_are_asked_about_for_each_operator_and_dtype() -> None:
     assert [str(path.call) for path in found] == [f"softmax of K 300, V 300 in {dtype}" for dtype in ("fp32", "bf16")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "dtypes"),
     [(2, "fp64"), *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, "bf16"), (4, "fp64")))],

@@ -38,7 +38,7 @@ class Recompute(Enum):
     """What the backward pass recomputes.
 
     none: nothing. selective: each MLP with its norm, from its input (`Block._compute` in models/language_model.py).
-    full: whole blocks, of which only the inputs are kept (`recomputed`). States received from other ranks are always kept.
+    full: whole blocks, of which only the inputs are kept (`recomputed`). Received states are always kept.
     """
 
     none = "none"
