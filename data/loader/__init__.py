@@ -316,7 +316,7 @@ class PrefetchingLoader:
             self._put(error)
 
     def _put(self, item: Batch | BaseException) -> bool:
-        # With a timeout, to notice `close`: a plain `put` would block forever once nobody takes batches.
+        # With a timeout, to notice `close`: a plain `put` would block forever once no batch is taken any more.
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.1)

@@ -224,7 +224,7 @@ class TokenStore:
                 now = os.fstat(descriptor)
             if done < len(view):
                 problem = f"has become shorter since it was opened: nothing at byte {offset + done}"
-            # This descriptor can still read a removed file, but nobody else can open it.
+            # This descriptor can still read a removed file, but no other process can open it.
             elif now.st_nlink == 0:
                 problem = "was removed or replaced since it was opened"
             elif file_version(now) != self.versions[index]:

@@ -88,7 +88,7 @@ def test_missing_rank_0_is_reported_after_timeout(tmp_path: Path, monkeypatch: p
         port = server.getsockname()[1]
     monkeypatch.setenv("MASTER_PORT", str(port))
     outcome = train_here("parallel.timeout_seconds=1", "logger=none", f"run_dir={tmp_path / 'run'}")
-    problem = f"nobody listens at 127.0.0.1:{port} (Connection refused) within 1 s; start rank 0 there, "
+    problem = f"no process listens at 127.0.0.1:{port} (Connection refused) within 1 s; start rank 0 there, "
     check_line(outcome, COMMUNICATION, "rank 1: joining the other ranks: ", problem)
     assert not any(tmp_path.iterdir())
 

@@ -236,7 +236,7 @@ def without_norm(folder: Path) -> str:
 
 def with_more(folder: Path) -> str:
     edited(lambda tensors: tensors.update({"model.layers.0.attn.q_conv1d.weight": torch.ones(4)}))(folder)
-    return "has model.layers.0.attn.q_conv1d.weight, of which config.json knows nothing"
+    return "has model.layers.0.attn.q_conv1d.weight, which config.json does not describe"
 
 
 def other_shape(folder: Path) -> str:

@@ -77,7 +77,7 @@ def checked_tensors(folder: Path) -> tuple[StoredModel, list[StoredTensors]]:
         tensors.append(StoredTensors(expected, [name for name, _ in stored], [one.shape for _, one in stored]))
     if found:
         extra = min(name for name, _ in found.values())
-        raise CheckpointError(f"{folder}: has {extra}, of which {CONFIG_FILE} knows nothing")
+        raise CheckpointError(f"{folder}: has {extra}, which {CONFIG_FILE} does not describe")
     return parsed, tensors
 
 

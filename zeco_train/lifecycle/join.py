@@ -131,7 +131,7 @@ def await_listener(host: str, port: int, timeout: timedelta) -> str | None:
             socket.create_connection((host, port), timeout=left).close()
         except OSError as error:
             if time.monotonic() + _SECONDS_BETWEEN_TRIES > deadline:
-                return f"nobody listens at {host}:{port} ({error.strerror or error})"
+                return f"no process listens at {host}:{port} ({error.strerror or error})"
             time.sleep(_SECONDS_BETWEEN_TRIES)
         else:
             return None

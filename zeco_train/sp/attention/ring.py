@@ -4,7 +4,7 @@
 
 Causal queries read earlier tokens only, so no block goes round from the last rank to the first; and with windows or
 documents a block goes only as far as a later rank reads it, without the tokens that none does. All ranks know all
-ranges, so nobody waits for a message that is not sent. Parts merge by their log-sum-exp, in the order of steps.
+ranges, so no rank waits for a message that is not sent. Parts merge by their log-sum-exp, in the order of steps.
 
 In the backward pass the blocks travel again. The part that a block's keys have in a rank's outputs follows from the
 merged output and log-sum-exp; its gradients go straight to the owner of the block, one step after they are computed,
