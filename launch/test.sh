@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests, several files in parallel. The default skips those marked `slow`, and still covers every package and
-# every claim of exactness; limit: five minutes on two idle cores. --all: every test but those of
-# whole matrices (lab/campaigns/matrices.py); limit: twenty minutes.
+# every claim of exactness; limit: three minutes on two idle cores. --all: every test but those of
+# whole matrices (lab/campaigns/matrices.py); limit: twelve minutes.
 # usage: launch/test.sh [--all] [PYTEST_ARGUMENT ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
