@@ -67,7 +67,7 @@ def test_wheel_trains_generates_and_exports(site: Path, home: Path) -> None:
     assert (home / "exported" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_every_command_of_wheel_prints_help(site: Path, home: Path) -> None:
     for name in COMMANDS:
         done = _run(home, site, name, "--help", command=site / "bin" / "zeco-train")
@@ -91,7 +91,7 @@ def test_unknown_command_prints_one_error_line() -> None:
     assert done.stderr == f"error: command=trian: must be one of {', '.join(COMMANDS)}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_closed_stdout_ends_command_silently() -> None:
     shell = f"{sys.executable} -m zeco_train.plan --help | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=REPOSITORY, capture_output=True, text=True)

@@ -115,7 +115,7 @@ def _some_operators(rank: int, world_size: int, folder: str) -> list[str]:
     return []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_other_operators_are_measured_on_two_ranks(tmp_path: Path) -> None:
     for errors in run_distributed(_some_operators, 2, str(tmp_path)):
         assert len(errors) == 1

@@ -107,6 +107,6 @@ def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dic
     return loss.item(), {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_fla_peer_matches_our_logits_loss_and_update() -> None:
     run_distributed(_peer_trains_as_we_do, 2)

@@ -160,7 +160,7 @@ def test_process_groups_end_cleanly_after_async_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_save_interval_uses_clock_of_rank_0(tmp_path: Path) -> None:
     run_distributed(_train_by_two_clocks, 2, str(tmp_path / "clocks"))
     # At 75 s and 150 s by rank 0's clock; by rank 1's it would be every step.

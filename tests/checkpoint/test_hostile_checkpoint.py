@@ -324,7 +324,7 @@ def test_inconsistent_checkpoint_files_are_refused(change: Callable[[Path], None
     check_line(_resume(run, run), CHECKPOINT, str(checkpoint_of(run)), problem)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_copy_with_higher_step_does_not_delete_new_checkpoints(finished: Path, tmp_path: Path) -> None:
     """With checkpoint.keep=1, each new checkpoint was deleted as older than the copy."""
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)

@@ -176,7 +176,7 @@ def test_keep_limits_checkpoints_and_load_reads_weights(tmp_path: Path) -> None:
     assert [row["step"] for row in runs["loaded"]["rows"]] == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_changed_settings_are_told_with_their_first_step(tmp_path: Path) -> None:
     run = [f"run_dir={tmp_path / 'run'}", "name=run", "checkpoint.every=0"]
     assert "from step" not in train_here(*run, "train.steps=1").out
@@ -192,7 +192,7 @@ def test_changed_settings_are_told_with_their_first_step(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_run_goes_on_with_its_rule_of_labels(tmp_path: Path) -> None:
     """Null is the rule that the run began with, and for a new one that of its documents."""
     reset, key = ["data.reset_state_at_document=true", "checkpoint.every=0"], "labels_across_documents"
@@ -206,7 +206,7 @@ def test_run_goes_on_with_its_rule_of_labels(tmp_path: Path) -> None:
         assert f"  {key}: {rule}\n" in (run / "config.yaml").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_run_ended_before_first_checkpoint_starts_again(tmp_path: Path) -> None:
     settings = [f"run_dir={tmp_path / 'run'}", "train.steps=3", "checkpoint.every=100"]
     with mock.patch("zeco_train.training.trainer.Trainer.save", side_effect=KeyboardInterrupt):

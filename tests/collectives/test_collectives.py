@@ -379,7 +379,7 @@ sys.exit(6)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_pending_scan_does_not_keep_the_process_alive(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]

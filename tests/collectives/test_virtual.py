@@ -102,7 +102,7 @@ def test_every_scan_takes_the_modelled_time_over_nodes(name: str) -> None:
         check(name, Topology((per_node,) * nodes), reverse=number % 2 == 1)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_the_modelled_time_at_256_ranks(name: str) -> None:
     check(name, Topology((8,) * 32), reverse=True)

@@ -112,7 +112,7 @@ def test_every_rank_refuses_a_long_document_and_none_waits(tmp_path: Path) -> No
     assert not (tmp_path / "runs" / "long").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_evaluations_refuse_longer_sequences(run: Path, store: Path) -> None:
     settings = ["data=tokens", f"data.validation_path={store}", f"data.path={store}"]
     known = run_here(evaluate.main, str(run), "--tasks", "validation", "validation.lengths=[64]", *settings)

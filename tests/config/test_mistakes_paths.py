@@ -169,7 +169,7 @@ def test_output_without_write_permission_is_reported(tmp_path: Path, monkeypatch
         check_line(run_here(main, argument), CONFIG, f"cannot be written ({tmp_path}: Permission denied)")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_replaced_results_are_warned_about(trained: Path, tmp_path: Path) -> None:
     """A command that replaces results of an earlier one prints one warning first."""
     run = shutil.copytree(trained / "run", tmp_path / "run")

@@ -129,7 +129,7 @@ def test_resume_with_changed_identity_is_refused(
     assert snapshot(run) == before
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_resume_accepts_changed_split_and_steps(run: Path, store: Path) -> None:
     changes = ["train.steps=3", "parallel.strategy=ddp", "sp=lasp2", "data.micro_batch=2", "checkpoint.every=1"]
     outcome = train_here(*on(store), f"run_dir={run}", *changes)
@@ -219,7 +219,7 @@ def test_damaged_checkpoint_is_reported_and_left_alone(name: str, run: Path, sto
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_train_script_without_torchrun(store: Path, tmp_path: Path) -> None:
     """`python train.py` runs one rank, from any folder; errors set the exit code. Fresh: its imports print nothing."""
     command = [sys.executable, str(REPOSITORY / "train.py"), *SMALL, *on(store)]
@@ -236,7 +236,7 @@ def test_train_script_without_torchrun(store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_error_on_several_ranks_prints_one_line(store: Path, tmp_path: Path) -> None:
     """Errors before joining, after joining and while building: one rank reports them, and no rank hangs.
 

@@ -226,7 +226,7 @@ def test_stored_configurations_name_their_mixer(toys: Path, tmp_path: Path) -> N
         read_config(stored)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_run_of_another_mixer_trains_resumes_and_is_found(toys: Path, tmp_path: Path) -> None:
     run = f"run_dir={tmp_path / 'run'}"
     short = ["train.log_every=1", "train.eval_sequences=0"]
@@ -264,7 +264,7 @@ def test_mixer_of_an_export_must_be_known_and_that_of_the_run(tmp_path: Path) ->
         check_continuation(tmp_path / "export", ToyConfig())
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_commands_take_a_mixer_with_training_overrides(
     toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

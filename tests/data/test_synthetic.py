@@ -268,7 +268,7 @@ def _train_on_recall(rank: int, world_size: int, run_dir: str, steps: int) -> li
     return train(rank, world_size, run_dir, *small, *settings, f"train.steps={steps}", "sched=constant")["rows"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_synthetic_run_resumes_on_another_split(tmp_path: Path) -> None:
     unbroken = run_distributed(_train_on_recall, 1, str(tmp_path / "unbroken"), 4)[0]
     run_distributed(_train_on_recall, 1, str(tmp_path / "run"), 2)

@@ -124,7 +124,7 @@ def _resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_checkpoints_resume_within_other_groups(tmp_path: Path) -> None:
     results = run_distributed(_resume, 4, str(tmp_path))[0]
     unbroken = results.pop("unbroken")

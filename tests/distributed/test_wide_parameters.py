@@ -160,7 +160,7 @@ def _check_bf16(mesh: ProcessMesh, strategy: Strategy, recompute: Recompute, ids
     "cases",
     [
         [(Strategy.zero3, Recompute.full)],
-        pytest.param([*itertools.product(Strategy, Recompute)], marks=pytest.mark.slow),
+        pytest.param([*itertools.product(Strategy, Recompute)], marks=pytest.mark.campaign),
     ],
     ids=["zero3", "all"],
 )
@@ -205,7 +205,7 @@ def _resumed(rank: int, world_size: int, folder: str, dtype: str, half_way: str)
     return train(rank, world_size, folder, *_RUN, f"train.dtype={dtype}", *split)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("dtype", "ranks"),
     [("bf16", 2), pytest.param("fp64", 1, marks=pytest.mark.campaign)],

@@ -106,7 +106,7 @@ def test_loss_equals_validation_loss_of_training(run: Path, tmp_path: Path) -> N
     assert results(tmp_path / "older")["tasks"]["validation"]["metrics"]["loss"] != metrics["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_other_lengths_report_leftover_tokens(run: Path, tmp_path: Path) -> None:
     outcome = evaluate(
         run, "validation.lengths=[16,64,300]", "data.micro_batch=8", "train.segments=2", "--out", tmp_path
@@ -194,7 +194,7 @@ def test_evaluation_works_without_training_store(run: Path, tmp_path: Path) -> N
     assert evaluate(moved, "validation.sequences=1", *override).code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_export_with_hugging_face_tokenizer_is_evaluated(hugging_face: Path, tmp_path: Path) -> None:
     """The export's tokenizer files identify the training store; after a change to them it is refused."""
     store, out = tmp_path / "store", tmp_path / "export"
@@ -285,7 +285,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 @needs_lm_eval
 def test_lm_eval_scores_equal_on_one_and_two_ranks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

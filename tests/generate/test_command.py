@@ -244,7 +244,7 @@ def test_printer_keeps_prompt_order() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_closed_stdout_ends_generation(run: Path, tmp_path: Path) -> None:
     program = f"{sys.executable} -m zeco_train.generate {run} --prompt a --max-tokens 10000000 --ignore-eos"
     script = f"set -o pipefail; {program} | head -c 5 >/dev/null; echo code $?"

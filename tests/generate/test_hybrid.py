@@ -227,7 +227,7 @@ def _expected_tokens(model: LanguageModel) -> list[list[int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh, name: str) -> None:
     """For any batch and size of prefill; rows are dropped and caches copied on the way."""
@@ -249,7 +249,7 @@ def _texts_over_ranks(rank: int, world_size: int) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_texts_over_ranks_equal_whole_sequence_reference() -> None:
     expected = [_expected_tokens(build(name)) for name in NAMES]
     assert run_distributed(_texts_over_ranks, 2) == [expected] * 2

@@ -73,7 +73,7 @@ def test_every_format_has_files() -> None:
     assert FILES.keys() == FORMATS.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(("name", "keys"), CASES)
 def test_missing_keys_have_the_defaults_of_the_library(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """Also in files of `save_pretrained`, which leaves out keys that have the default of the class."""

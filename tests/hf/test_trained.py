@@ -63,7 +63,7 @@ def _load(rank: int, world_size: int, folder: str) -> list[dict[str, torch.Tenso
     return loaded
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_weights_load_on_other_splits(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     expected = run_distributed(_train, 2, run)[0]

@@ -196,7 +196,7 @@ def test_our_export_gives_our_logits_in_transformers(exported: tuple[str, Path, 
     assert "import fla" not in card
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_lines_of_the_model_card_run(exported: tuple[str, Path, Path]) -> None:
     """With the byte tokenizer, and without a GPU although fla is installed."""
     assert run_snippet(exported[2]).startswith("Once")

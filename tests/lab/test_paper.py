@@ -143,7 +143,7 @@ def test_noise_costs_more_the_more_there_is_of_it() -> None:
     assert step.seconds(None, 0.05, 1) > step.seconds(None, 0.0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_paper_writes_figures_and_tables(tmp_path: Path) -> None:
     written = paper([f"out={tmp_path / 'new'}"])
     names = ("figure_1", "figure_3", "figure_4", "lasp2_figure_4", "scaling")

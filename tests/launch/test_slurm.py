@@ -113,6 +113,7 @@ def test_failed_node_checks_end_job_before_training(cluster: SlurmCluster, tmp_p
     assert not (job.run_dir / "logs").exists()
 
 
+@pytest.mark.campaign
 def test_sweep_submits_only_unfinished_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     def sweep(*options: str) -> list[str]:
         grid = ["--backends", "dp", "lasp2", "--lengths", "1k", "--ranks-per-node=1", "--cpu", "--folder=a sweep"]

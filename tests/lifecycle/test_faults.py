@@ -252,7 +252,7 @@ def test_job_stopped_by_signal_resumes_with_same_command(numbers: list[signal.Si
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "launcher",
     [[], pytest.param([*TORCHRUN, "--standalone", "--nproc-per-node=2"], marks=pytest.mark.campaign)],
@@ -295,7 +295,7 @@ def _take_terminal(terminal: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_interrupted_validation_runs_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of the run and after the last step; the final metrics equal those of an uninterrupted run."""
     monkeypatch.chdir(tmp_path)

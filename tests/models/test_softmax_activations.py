@@ -51,7 +51,7 @@ def _config(**attn: Any) -> GLAConfig:
         ("normed over all heads, a part rotated, norms after", Dtype.fp32, False, Recompute.selective),
         # Slow: compiled for each case.
         *(
-            pytest.param(variant, Dtype.bf16, True, Recompute.none, marks=pytest.mark.slow)
+            pytest.param(variant, Dtype.bf16, True, Recompute.none, marks=pytest.mark.campaign)
             for variant in ("grouped, no positions", "normed and gated")
         ),
     ],

@@ -256,7 +256,7 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow  # up to 15 s with an empty cache of Triton
+@pytest.mark.campaign  # up to 15 s with an empty cache of Triton
 @pytest.mark.parametrize("name", one_of(COMPILED, "sm_90, gated_delta"))
 def test_delta_kernels_compile_within_shared_memory(name: str) -> None:
     """The GPU compiler runs without a GPU and refuses code that the interpreter accepts."""

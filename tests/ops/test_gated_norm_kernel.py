@@ -135,7 +135,7 @@ def _shared_memory(rank: int, world_size: int, dtype: torch.dtype, width: int) -
     return shared
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("width", [2048, 128])

@@ -205,7 +205,7 @@ def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_scores_are_saved_or_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert run_distributed(_kept_and_made_again, 1, fresh=True) == [[]]

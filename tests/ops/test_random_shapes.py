@@ -45,7 +45,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "cases",
     [SMALL, *(pytest.param(cases, marks=pytest.mark.campaign) for cases in CASES.values())],

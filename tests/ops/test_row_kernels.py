@@ -97,7 +97,7 @@ def _shared_memory(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, 
     return shared
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compile_for_gpus_with_fp8(dtype: torch.dtype) -> None:

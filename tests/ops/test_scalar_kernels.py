@@ -193,7 +193,7 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", one_of(COMPILED, "sm_90, narrow heads"))
 def test_scalar_kernels_compile_within_shared_memory(name: str) -> None:
     """The GPU compiler runs without a GPU and refuses code that the interpreter accepts."""

@@ -165,7 +165,7 @@ def test_stored_measurements_are_of_operators_that_are_asked_about() -> None:
     assert all(row.slow_down > 0 and row.dtype in ("bf16", "fp32") for row in stored_slow_downs().rows)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_campaign_writes_the_file_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = slow_paths.main([str(tmp_path / "table.json"), "--dry"])
     assert SlowDowns.read(tmp_path / "table.json") == table

@@ -377,7 +377,7 @@ def test_plan_keys_do_not_clash_with_training_keys() -> None:
     assert not own & {*group_options(), *(entry.name for entry in dataclasses.fields(parse([]).config))}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_command_needs_no_gpu_packages_or_process_group() -> None:
     """The planner has to run on a laptop without GPU packages."""

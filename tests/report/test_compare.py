@@ -104,7 +104,7 @@ def compare_backends(folder: Path, *overrides: str, **environment: str) -> subpr
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_backends_give_same_curve(tmp_path: Path) -> None:
     overrides = ["train.steps=2", "train.dtype=fp64"]
     environment = {"BACKENDS": "dp zeco:two_shot:p2p", "MAX_DIFFERENCE": "1e-9"}

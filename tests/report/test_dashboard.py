@@ -112,7 +112,7 @@ def test_changed_chart_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None
     assert chart_name() == name
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_offline_dashboard_with_benchmarks(tmp_path: Path) -> None:
     out, folder = tmp_path / "dashboard.json", tmp_path / "bench"
@@ -139,7 +139,7 @@ def test_offline_dashboard_with_benchmarks(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_dashboard_is_published_to_server(tmp_path: Path) -> None:
     with WandbServer() as server:
         done = run_python([COMMAND, "--project", "p", "--entity", "me"], tmp_path, **server.environment(tmp_path))
@@ -165,7 +165,7 @@ def test_existing_chart_is_accepted_and_refusal_is_an_error() -> None:
         create_chart(Api(), "me")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.json").mkdir()

@@ -116,7 +116,7 @@ def test_gla_in_fp8_trains_alike_on_two_ranks(store: str, expected: dict[tuple[s
 
 
 @pytest.mark.few(1)
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_models_in_fp8_train_alike_on_any_number_of_ranks(world_size: int, store: str) -> None:
     expected = run_distributed(whole, 1, store, [*MODELS], [False, True])[0]

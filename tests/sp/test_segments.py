@@ -180,7 +180,7 @@ def _stop_and_resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_stop_between_segments_discards_step_and_resumes(tmp_path: Path) -> None:
     """A stopped step is discarded; the resumed run equals the unbroken one, bit for bit with the same segments."""
     results = run_distributed(_stop_and_resume, 2, str(tmp_path))[0]

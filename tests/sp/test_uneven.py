@@ -133,7 +133,7 @@ def test_three_uneven_ranks_compute_what_one_does(name: str, quick: bool) -> Non
     run_distributed(suite, 3, name, (3,), quick)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "name", [name if name == "softmax" else pytest.param(name, marks=pytest.mark.campaign) for name in MODELS]
 )

@@ -25,7 +25,7 @@ from zeco_train.system import background
 _CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_process_ends_while_thread_is_inside_torch() -> None:
     """Every kind of exit keeps its exit code and message; a stuck thread is not waited for."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}

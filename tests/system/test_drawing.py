@@ -47,7 +47,7 @@ for name, draw in pictures.items():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_missing_matplotlib_backend_falls_back_to_agg(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("run", "other", "store")]
     row = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "tokens_per_second": 10.0, "tokens": 64}

@@ -181,7 +181,7 @@ def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, 
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_wandb_online_without_account_is_refused(tmp_path: Path) -> None:
     arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
     done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)

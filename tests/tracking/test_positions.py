@@ -116,7 +116,7 @@ def train_twice(rank: int, world_size: int, folder: Path) -> None:
     train(rank, world_size, folder / "two", *common, "train.segments=2", "sp=lasp2", "sp.size=2")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_training_records_loss_by_position(tmp_path: Path) -> None:
     run_distributed(train_twice, 2, tmp_path)
     one, two = (read_metrics(tmp_path / name / VALIDATION_FILE) for name in ("one", "two"))

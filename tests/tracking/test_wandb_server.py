@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_lost_wandb_connection_does_not_end_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with WandbServer() as server:

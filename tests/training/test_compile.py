@@ -205,7 +205,7 @@ def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
     run_distributed(_two_ranks, 2, str(store))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPUs")
 def test_inductor_equals_eager(mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -229,7 +229,7 @@ def test_cpu_compiles_only_with_setting_always(setting: Compile, calls: int, mes
     assert options == [{}, {"options": {"deterministic": True}}][: 2 * calls]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", [Recompute.full, Recompute.selective, Recompute.none])
 @pytest.mark.parametrize("compiled_before", [True, False])

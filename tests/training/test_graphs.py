@@ -188,7 +188,7 @@ def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
         # One rank sums its gradients in one buffer.
         (SETTINGS[:1], 1),
         pytest.param(SETTINGS[2:3], 2, marks=pytest.mark.campaign),
-        pytest.param(SETTINGS[10:11], 2, marks=pytest.mark.slow),
+        pytest.param(SETTINGS[10:11], 2, marks=pytest.mark.campaign),
         pytest.param(
             [["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]],
             2,

@@ -115,7 +115,7 @@ def test_masked_losses_do_not_depend_on_the_split(
         check_same_as(reference["reference"], found, f"{world_size} ranks, {name}")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_masked_run_resumes_with_the_same_masks_on_other_ranks(tmp_path: Path) -> None:
     whole = run_distributed(_until, 1, str(tmp_path / "whole"), 4)[0]
     run_distributed(_until, 2, str(tmp_path / "parts"), 2)
@@ -128,7 +128,7 @@ def test_masked_run_resumes_with_the_same_masks_on_other_ranks(tmp_path: Path) -
     assert "bits_per_byte" not in metrics
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_validation_without_labels_has_no_loss_and_a_late_one_is_announced(tmp_path: Path) -> None:
     late, run = "validation after the last step (train.eval_every=0)", tmp_path / "unlabelled"
     settings = ["train.steps=1", "train.eval_every=0", "train.eval_sequences=2", "checkpoint.every=0"]

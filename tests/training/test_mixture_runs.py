@@ -193,7 +193,7 @@ def _train(rank: int, world_size: int, folder: str, runs: list[list[str]]) -> li
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("reset", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_resume_on_another_split_in_mid_epoch(reset: bool, folder: Path, tmp_path: Path) -> None:
     """6 steps of 4 sequences, 1.4 epochs of one store and 0.7 of the other: unbroken, and resumed with sp = 2.
@@ -216,7 +216,7 @@ def test_resume_on_another_split_in_mid_epoch(reset: bool, folder: Path, tmp_pat
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_shard_removed_in_mid_run_gives_one_line_error(folder: Path, tmp_path: Path) -> None:
     """Both ranks detect it; one line names the shard and the bytes, and no rank hangs."""
     for name in ("web", "books"):

@@ -317,7 +317,7 @@ def test_first_non_finite_tensor_has_an_address(tmp_path: Path) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("settings", "graphs"),
     [

@@ -269,7 +269,7 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
         assert counts or case.optim.name is not OptimizerName["adamw"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.few(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_step_is_skipped_on_all_ranks(value: float) -> None:

@@ -189,7 +189,7 @@ def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
     assert run.start(VERIFY).err == f"error: {line}"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_embedded_corpus_is_read_whole(tmp_path: Path) -> None:
     cache, settings = tmp_path / "cache", [f"run_dir={tmp_path / 'run'}", "train.steps=1"]
     settings.append(f"data.cache_dir={cache}")
@@ -313,7 +313,7 @@ def _starts(rank: int, world_size: int, folder: str) -> list[str]:
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_copies_of_nodes_are_compared_and_verified_each(tmp_path: Path) -> None:
     write(tmp_path / "store")
     shutil.copytree(tmp_path / "store", tmp_path / "copy")

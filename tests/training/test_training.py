@@ -181,7 +181,7 @@ def test_each_sequence_is_read_by_exactly_one_group(runs: Runs, world_size: int)
     assert all(rank[split]["sequence_ids"] == expected for rank in runs(_splits, world_size))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 4))])
 def test_bf16_and_fp32_losses_agree_with_fp32_on_one_rank(runs: Runs, world_size: int) -> None:
     expected, found = (runs(_dtypes, n)[0] for n in (1, world_size))

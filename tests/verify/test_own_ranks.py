@@ -118,7 +118,9 @@ class _KeptHalo:
     def __call__(self, run: Callable[..., None], job: Any) -> None:
         run(job)
         if not job.wire.is_first:
-            job.scan.incoming._value = self._kept.setdefault((job.request.reverse, *job._incoming.shape), job._incoming)
+            job.scan.incoming._result = self._kept.setdefault(
+                (job.request.reverse, *job._incoming.shape), job._incoming
+            )
 
 
 def _off_in_the_last_head(op: Callable[..., Any], *args: Any) -> Any:
@@ -219,7 +221,7 @@ def _forgets_carry_grads(run: Callable[..., Any], step: Any, *args: Any, last: b
     return *vars(numbers).values(), *(torch.zeros_like(grad) for grad in grads)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_training_steps_find_planted_faults() -> None:
     for fault, said in (("none", ""), ("a segment's carry forgotten", "loss"), ("no gradient of carries", "gradients")):
         [failures] = run_distributed(losses_of_steps, step_cases.SIZE, fault)[0]
@@ -335,7 +337,7 @@ if __name__ == "__main__":  # ranks of its own import this file
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_defaults_with_few_cases_pass_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "few.py"
