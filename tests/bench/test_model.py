@@ -300,7 +300,7 @@ def test_wrong_first_loss_raises() -> None:
             measurement._check_losses(losses)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_model_case_on_one_rank(tmp_path: Path) -> None:
     variants = ["dp", "products", "zeco:chain"]
     arguments = [*QUICK, "dtype=fp64", "model.attn.every=2", "mixers=[gla,retnet]", f"out={tmp_path}"]

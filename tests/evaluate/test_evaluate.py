@@ -311,7 +311,7 @@ def test_lm_eval_scores_equal_on_one_and_two_ranks(run: Path, tmp_path: Path, mo
     assert one["lm_eval"]["n-samples"]["zeco_choice"] == {"original": 5, "effective": 5}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @needs_lm_eval
 def test_unknown_lm_eval_task_or_missing_data_is_reported(run: Path, tmp_path: Path) -> None:
     check_line(evaluate(run, "--tasks=hellaswagg"), 2, "--tasks=hellaswagg", "did you mean", "hellaswag")

@@ -112,7 +112,7 @@ def test_two_ranks_generate_same_texts_as_one(run: Path, tmp_path: Path) -> None
     assert len(texts(tmp_path / "two.json")) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_hybrid_generates_the_same_on_one_rank_and_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with prompts of which both ranks have a part; the caches' size is said before they are made."""

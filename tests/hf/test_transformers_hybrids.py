@@ -249,7 +249,7 @@ def _loaded(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
     return [{name: full(p).clone() for name, p in model.named_parameters()} for model in models]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("kind", [pytest.param("olmo_hybrid", marks=pytest.mark.campaign), "qwen3_5_text"])
 def test_joined_rows_are_read_on_any_split(kind: str, tmp_path: Path) -> None:
     """On 3 ranks, whose shards end inside queries, keys and values."""

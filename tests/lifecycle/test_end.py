@@ -180,7 +180,7 @@ def test_peers_end_with_exit_code_of_failed_rank(error: Exception, code: int, mo
     assert "rank 1 failed: " in str(told[0])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_sigterm_goes_to_watchdog_but_ends_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(end, "launcher_store", lambda launch: store)

@@ -33,8 +33,9 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_documented_times_are_the_sums_of_the_constants() -> None:
     times = re.search(
-        r"within `parallel.timeout_seconds` and (\d+) s more, and the other ranks have ended within (\d+) s\n"
-        r"more; a GPU that hangs takes (\d+) s longer, a launcher's node that is cut off (\d+) s",
+        r"at the latest (\d+) s after `parallel.timeout_seconds` are over, and all\n"
+        r"other ranks have ended at the latest (\d+) s after; a GPU that hangs takes (\d+) s longer, "
+        r"a launcher's node that is cut off (\d+) s",
         (REPOSITORY / "docs" / "training.md").read_text(),
     )
     assert times is not None

@@ -139,7 +139,7 @@ def test_files_of_other_size_and_missing_ones_are_refused(
         check_line(run.start(*settings), DATA, f"{run.store / shard_name(1)}: {problem}")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_changed_validation_tokens_are_refused(run: Run, tmp_path: Path) -> None:
     line = f"{run.store / 'validation' / shard_name(2)}: changed since the run's last start"
     flip(run.store / "validation" / shard_name(2))
