@@ -7,7 +7,7 @@ epoch: sequences never continue into the next epoch, which may have the same doc
 
 The sequences of an epoch are shuffled, several stores are mixed (`Mixture`), and the result is one endless stream. Each
 step takes the next `global_batch` sequences, across epoch borders if need be. A sequence may be cut in time into
-segments (docs/mathematics.md); each is sharded over the ranks that share the sequence, and is a batch of its own. The
+segments (docs/mathematics.md); each is sharded over the ranks that share the sequence, and is a separate batch. The
 only state to checkpoint is `consumed`, the number of sequences taken so far, whatever the ranks and segments.
 """
 
@@ -108,7 +108,7 @@ class SequenceReader(Reader):
         self._streams: dict[int, DocumentStream] = {}
 
     def find(self, index: int) -> tuple[int, int]:
-        """Epoch and number of a sequence; those of an epoch are shuffled."""
+        """Epoch of a sequence, and its number in it; each epoch has its own order."""
         epoch, place = super().find(index)
         if self._shuffle is Shuffle.none:
             return epoch, place
@@ -131,7 +131,7 @@ class SequenceReader(Reader):
         return Shard(tokens, counts, documents=sequence_borders(whole.offsets, first, split.seq_len))
 
     def num_labels(self, epoch: int, sequence: int) -> int:
-        """Number of counted labels: all but those of documents' last tokens."""
+        """Number of labels that count: a document's last token has none."""
         seq_len = self.split.seq_len
         if not self.has_labels:
             return seq_len

@@ -44,7 +44,7 @@ class Corpus:
 def standard_library_documents(folder: Path | None = None) -> Corpus:
     """Read the *.py files of the standard library, without installed packages, sorted by their path in it.
 
-    By default those of the running Python: 11 MB, or 31 MB if its build includes the tests.
+    `folder` defaults to the library of the running Python: 11 MB, or 31 MB if its build includes the tests.
 
     Raises:
         DataError: there are no sources (an interpreter with a zipped or compiled library), or one cannot be read.

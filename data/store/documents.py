@@ -2,8 +2,8 @@
 
 A random order is a `Permutation`, which takes no memory. The index adds the token position of every 128th document in
 that order: 0.06 bytes per document. A filter stores the list of kept documents, 4 bytes each, once for all epochs.
-Building an index reads all document offsets once (10^8 documents: about 15 s), so those of large stores are cached in
-files that all processes of a machine map.
+Building an index reads all document offsets once (10^8 documents: about 15 s), so the index of a large store is cached
+in a file that all processes of a machine map.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ def sequence_borders(doc_offsets: NDArray[np.int64], start: int, seq_len: int) -
     A sequence begins with a fresh state: a document that began before `start` restarts there.
 
     Args:
-        doc_offsets: [documents + 1] int64, strictly increasing borders in the token stream; those of the documents in
-            the sequence suffice.
+        doc_offsets: [documents + 1] int64, strictly increasing borders in the token stream, at least those in
+            the sequence.
         start: position of the sequence's first token in the stream.
         seq_len: at least 1.
     """

@@ -98,8 +98,8 @@ class Rounds:
             if step.receive is not None:
                 step.receive.wait()
                 assert step.received is not None
-                heard = self._format.unpack(step.received)
-                before = heard if before is None else _join(before, heard)
+                arrived = self._format.unpack(step.received)
+                before = arrived if before is None else _join(before, arrived)
                 if before[1] is None:
                     set_result(before[0])
         return sends
