@@ -13,8 +13,8 @@ from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.plan.attention import method_of
 from zeco_train.sp.attention.registry import METHODS, choose
+from zeco_train.sp.for_model import softmax_load
 from zeco_train.training.checks import join_ranks
-from zeco_train.training.forward import softmax_load
 
 HYBRID = "model.attn.every=2"
 HUGE = "model.num_layers=1000000000000"

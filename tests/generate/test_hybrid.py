@@ -31,8 +31,8 @@ from zeco_train.ops.seam import LayerStates
 from zeco_train.ops.softmax.attention import extend
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.exchange import local_exchange
+from zeco_train.sp.for_model import connect_model
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.training.forward import connect_model
 
 pytestmark = pytest.mark.numeric
 

@@ -26,8 +26,8 @@ from zeco_train.sp.attention.registry import METHODS, AttentionChoice, build_att
 from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter, active_meter
+from zeco_train.sp.for_model import connect_model
 from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.training.forward import connect_model
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")

@@ -40,9 +40,9 @@ from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.sp.exchange import build_softmax
+from zeco_train.sp.for_model import softmax_load
 from zeco_train.system.environment import process_memory
 from zeco_train.training.config import Dtype
-from zeco_train.training.forward import softmax_load
 
 # Largest error of the chunked operator itself: an infinite one would allow any error of steps.
 LARGEST_CHUNKED = 1.0

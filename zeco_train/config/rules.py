@@ -13,8 +13,8 @@ from models.attn import AttnConfig
 from models.config import LanguageModelConfig
 from models.registry import check_document, longest_document, unmasked_mixers
 from zeco_train.errors import ConfigError
+from zeco_train.sp.for_model import check_softmax
 from zeco_train.sp.registry import SPConfig
-from zeco_train.training.forward import check_softmax
 
 # Of section `model.attn`: they choose the layers; the others shape them.
 _CHOOSING = ("every", "offset", "layers")

@@ -1,4 +1,4 @@
-"""A model's forward pass over this rank's shards of sequences, whole or in segments, and what connects its layers."""
+"""A model's forward pass over this rank's shards of sequences, whole or in segments."""
 
 from __future__ import annotations
 
@@ -8,61 +8,10 @@ import torch
 from torch import Tensor
 
 from data.loader.batches import Batch
-from models.attn import AttnShape
-from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
-from models.spec import spec_of
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenScores
 from zeco_train.ops.seam import Exchange, LayerStates
-from zeco_train.sp.attention.method import AttentionLoad
-from zeco_train.sp.attention.registry import check_heads
-from zeco_train.sp.exchange import build_exchange
-from zeco_train.sp.registry import SPConfig
-
-# Length for `sp.attention=auto` where lengths vary, as in generation: with a window, the choice depends on it.
-LONG = 1 << 20
-
-
-def connect_model(
-    config: SPConfig,
-    model: LanguageModelConfig,
-    mesh: ProcessMesh,
-    seq_len: int = LONG,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    deterministic: bool = False,
-) -> Exchange:
-    """`build_exchange` for a model. Collective."""
-    softmax = softmax_load(model, mesh.sp_size, seq_len, dtype)
-    needs_halo = spec_of(model).needs_halo
-    return build_exchange(config, mesh, needs_halo=needs_halo, softmax=softmax, deterministic=deterministic)
-
-
-def softmax_load(
-    model: LanguageModelConfig, ranks: int, seq_len: int = LONG, dtype: torch.dtype = torch.bfloat16
-) -> AttentionLoad | None:
-    """The size of the model's softmax layers on `ranks` that share a sequence of `seq_len`; None if it has none."""
-    if not model.attn.chosen(model.num_layers):
-        return None
-    shape = AttnShape.of(model.attn, model.num_heads, model.hidden_size)
-    return AttentionLoad(
-        heads=shape.heads,
-        key_heads=shape.key_heads,
-        head_dim=shape.head_dim,
-        tokens=seq_len // ranks,
-        ranks=ranks,
-        window=model.attn.window,
-        itemsize=dtype.itemsize,
-        wide=accumulation_dtype(dtype).itemsize,
-    )
-
-
-def check_softmax(config: SPConfig, model: LanguageModelConfig, ranks: int) -> None:
-    """Raise `ConfigError` if the method of the model's softmax layers cannot spread their heads over the ranks."""
-    if (load := softmax_load(model, ranks)) is not None:
-        check_heads(config.attention, load.heads, load.key_heads, ranks)
 
 
 class SequenceForward:

@@ -10,9 +10,9 @@ from zeco_train.checkpoint.files import Progress, find_weights
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.hf.weights import load_weights
 from zeco_train.lifecycle.watch import Watchdog
+from zeco_train.sp.for_model import connect_model
 from zeco_train.training.batches import read_batches, split_of
 from zeco_train.training.build import build_model, build_step
-from zeco_train.training.forward import connect_model
 from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.opening import OpenedRun, start_recorder
 from zeco_train.training.optim.registry import build_optimizer

@@ -45,10 +45,10 @@ from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.exposed import ExposedMeter
+from zeco_train.sp.for_model import connect_model
 from zeco_train.sp.registry import SHARING
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
-from zeco_train.training.forward import connect_model
 from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
 from zeco_train.verify.coverage import Cell, cover_pairs
