@@ -22,10 +22,10 @@ from models.modules import Embedding, RMSNorm, swiglu
 from models.parameters import MATRIX, ParameterRule, parameter_rules
 from models.projections import Projection, project
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.layer_states import LayerStates, StateInput, StateOutput
 from zeco_train.ops.loss import LossParts, TokenScores, linear_cross_entropy, linear_token_scores
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute, recomputed
-from zeco_train.ops.seam import LayerStates, StateInput, StateOutput
 
 
 class MLP(nn.Module):

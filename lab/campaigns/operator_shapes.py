@@ -33,11 +33,11 @@ from torch import Tensor
 
 from tests.support.descriptors import wrong_descriptors
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import ExactTokens, exact_softmax
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 DELTA = ("delta", "gated_delta", "kda")

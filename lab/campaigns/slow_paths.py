@@ -23,10 +23,10 @@ import torch
 from zeco_train.bench.operands import Attention, Inputs, Shape
 from zeco_train.bench.variants import BENCHED
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput
 from zeco_train.ops.slow_paths import SlowDown, SlowDowns
 from zeco_train.ops.softmax import attention, sdpa
 from zeco_train.sp.exchange import local_exchange

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from models.config import LanguageModelConfig
 from models.parameters import ParameterRule
+from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class LayerState(NamedTuple):

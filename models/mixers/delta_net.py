@@ -24,10 +24,10 @@ from models.parameters import MATRIX, ParameterRule
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class DeltaHeads(NamedTuple):

@@ -23,11 +23,11 @@ from models.parameters import ParameterRule
 from models.projections import Projection, StackedProjection, parallel_linear
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput, StateOutput
 from zeco_train.system.numbers import divisors
 
 # Initial values of exp(A_log), as in the paper's code and in flash-linear-attention.

@@ -15,8 +15,8 @@ from models.mixers.base import LayerState, Mixer, OperatorFLOPs
 from models.modules import RMSNorm, rotate
 from models.projections import Projection, project
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import StateInput, StateOutput
 from zeco_train.ops.softmax.attention import attend_next
 
 

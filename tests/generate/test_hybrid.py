@@ -26,8 +26,8 @@ from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.lifecycle.join import Launch
+from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import LayerStates
 from zeco_train.ops.softmax.attention import extend
 from zeco_train.sp.attention.registry import METHODS, AttentionChoice
 from zeco_train.sp.exchange import local_exchange

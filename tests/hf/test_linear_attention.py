@@ -19,8 +19,8 @@ from models.mixers.rebased import RebasedConfig
 from models.registry import MIXERS
 from zeco_train.errors import ConfigError
 from zeco_train.hf.config_json import from_config_json, to_config_json
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

@@ -21,8 +21,8 @@ from models.mixers.retnet import RetNetConfig
 from models.modules import GatedRMSNorm, GateFunction, rotate
 from models.registry import MIXERS
 from zeco_train.errors import ConfigError
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

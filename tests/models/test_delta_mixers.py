@@ -18,8 +18,8 @@ from models.modules import l2_normalised
 from models.spec import ModelSpec
 from tests.models.test_fla_models import DELTA, GATED, KDA, SMALL
 from zeco_train.errors import ConfigError
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

@@ -21,8 +21,8 @@ from models.parameters import parameter_rules
 from models.registry import MIXERS, check_document, longest_document
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

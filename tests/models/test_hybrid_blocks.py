@@ -16,9 +16,9 @@ from models.modules import RMSNorm, rotate
 from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

@@ -20,8 +20,8 @@ from models.parameters import cast, parameter_rules
 from models.spec import ModelSpec, spec_of
 from tests.models.test_fla_models import GATED, KDA
 from zeco_train.errors import ConfigError
+from zeco_train.ops.layer_states import LayerStates, StateInput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import LayerStates, StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

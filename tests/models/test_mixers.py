@@ -17,9 +17,10 @@ from tests.support.distributed import run_distributed
 from tests.support.planning import make_case, saved_bytes
 from tests.support.positions import position_of
 from tests.support.sp_reference import build_scans
+from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange, LayerStates
+from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.config import Dtype
 

@@ -24,8 +24,8 @@ from models.mixers.gla import FeatureMap, GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.spec import ModelSpec, spec_of
 from zeco_train.ops import CHUNK
+from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import StateInput, StateOutput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

@@ -33,11 +33,11 @@ from tests.support.kernel_cases import (
 from tests.support.waiting import ENOUGH
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import GLA
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import recomputed
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

@@ -18,8 +18,9 @@ from tests.support.distributed import run_distributed
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition, even_bounds
-from zeco_train.ops.seam import Exchange, StateInput
+from zeco_train.ops.seam import Exchange
 from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather

@@ -26,6 +26,7 @@ from zeco_train.ops.attend import attend_at
 from zeco_train.ops.documents import stack_borders
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.gla.chunked import _GlaForward
+from zeco_train.ops.layer_states import LayerStates, StateInput
 from zeco_train.ops.mix import mix
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.passes import Passes
@@ -33,7 +34,7 @@ from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.rows import by_rows
-from zeco_train.ops.seam import Exchange, LayerStates, StateInput
+from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.method import LocalAttention
 from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.exchange import connect, local_exchange

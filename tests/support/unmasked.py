@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.mixers.gla import GLAConfig
+from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import StateInput, StateOutput
 
 
 class UnmaskedMixer(Mixer):

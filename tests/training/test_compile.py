@@ -29,11 +29,12 @@ from tests.support.steps import TINY, Case, check, make_loader, make_mesh, make_
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_doc_ids
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.linear import Matmul, quantise_rows
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange, StateInput, exchange_of
+from zeco_train.ops.seam import Exchange, exchange_of
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Compile, TrainConfig

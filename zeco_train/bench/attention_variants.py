@@ -37,8 +37,8 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.registry import DEFAULT
-from zeco_train.ops.seam import StateInput
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.all_gather import AllGather

@@ -23,8 +23,9 @@ from torch import Tensor
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import CHUNK
+from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.position import SequencePosition, even_bounds
-from zeco_train.ops.seam import Exchange, LayerStates
+from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 
 # Prompts up to this many tokens go through the recurrent step.

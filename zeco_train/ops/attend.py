@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import AttentionMethod, StateInput, StateOutput, exchange_of
+from zeco_train.ops.seam import AttentionMethod, exchange_of
 from zeco_train.ops.softmax.attention import attend, extend
 from zeco_train.ops.softmax.span import Attended, Span
 

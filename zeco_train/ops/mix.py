@@ -22,20 +22,13 @@ from torch import Tensor
 from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.rows import by_rows
-from zeco_train.ops.seam import (
-    Exchange,
-    LaunchedScan,
-    ScanRequest,
-    StateInput,
-    StateOutput,
-    adjoint,
-    exchange_of,
-)
+from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
 
 
 def mix(

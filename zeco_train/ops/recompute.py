@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.seam import StateInput
 
 
 class Recomputable(Protocol):

@@ -10,8 +10,9 @@ from torch import Tensor
 from data.loader.batches import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.loss import TokenScores
-from zeco_train.ops.seam import Exchange, LayerStates
+from zeco_train.ops.seam import Exchange
 
 
 class SequenceForward:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition, even_bounds
-from zeco_train.ops.seam import Exchange, ScanRequest, StateInput, StateScan
+from zeco_train.ops.seam import Exchange, ScanRequest, StateScan
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended
 from zeco_train.sp.backend import TappedScan

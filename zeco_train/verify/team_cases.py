@@ -24,10 +24,11 @@ from torch import Tensor
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.registry import OPERATORS
-from zeco_train.ops.seam import Exchange, StateInput
+from zeco_train.ops.seam import Exchange
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
