@@ -31,8 +31,8 @@ from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.system.numbers import check_least
 from zeco_train.system.signals import StopRequest, run_command
+from zeco_train.training.build import load_trainer
 from zeco_train.training.checks import join_ranks
-from zeco_train.training.loading import load_trainer
 from zeco_train.training.opening import open_run
 from zeco_train.training.trainer import Trainer
 

@@ -10,8 +10,8 @@ from zeco_train.config.schema import describe, load_config
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.system.numbers import compact
 from zeco_train.system.signals import exit_code
+from zeco_train.training.build import load_trainer
 from zeco_train.training.checks import join_ranks
-from zeco_train.training.loading import load_trainer
 from zeco_train.training.opening import open_run
 from zeco_train.training.trainer import Trainer
 

@@ -16,8 +16,8 @@ from zeco_train.lifecycle.logs import close_logging
 from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
+from zeco_train.training.build import load_trainer
 from zeco_train.training.checks import join_ranks
-from zeco_train.training.loading import load_trainer
 from zeco_train.training.opening import open_run
 
 # A model of two small layers on real text; 768 is divisible by 1, 2, 3, 4 but shards are not multiples of 64.

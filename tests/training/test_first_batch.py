@@ -19,7 +19,7 @@ from tests.support.training import train
 from zeco_train.errors import ZecoError
 from zeco_train.lifecycle import join
 from zeco_train.lifecycle.join import _difference
-from zeco_train.training import batches
+from zeco_train.training import opening
 
 # Token t of the store is t modulo 250, so a shift changes every token.
 TOKENS = np.arange(9000) % 250
@@ -42,7 +42,7 @@ def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "setting": ([store, *(["optim.lr=0.5", "sp.size=1"] if rank else [])], None),
         "code": ([store], mock.patch.object(join, "_code_version", return_value="old" if rank else "new")),
         "variable": ([store], mock.patch.dict("os.environ", {"NCCL_ALGO": "Tree"} if rank else {})),
-        "order": ([store], mock.patch.object(batches, "SequenceLoader", _reordered) if rank == 1 else None),
+        "order": ([store], mock.patch.object(opening, "SequenceLoader", _reordered) if rank == 1 else None),
     }
     messages = {}
     for name, (overrides, patch) in cases.items():

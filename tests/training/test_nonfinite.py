@@ -23,7 +23,7 @@ from tests.support.training import SMALL, train
 from tests.training.test_graphs import RunAgain
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError, NonFiniteError
-from zeco_train.training import build, loading
+from zeco_train.training import build
 from zeco_train.training.build import build_model
 from zeco_train.training.config import skip_limit
 from zeco_train.training.forward import SequenceForward
@@ -239,7 +239,7 @@ def _addresses(
 
     with contextlib.ExitStack() as stack:
         for target, name, replacement in (
-            (loading, "build_model", build_and_plant),
+            (build, "build_model", build_and_plant),
             (TrainingStep, "zero_grad", begin_step),
             (TrainingStep, "launched", repeat),
             (TrainingStep, "backward", spoil),

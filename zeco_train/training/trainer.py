@@ -1,4 +1,4 @@
-"""The training loop; its parts are built in `zeco_train.training.loading`."""
+"""The training loop; its parts are built in `zeco_train.training.build`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from zeco_train.system.signals import StopRequest
 from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.tracking.recorder import Recorder, StepResult
-from zeco_train.training.batches import RunData
 from zeco_train.training.config import skip_limit
 from zeco_train.training.nonfinite import explain
+from zeco_train.training.opening import RunData
 from zeco_train.training.profiler import StepProfiler
 from zeco_train.training.schedule import learning_rate, set_learning_rate
 from zeco_train.training.step import TrainingStep
