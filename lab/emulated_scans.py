@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lab.emulated_nodes import EmulatedNodes, Network, run_ranks
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load
-from zeco_train.collectives.registry import ALL_SCANS
+from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.collectives.topology import find_topology
 from zeco_train.collectives.worker import ScanWorker
 from zeco_train.errors import ConfigError, ZecoError

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from models.config import LanguageModelConfig
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents

@@ -34,7 +34,7 @@ from lab.family_report import (
     family_table,
 )
 from launch.sweep import check_folder
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from models.spec import spec_of
 from zeco_train.config.schema import Config, load_config
 from zeco_train.errors import ConfigError, DataError, system_errors

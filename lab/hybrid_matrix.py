@@ -23,7 +23,7 @@ from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.sp.attention.registry import METHODS, build_attention
+from zeco_train.sp.attention.method_registry import METHODS, build_attention
 
 # Of two shards of 120 tokens and four of 60, a window within a shard, and one wider than any; and no window.
 ATTN = AttnConfig(every=2, num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True, gate=True)

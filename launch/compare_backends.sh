@@ -15,7 +15,7 @@ cd "$root"
 for key in sp name run_dir; do
   [[ " $*" != *" $key="* ]] || fail "$key: set by this script; see BACKENDS and RUN_DIR in its first lines"
 done
-known="$("$PYTHON" -c 'from zeco_train.sp.registry import BACKENDS; print(*BACKENDS)')"
+known="$("$PYTHON" -c 'from zeco_train.sp.backend_registry import BACKENDS; print(*BACKENDS)')"
 backends="${BACKENDS:-$known}"
 run_dir="${RUN_DIR:-runs/compare}"
 nproc="${NPROC:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}"

@@ -20,7 +20,7 @@ class LanguageModelConfig:
     """Shape of a language model. With the fields of its mixer these are the keys of `configs/model/*.yaml`.
 
     Attributes:
-        mixer: name of the token mixer (`models.registry`); each has its own class, which takes no other value.
+        mixer: name of the token mixer (`models.mixer_registry`); each has its own class, which takes no other value.
         mlp_optional: whether `intermediate_size` may be 0, for blocks without an MLP; of the class.
         name: shown in logs.
         vocab_size: rows of the embedding and of the head.

@@ -20,17 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import LanguageModelConfig
 from models.language_model import Block, LanguageModel
+from models.mixer_registry import LAYERS
 from models.mixers.base import OperatorFLOPs
 from models.parameters import ParameterRule, parameter_rules
 from models.projections import set_matmul
-from models.registry import LAYERS
 from zeco_train.ops import gated_norm
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.operator import Kind
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.slow_paths import Call
 from zeco_train.ops.softmax import attention
 

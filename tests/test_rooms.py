@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from tests.support.commands import REPOSITORY
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 
 PRODUCT = ("zeco_train", "models", "data", "launch")
 # Packages of `zeco_train` that `models` and `data` may import.
@@ -19,7 +19,7 @@ FOUNDATION = ("zeco_train", "zeco_train.errors", "zeco_train.system", "zeco_trai
 
 # Of mixers that are called as their operators: the registry, old results and runs, and which mixers `verify` trains.
 NAME_MIXERS = (
-    "models.registry",
+    "models.mixer_registry",
     "zeco_train.bench.figures",
     "zeco_train.tracking.run_folder",
     "zeco_train.verify.step_cases",
@@ -85,7 +85,7 @@ def test_nobody_but_mixers_names_an_operator() -> None:
     found = set()
     for path in (path for package in PRODUCT for path in (REPOSITORY / package).rglob("*.py")):
         module = _module(path)
-        if _is_of(module, ("models.mixers", "zeco_train.ops.registry", *folders)):
+        if _is_of(module, ("models.mixers", "zeco_train.ops.operator_registry", *folders)):
             continue
         found |= {f"{module} → {name}" for name in imports()[module] if _is_of(name, folders)}
         constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}

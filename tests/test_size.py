@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from tests.support.commands import REPOSITORY
 from zeco_train.config.schema import load_config, to_plain
 from zeco_train.system.stored_values import flatten

@@ -35,9 +35,9 @@ from tests.support.descriptors import wrong_descriptors
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import ExactTokens, exact_softmax
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.exchange import local_exchange
 
 DELTA = ("delta", "gated_delta", "kda")

@@ -25,8 +25,8 @@ from zeco_train.bench.variants import BENCHED
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.slow_paths import SlowDown, SlowDowns
 from zeco_train.ops.softmax import attention, sdpa
 from zeco_train.sp.exchange import local_exchange

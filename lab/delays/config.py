@@ -9,7 +9,7 @@ from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
-from zeco_train.sp.registry import BACKENDS, SHARING
+from zeco_train.sp.backend_registry import BACKENDS, SHARING
 from zeco_train.system.numbers import check_least
 
 PARTS = ("hops", "operator", "drift", "step")

@@ -21,7 +21,7 @@ from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.wire import scan_choice, scanning_blocks
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.sp.backend_registry import BACKENDS
 
 # GPUs of a sequence and tokens a GPU: also 8M tokens over 256 and over 1,024.
 SIZES = ((256, 16_384), (256, 32_768), (1024, 8_192), (1024, 16_384), (4096, 16_384))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lab.paper.machine import NODE, Machine, Row, fit_lasp2
 from lab.paper.ours import ALPHA, ALPHAS, ASSUMED, DEVICES, GPUS, TOKENS, Measured, Predicted
-from zeco_train.collectives.registry import ALL_SCANS
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.collectives.scan_registry import ALL_SCANS
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.figures import CURVES, GREY, finish_axes, label_axes, length_ticks, new_figure
 from zeco_train.system.numbers import length_name
 

@@ -1,1 +1,1 @@
-"""Token mixers, one file each; `models.registry` lists them."""
+"""Token mixers, one file each; `models.mixer_registry` lists them."""

@@ -13,8 +13,8 @@ from models.config import LanguageModelConfig
 from models.parameters import ParameterRule
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 
 
 class LayerState(NamedTuple):

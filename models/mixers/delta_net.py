@@ -26,8 +26,8 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 
 
 class DeltaHeads(NamedTuple):

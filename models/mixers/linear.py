@@ -24,7 +24,7 @@ from models.mixers.base import OperatorFLOPs, OperatorMixer
 from models.modules import RMSNorm
 from models.projections import Projection, project
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 
 # Kernels load columns of bf16 in groups of 16 bytes.
 COLUMNS = 8

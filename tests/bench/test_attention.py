@@ -24,7 +24,7 @@ from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.attention import method as local
-from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric

@@ -28,7 +28,7 @@ from zeco_train.bench.variants import LocalCopyScan, Variant, backend_variant, o
 from zeco_train.config.overrides import load_settings
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanTransport
-from zeco_train.sp.registry import SHARING, Backend
+from zeco_train.sp.backend_registry import SHARING, Backend
 from zeco_train.system.numbers import relative_error
 
 QUICK = ["device=cpu", "warmup=1", "runs=3", "flush_mb=1", "timeout_seconds=60"]

@@ -21,7 +21,7 @@ from zeco_train.bench.operands import Shape, context_parallel
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 
 pytestmark = pytest.mark.numeric
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.formats.registry import formats_of
+from models.formats.format_registry import formats_of
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from zeco_train.bench import figures, model, peer
@@ -19,7 +19,7 @@ from zeco_train.bench.session import Session
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
-from zeco_train.sp.attention.registry import AttentionChoice
+from zeco_train.sp.attention.method_registry import AttentionChoice
 
 pytestmark = pytest.mark.numeric
 

@@ -26,8 +26,8 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import LocalCopyScan, Variant, over_all_ranks
 from zeco_train.lifecycle.join import Launch
+from zeco_train.sp.backend_registry import SHARING
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.sp.registry import SHARING
 
 pytestmark = pytest.mark.numeric
 

@@ -30,9 +30,9 @@ from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import Target
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import exact_results
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.sp.exchange import local_exchange

@@ -19,7 +19,7 @@ from tests.support.all_scan_emulation import allocate_shared
 from tests.support.distributed import run_distributed
 from zeco_train.collectives import PendingScan, ScanWorker
 from zeco_train.collectives.one_kernel import KernelTuning
-from zeco_train.collectives.registry import SCANS
+from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.errors import CommunicationError, ConfigError
 from zeco_train.ops.seam import ScanRequest
 
@@ -183,8 +183,8 @@ def test_one_kernel_scans_in_triton_interpreter(
 
 def fallbacks(rank: int, world_size: int) -> None:
     from zeco_train.sp.all_scan_config import AllScanConfig, AllScanTransport
+    from zeco_train.sp.backend_registry import SPConfig
     from zeco_train.sp.exchange import connect
-    from zeco_train.sp.registry import SPConfig
 
     groups = dist.new_group(), dist.new_group()
     config = SPConfig(all_scan=AllScanConfig(transport=AllScanTransport.symmetric))
@@ -221,8 +221,8 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     from zeco_train.collectives.cost_model import Link
     from zeco_train.collectives.spec import ScanSpec
     from zeco_train.sp import choose, zeco
+    from zeco_train.sp.backend_registry import SPConfig
     from zeco_train.sp.exchange import connect
-    from zeco_train.sp.registry import SPConfig
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

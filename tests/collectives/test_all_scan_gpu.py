@@ -20,7 +20,7 @@ from torch.cuda import CUDAGraph
 from tests.collectives.test_collectives import Pairs
 from tests.support.distributed import run_distributed
 from zeco_train.collectives import PendingScan, ScanWorker
-from zeco_train.collectives.registry import SCANS
+from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.collectives.symmetric import SymmetricScans, transport_problem
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest

@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
 from zeco_train.collectives import ScanWorker
-from zeco_train.collectives.registry import SCANS
+from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 

@@ -10,7 +10,7 @@ import pytest
 
 from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load, assumed_costs
-from zeco_train.collectives.registry import ALL_SCANS, SCANS
+from zeco_train.collectives.scan_registry import ALL_SCANS, SCANS
 from zeco_train.collectives.two_shot import TWO_SHOT
 from zeco_train.sp.choose import choose, eligible
 

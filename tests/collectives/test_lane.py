@@ -105,8 +105,8 @@ def test_lane_equals_reference_over_processes(nodes: int, per_node: int) -> None
 
 def auto_suite(rank: int, world_size: int) -> None:
     """`sp.all_scan.ranks_per_node` reaches the scan, and `auto` compares all algorithms over nodes."""
+    from zeco_train.sp.backend_registry import SPConfig
     from zeco_train.sp.exchange import connect
-    from zeco_train.sp.registry import SPConfig
 
     for algorithm in ("auto", "lane"):
         config = SPConfig(all_scan=AllScanConfig(AllScanAlgorithm[algorithm], ranks_per_node=2))

@@ -15,7 +15,7 @@ from tests.collectives.test_lane import requests_of
 from tests.support.virtual import Network, Outcome, run_virtual
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.doubling import Rounds, count_rounds
-from zeco_train.collectives.registry import SCANS
+from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.seam import ScanRequest, fold
 

@@ -9,14 +9,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from data.sources.hugging_face import recipe_names
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config import composing
 from zeco_train.config.composing import CONFIG_DIR
 from zeco_train.config.overrides import REMOVED
 from zeco_train.config.schema import group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
-from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.training.config import Dtype
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]

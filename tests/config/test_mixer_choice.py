@@ -15,8 +15,8 @@ import yaml
 from lab.checkpoint import CheckpointConfig
 from launch.sweep import main as sweep
 from models.config import LanguageModelConfig
+from models.mixer_registry import MIXERS
 from models.mixers.gla import GatedLinearAttention, GLAConfig
-from models.registry import MIXERS
 from tests.support.commands import check_line, train_here
 from tests.support.planning import command as plan
 from zeco_train.bench.config import DecodeConfig, ModelConfig

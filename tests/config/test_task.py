@@ -12,8 +12,8 @@ import pytest
 
 from data.loader.masking import TaskConfig, TaskName
 from data.tokenizer import ByteTokenizer
+from models.mixer_registry import MIXERS, unmasked_mixers
 from models.mixers.gla import GLAConfig
-from models.registry import MIXERS, unmasked_mixers
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.schema import config_of, load_config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError

@@ -23,11 +23,11 @@ from zeco_train.config.schema import load_config
 from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import ParallelConfig, Strategy, count_shards
 from zeco_train.errors import ConfigError
+from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect, local_exchange
-from zeco_train.sp.registry import SPConfig
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
-from zeco_train.training.optim.registry import OptimConfig, OptimizerName, build_optimizer
+from zeco_train.training.optim.optimizer_registry import OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
 
 pytestmark = pytest.mark.numeric

@@ -26,8 +26,8 @@ from zeco_train.evaluate.scoring import Cut, Scores, score_examples
 from zeco_train.evaluate.synthetic import ZeroedScan
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
+from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.sp.exchange import connect, local_exchange
-from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
 from zeco_train.training.forward import SequenceForward

@@ -25,8 +25,8 @@ from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampling
 from zeco_train.lifecycle.join import Launch
+from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.sp.exchange import connect, local_exchange
-from zeco_train.sp.registry import Backend, SPConfig
 
 pytestmark = pytest.mark.numeric
 

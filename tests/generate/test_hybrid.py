@@ -15,7 +15,7 @@ from torch import Tensor
 from data.tokenizer import ByteTokenizer
 from models.attn import AttnConfig
 from models.language_model import LanguageModel
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
@@ -29,10 +29,10 @@ from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.softmax.attention import extend
-from zeco_train.sp.attention.registry import METHODS, AttentionChoice
+from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice
+from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.for_model import connect_model
-from zeco_train.sp.registry import Backend, SPConfig
 
 pytestmark = pytest.mark.numeric
 

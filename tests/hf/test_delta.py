@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from models.formats.registry import FORMATS
+from models.formats.format_registry import FORMATS
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_delta_references
 from zeco_train.distributed.parallelize import Strategy

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.formats.registry import FORMATS as ALL_FORMATS
+from models.formats.format_registry import FORMATS as ALL_FORMATS
 from models.mixers.retnet import RetNetConfig
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_decay_references, use_fp64

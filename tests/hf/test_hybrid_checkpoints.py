@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from models.attn import AttnConfig
 from models.formats.format import ModelFormat
-from models.formats.registry import FORMATS
+from models.formats.format_registry import FORMATS
 from models.mixers.gla import GLAConfig
 from models.mixers.mamba2 import Mamba2Config
 from tests.hf.test_fla_checkpoints import error, fla_model, our_logits, their_logits

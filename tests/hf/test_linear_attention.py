@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.mixer_registry import MIXERS
 from models.mixers.based import BasedConfig
 from models.mixers.linear import LinearAttentionConfig, LinearFeatureMap
 from models.mixers.rebased import RebasedConfig
-from models.registry import MIXERS
 from zeco_train.errors import ConfigError
 from zeco_train.hf.config_json import from_config_json, to_config_json
 from zeco_train.ops.layer_states import StateInput

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models.formats.format import ModelFormat
-from models.formats.registry import FORMATS as ALL_FORMATS
+from models.formats.format_registry import FORMATS as ALL_FORMATS
 from models.spec import ModelSpec
 from zeco_train.errors import ConfigError
 from zeco_train.hf.config_json import StoredModel, from_config_json

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from models.formats.registry import FORMATS
+from models.formats.format_registry import FORMATS
 from tests.data.test_tokenizer import LINES, TEXT, byte_pairs, folder_of
 from zeco_train.errors import DataError
 from zeco_train.hf.tokenizer import tokenizer_info, write_tokenizer

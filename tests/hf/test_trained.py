@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from data.tokenizer import load_tokenizer
-from models.registry import DEFAULT_CONFIG
+from models.mixer_registry import DEFAULT_CONFIG
 from tests.data.test_prepare import hugging_face
 from tests.support.distributed import run_distributed
 from tests.support.training import full, train

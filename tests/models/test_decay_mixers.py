@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.config import ExpandedHeadsConfig, LanguageModelConfig
+from models.mixer_registry import MIXERS
 from models.mixers import hgrn, lightning, retnet
 from models.mixers.base import Mixer
 from models.mixers.hgrn import HGRNConfig, forget_gate
@@ -19,7 +20,6 @@ from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningConfig
 from models.mixers.retnet import RetNetConfig
 from models.modules import GatedRMSNorm, GateFunction, rotate
-from models.registry import MIXERS
 from zeco_train.errors import ConfigError
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition

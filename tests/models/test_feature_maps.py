@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from models.config import LanguageModelConfig
+from models.mixer_registry import MIXERS, check_document, longest_document
 from models.mixers.based import BasedConfig
 from models.mixers.cosformer import CosformerConfig
 from models.mixers.linear import FeatureMapAttention, LinearAttentionConfig, LinearFeatureMap, normalised, with_ones
 from models.mixers.rebased import RebasedConfig
 from models.parameters import parameter_rules
-from models.registry import MIXERS, check_document, longest_document
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
 from zeco_train.ops.layer_states import StateInput

@@ -13,7 +13,8 @@ import torch
 from omegaconf import OmegaConf
 
 from models.config import LanguageModelConfig
-from models.formats.registry import formats_of
+from models.formats.format_registry import formats_of
+from models.mixer_registry import MIXERS
 from models.mixers.delta_net import DeltaNetConfig
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
 from models.mixers.gla import GLAConfig
@@ -22,7 +23,6 @@ from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.kda import KDAConfig
 from models.mixers.lightning import LightningAttention, LightningConfig
 from models.mixers.retnet import RetNetConfig
-from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_decay_references, use_delta_references
 from zeco_train.ops.layer_states import StateInput

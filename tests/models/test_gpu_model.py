@@ -19,7 +19,7 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model, build_step
-from zeco_train.training.optim.registry import build_optimizer
+from zeco_train.training.optim.optimizer_registry import build_optimizer
 from zeco_train.training.step import TrainingStep
 
 pytestmark = [

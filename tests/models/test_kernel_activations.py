@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from models.config import LanguageModelConfig
+from models.mixer_registry import MIXERS
 from models.mixers.lightning import LightningConfig
 from models.mixers.linear import LinearAttentionConfig
 from models.mixers.mamba2 import Mamba2Config
 from models.mixers.retnet import RetNetConfig
-from models.registry import MIXERS
 from tests.support.planning import make_case, saved_bytes
 from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.hgrn.chunked import CHUNKED as CHUNKED_HGRN
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import ForwardPass, Passes
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.plan.case import Case
 from zeco_train.plan.devices import Gpu, machine

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.language_model import LanguageModel
+from models.mixer_registry import MIXERS
 from models.parameters import cast
-from models.registry import MIXERS
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.planning import make_case, saved_bytes

@@ -10,10 +10,10 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from models.mixer_registry import MIXERS
 from models.mixers.gla import GLAConfig
 from models.modules import ShortConvolution
 from models.parameters import parameter_rules
-from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from zeco_train.errors import ConfigError
 

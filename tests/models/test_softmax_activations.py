@@ -10,8 +10,8 @@ import torch
 
 from models.attn import AttnConfig
 from models.config import SOFTMAX
+from models.mixer_registry import MIXERS
 from models.mixers.gla import GLAConfig
-from models.registry import MIXERS
 from models.spec import AttentionSpec, spec_of
 from tests.support.planning import make_case, saved_bytes
 from zeco_train.ops.recompute import Recompute

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.mixer_registry import MIXERS
 from models.mixers.base import OperatorFLOPs
 from models.mixers.gla import GatedLinearAttention, GLAConfig
 from models.parameters import ParameterRule, parameter_rules
-from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from tests.models.test_model import SMALL, tokens_and_labels, whole
 

@@ -16,7 +16,7 @@ from tests.support.few import one_of
 from tests.support.recurrence import naive_gla, naive_of
 from zeco_train.ops.delta import chunked, forward_flops, recomputed_flops
 from zeco_train.ops.documents import find_doc_ids
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 
 pytestmark = pytest.mark.numeric
 

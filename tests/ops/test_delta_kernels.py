@@ -26,8 +26,8 @@ from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 

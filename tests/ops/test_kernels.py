@@ -35,9 +35,9 @@ from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import recomputed
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

@@ -19,7 +19,7 @@ from tests.support.recurrence import naive_gla
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.mix import operator_of
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 
 pytestmark = pytest.mark.numeric
 

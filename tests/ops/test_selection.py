@@ -16,8 +16,8 @@ from zeco_train.ops import gated_norm
 from zeco_train.ops.gla.kernels import launch
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import WIDE, KernelRule, Target, assume
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.slow_paths import (
     Call,
     Kernels,

@@ -24,8 +24,8 @@ from zeco_train.plan.report import _attention
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import count_scans, step_bytes
 from zeco_train.sp.attention.method import AttentionLoad
-from zeco_train.sp.attention.registry import METHODS, build_attention
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.sp.attention.method_registry import METHODS, build_attention
+from zeco_train.sp.backend_registry import BACKENDS
 
 HYBRID = [*GLA_1B, "model.attn.every=4", EAGER]
 TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 12, 4, 2, 6

@@ -7,15 +7,15 @@ import dataclasses
 import pytest
 
 from tests.support.planning import EAGER, GLA_1B, make_case, planned
-from zeco_train.collectives.registry import SCANS
+from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.ops.operator import OperatorTime
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import plan_memory
 from zeco_train.plan.step_time import drift_seconds, exposed_scan_seconds, operator_seconds, plan_step
 from zeco_train.plan.wire import scan_choice
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.sp.backend_registry import BACKENDS
 
 # --- measurements: peak GB of a rank (on CPUs of its process), seconds per step ---
 

@@ -17,7 +17,7 @@ from tests.support.commands import REPOSITORY
 from tests.support.planning import EAGER, GLA_1B, command, make, make_case, planned
 from tests.support.waiting import ENOUGH
 from zeco_train.collectives.cost_model import Link
-from zeco_train.collectives.registry import SCANS
+from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.config.schema import group_options
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
@@ -30,8 +30,8 @@ from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
 from zeco_train.plan.report import _assumptions, as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.wire import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.sp.baselines import LASP2
-from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.numbers import divisors
 
 NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")

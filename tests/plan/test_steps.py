@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch
+from models.mixer_registry import MIXERS
 from models.mixers.mamba2 import Mamba2Config
 from models.parameters import parameter_rules
-from models.registry import MIXERS
 from models.spec import spec_of
 from tests.support.distributed import run_distributed
 from tests.support.planning import EAGER, GLA_1B, SMALL, make_case, saved_bytes
@@ -27,7 +27,7 @@ from tests.support.unmasked import UnmaskedMixer
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.collectives.cost_model import Link
-from zeco_train.collectives.registry import SCANS
+from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import Strategy
@@ -42,12 +42,12 @@ from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import Halos, count_scans, parameter_traffic, plan_halos, scan_bytes, step_bytes
 from zeco_train.sp.backend import TappedScan
+from zeco_train.sp.backend_registry import BACKENDS, SPConfig
 from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import connect, local_exchange
-from zeco_train.sp.registry import BACKENDS, SPConfig
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
-from zeco_train.training.optim.registry import OptimConfig, build_optimizer
+from zeco_train.training.optim.optimizer_registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 
 # --- memory and traffic of a real step ---

@@ -25,7 +25,7 @@ from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention, ShardedAttention
-from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.sp.attention.ulysses import Ulysses
 from zeco_train.sp.exchange import local_exchange
 

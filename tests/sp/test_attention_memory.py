@@ -18,7 +18,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention import all_gather, ring, ulysses
 from zeco_train.sp.attention.method import AttentionLoad
-from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.method_registry import METHODS
 
 pytestmark = pytest.mark.numeric
 

@@ -16,7 +16,7 @@ from torch.library import opcheck
 
 from models.attn import AttnConfig
 from models.language_model import LanguageModel
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
@@ -28,17 +28,17 @@ from zeco_train.ops.gla import GLA
 from zeco_train.ops.gla.chunked import _GlaForward
 from zeco_train.ops.layer_states import LayerStates, StateInput
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.method import LocalAttention
-from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.method_registry import METHODS
+from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect, local_exchange
-from zeco_train.sp.registry import SPConfig
 
 pytestmark = pytest.mark.numeric
 

@@ -22,12 +22,12 @@ from zeco_train.distributed.mesh import init_mesh
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.ops.softmax.span import Span
-from zeco_train.sp.attention.registry import METHODS, AttentionChoice, build_attention
+from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice, build_attention
+from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter, active_meter
 from zeco_train.sp.for_model import connect_model
-from zeco_train.sp.registry import Backend, SPConfig
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from lab.exactness_matrix import compare, reference
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from tests.support.distributed import run_distributed
 from tests.support.steps import worst, write_documents
 

@@ -24,7 +24,7 @@ from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, ru
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.linear import Fp8Rows, Matmul, quantise_rows
 from zeco_train.ops.recompute import Recompute
-from zeco_train.sp.attention.registry import METHODS, build_attention
+from zeco_train.sp.attention.method_registry import METHODS, build_attention
 
 pytestmark = pytest.mark.numeric
 

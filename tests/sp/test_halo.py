@@ -25,9 +25,9 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, ScanRequest
 from zeco_train.sp.backend import SpecScan
+from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter
-from zeco_train.sp.registry import SPConfig
 
 pytestmark = pytest.mark.numeric
 

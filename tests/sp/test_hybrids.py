@@ -22,7 +22,7 @@ from tests.support.steps import make_mesh, run_steps, worst, write_documents
 from zeco_train.collectives.wire import Transfer, Wire
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.sp.attention.registry import METHODS, build_attention
+from zeco_train.sp.attention.method_registry import METHODS, build_attention
 
 pytestmark = pytest.mark.numeric
 

@@ -24,8 +24,8 @@ from zeco_train.ops.gla import GLA
 from zeco_train.ops.hgrn import HGRN
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import Kind
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.sp.exchange import local_exchange
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention import all_gather, ulysses
 from zeco_train.sp.attention.method import AttentionLoad
+from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.sp.attention.pipelined import LEAST_TOKENS, NUM_PARTS, PipelinedAttention, num_parts
-from zeco_train.sp.attention.registry import METHODS
 
 pytestmark = pytest.mark.numeric
 

@@ -20,8 +20,8 @@ from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
+from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect
-from zeco_train.sp.registry import SPConfig
 
 # Files with arithmetic on this rank's tokens: those that they call see no state on its road.
 LOCAL = ("zeco_train/ops/gla/chunked.py", "models/projections.py")

@@ -35,8 +35,8 @@ from zeco_train.ops.gla import chunked
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
+from zeco_train.sp.backend_registry import BACKENDS, Backend, SPConfig
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
 
 pytestmark = pytest.mark.numeric
 

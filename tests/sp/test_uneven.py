@@ -18,8 +18,8 @@ from torch import Tensor
 from data.loader.batches import Batch
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
+from models.mixer_registry import MIXERS
 from models.mixers.gla import GLAConfig
-from models.registry import MIXERS
 from models.spec import spec_of
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
@@ -27,7 +27,7 @@ from tests.support.training import train
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.attention.registry import METHODS, build_attention
+from zeco_train.sp.attention.method_registry import METHODS, build_attention
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training import step as step_module
 from zeco_train.training.step import TrainingStep

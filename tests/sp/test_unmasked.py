@@ -16,8 +16,8 @@ from tests.support.recurrence import naive_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.unmasked import UNMASKED
 from zeco_train.sp.exchange import local_exchange
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from models.config import LanguageModelConfig
 from models.language_model import Block
+from models.mixer_registry import LAYERS
 from models.parameters import cast
-from models.registry import LAYERS
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute

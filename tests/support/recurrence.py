@@ -16,8 +16,8 @@ from torch import Tensor
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.operator import Operator, Recurrence
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import check_state
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.short_conv.passes import check_inputs as check_conv
 from zeco_train.ops.short_conv.passes import check_state as check_conv_state
 

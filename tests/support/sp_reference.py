@@ -15,13 +15,13 @@ from torch import Tensor
 from data.store.documents import sequence_borders
 from tests.support.positions import position_of
 from tests.support.recurrence import naive_gla
-from zeco_train.collectives.registry import ALL_SCANS
+from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, StateScan
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
+from zeco_train.sp.backend_registry import SHARING, Backend, SPConfig
 from zeco_train.sp.exchange import connect
-from zeco_train.sp.registry import SHARING, Backend, SPConfig
 from zeco_train.sp.zeco import ZECO
 
 TIMEOUT = timedelta(seconds=60)

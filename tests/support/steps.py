@@ -32,7 +32,7 @@ from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
-from zeco_train.training.optim.registry import OptimConfig, build_optimizer
+from zeco_train.training.optim.optimizer_registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 
 # All dimensions differ. Weights are ten times larger than usual, so that every path matters; states live long enough to

@@ -11,8 +11,8 @@ from models.mixers.base import Mixer, OperatorFLOPs
 from models.mixers.gla import GLAConfig
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 
 
 class UnmaskedMixer(Mixer):

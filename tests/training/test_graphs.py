@@ -28,7 +28,7 @@ from zeco_train.sp.for_model import connect_model
 from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.training.build import build_model
 from zeco_train.training.graphs import WARM_UP, StepGraphs, _Captured, capture_problem
-from zeco_train.training.optim.registry import build_optimizer
+from zeco_train.training.optim.optimizer_registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
 

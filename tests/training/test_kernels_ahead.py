@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from zeco_train.config.schema import load_config
 from zeco_train.ops.linear import Matmul
 from zeco_train.training import kernels_ahead

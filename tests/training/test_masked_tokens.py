@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from tests.support.commands import run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train

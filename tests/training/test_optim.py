@@ -30,7 +30,7 @@ from zeco_train.sp.exchange import local_exchange
 from zeco_train.tracking.metrics import Column, PassNumbers, StepNumbers, T
 from zeco_train.training.checks import join_ranks
 from zeco_train.training.numbers import add, clear, new_totals, over_ranks
-from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
+from zeco_train.training.optim.optimizer_registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
 from zeco_train.training.step import TrainingStep
 

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.registry import MIXERS
+from models.mixer_registry import MIXERS
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
 from zeco_train.collectives import chain, doubling, halo, serial
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import mix
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.sp.attention import ring
-from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.sp.attention.routes import Routes
 from zeco_train.training.numbers import taken_from
 from zeco_train.training.step import TrainingStep

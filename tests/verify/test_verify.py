@@ -25,7 +25,7 @@ from zeco_train.config.overrides import load_settings
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import oracle
 from zeco_train.ops.operator import Target
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.exchange import local_exchange

@@ -36,8 +36,8 @@ from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.samples import Row, marked
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import exact_results, exact_softmax
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.slow_paths import Kernels, find_slow_paths
 from zeco_train.sp.attention.pipelined import LEAST_TOKENS
 from zeco_train.system.numbers import check_least

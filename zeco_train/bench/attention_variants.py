@@ -38,16 +38,16 @@ from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
-from zeco_train.ops.registry import DEFAULT
+from zeco_train.ops.operator_registry import DEFAULT
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.all_gather import AllGather
 from zeco_train.sp.attention.method import LocalAttention, ShardedAttention
+from zeco_train.sp.attention.method_registry import METHODS, build_attention
 from zeco_train.sp.attention.pipelined import NUM_PARTS
-from zeco_train.sp.attention.registry import METHODS, build_attention
 from zeco_train.sp.attention.ulysses import Ulysses
+from zeco_train.sp.backend_registry import SHARING
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.sp.registry import SHARING
 
 MEGATRON, TORCH, LINEAR = "megatron_sp", "torch", DEFAULT
 

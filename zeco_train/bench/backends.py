@@ -27,7 +27,7 @@ from zeco_train.sp.for_model import softmax_load
 from zeco_train.training.build import build_graphs, build_model
 from zeco_train.training.graphs import StepGraphs
 from zeco_train.training.kernels_ahead import kernels_ahead
-from zeco_train.training.optim.registry import build_optimizer
+from zeco_train.training.optim.optimizer_registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
 

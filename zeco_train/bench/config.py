@@ -15,11 +15,11 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
+from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.slow_paths import Kernels
-from zeco_train.sp.attention.registry import AttentionChoice
-from zeco_train.sp.registry import SHARING
+from zeco_train.sp.attention.method_registry import AttentionChoice
+from zeco_train.sp.backend_registry import SHARING
 from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path, is_plain_name
 from zeco_train.training.config import Compile, CudaGraphs, Dtype

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.bench.samples import Row
 from zeco_train.bench.stored import load_results
-from zeco_train.collectives.registry import ALL_SCANS
+from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.errors import ConfigError
-from zeco_train.ops.registry import DEFAULT
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.ops.operator_registry import DEFAULT
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.figures import GREY, finish_axes, label_axes, length_ticks, new_figure, plain, save_figure
 from zeco_train.system.tables import markdown_table
 

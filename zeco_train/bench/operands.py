@@ -23,7 +23,7 @@ from zeco_train.bench.variants import FLA_CP, gather_all
 from zeco_train.distributed.mesh import attention_group
 from zeco_train.errors import ConfigError
 from zeco_train.ops.operator import Kind
-from zeco_train.ops.registry import DEFAULT, OPERATORS
+from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 from zeco_train.ops.slow_paths import Call
 from zeco_train.ops.softmax import attention
 from zeco_train.training.config import Dtype

@@ -27,8 +27,8 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.variants import FLA_CP, LocalCopyScan, Variant, over_all_ranks
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import exact_results
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.sp.backend import ScanBackend

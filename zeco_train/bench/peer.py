@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from models.config import LanguageModelConfig
 from models.formats.format import ModelFormat
-from models.formats.registry import formats_of
+from models.formats.format_registry import formats_of
 from models.parameters import ParameterRule, parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.backends import RandomTokens
@@ -34,7 +34,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.hf.config_json import check_expressible
 from zeco_train.hf.names import renamed
 from zeco_train.training.config import Dtype
-from zeco_train.training.optim.registry import build_optimizer
+from zeco_train.training.optim.optimizer_registry import build_optimizer
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from zeco_train.collectives import PendingScan
 from zeco_train.collectives.one_kernel import PAPER_BLOCK
-from zeco_train.collectives.registry import ALL_SCANS
+from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.seam import AttentionMethod, Exchange, ScanRequest, StateScan
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
-from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
+from zeco_train.sp.backend_registry import BACKENDS, SHARING, Backend, SPConfig
 
 NO_OPTIMIZER, PRODUCTS, FLA_CP = "no_optimizer", "products", "fla_cp"
 # Settings behind the name, of models.

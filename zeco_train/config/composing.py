@@ -22,10 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from models.config import LanguageModelConfig
-from models.registry import DEFAULT_CONFIG, MIXERS
+from models.mixer_registry import DEFAULT_CONFIG, MIXERS
 from zeco_train.config.overrides import REMOVED, find_value, of_groups
 from zeco_train.errors import ConfigError
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.sp.backend_registry import BACKENDS
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 # What groups' files are added to that change a whole configuration, rather than `configs/train.yaml`.

@@ -11,10 +11,10 @@ from data.loader.masking import TaskConfig
 from data.store import TokenStore
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
-from models.registry import check_document, longest_document, unmasked_mixers
+from models.mixer_registry import check_document, longest_document, unmasked_mixers
 from zeco_train.errors import ConfigError
+from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.for_model import check_softmax
-from zeco_train.sp.registry import SPConfig
 
 # Of section `model.attn`: they choose the layers; the others shape them.
 _CHOOSING = ("every", "offset", "layers")

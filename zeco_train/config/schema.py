@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.config import DataConfig, check_config
 from data.loader.masking import TaskConfig
 from models.config import LanguageModelConfig
-from models.registry import DEFAULT_CONFIG, check_document, describe_mixers
+from models.mixer_registry import DEFAULT_CONFIG, check_document, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.config import composing
 from zeco_train.config.composing import (
@@ -34,14 +34,14 @@ from zeco_train.config.rules import check_attention, check_task
 from zeco_train.config.rules import needs as attention_needs
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
-from zeco_train.sp.attention.registry import describe_methods
-from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
+from zeco_train.sp.attention.method_registry import describe_methods
+from zeco_train.sp.backend_registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path
 from zeco_train.system.stored_values import check_values, find_unstorable, flatten, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.config import TrainConfig
-from zeco_train.training.optim.registry import OptimConfig
+from zeco_train.training.optim.optimizer_registry import OptimConfig
 from zeco_train.training.schedule import ScheduleConfig
 
 

@@ -15,7 +15,7 @@ from data.loader.batches import DataSplit
 from zeco_train.collectives.topology import Topology, find_topology
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.join import Launch, check_same, gather, join, setup
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.numbers import divisors
 
 T = TypeVar("T")

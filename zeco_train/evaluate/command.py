@@ -20,8 +20,8 @@ from zeco_train.distributed.mesh import agree, join_alike, resolve_sp_size
 from zeco_train.distributed.parallelize import count_shards
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
-from zeco_train.evaluate.registry import LM_EVAL, STANDARD, TASKS, Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
+from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS, Task, build_tasks
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.ops.operator import Target

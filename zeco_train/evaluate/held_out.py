@@ -15,7 +15,7 @@ from zeco_train.config.rules import check_documents
 from zeco_train.distributed.mesh import main_first
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
-from zeco_train.evaluate.registry import TaskResult
+from zeco_train.evaluate.task_registry import TaskResult
 from zeco_train.hf.trained import Trained
 from zeco_train.lifecycle.join import check_same
 from zeco_train.system.numbers import length_name

@@ -12,7 +12,7 @@ from typing import Any
 
 from zeco_train.checkpoint.files import PROGRESS_FILE
 from zeco_train.errors import ConfigError, system_errors
-from zeco_train.evaluate.registry import TaskResult
+from zeco_train.evaluate.task_registry import TaskResult
 from zeco_train.hf.trained import Trained
 from zeco_train.system.figures import save_figure
 from zeco_train.system.files import jsonable, write_durably, write_errors

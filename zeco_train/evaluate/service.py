@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from models.registry import check_document
+from models.mixer_registry import check_document
 from models.spec import spec_of
 from zeco_train.distributed.mesh import host_group
 from zeco_train.errors import ZecoError

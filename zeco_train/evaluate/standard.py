@@ -13,7 +13,7 @@ from typing import Any
 from zeco_train.distributed.mesh import agree
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
-from zeco_train.evaluate.registry import LM_EVAL, TASKS, TaskResult
+from zeco_train.evaluate.task_registry import LM_EVAL, TASKS, TaskResult
 from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path
 

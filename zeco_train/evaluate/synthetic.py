@@ -16,12 +16,12 @@ from data.synthetic import SyntheticConfig, Task
 from data.synthetic.example import Example
 from data.synthetic.tasks import draws_for, make_task
 from data.tokenizer import ByteTokenizer
-from models.registry import check_document
+from models.mixer_registry import check_document
 from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
-from zeco_train.evaluate.registry import TaskResult
 from zeco_train.evaluate.scoring import Cut, Scores, score_examples
+from zeco_train.evaluate.task_registry import TaskResult
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.backend import TappedScan
 from zeco_train.system.command import docstring

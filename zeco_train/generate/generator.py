@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
-from models.registry import check_document
+from models.mixer_registry import check_document
 from zeco_train.distributed.device import total_memory
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError, NonFiniteError

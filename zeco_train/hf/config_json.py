@@ -13,7 +13,7 @@ from typing import Any
 from data.tokenizer import Tokenizer
 from models.config import LanguageModelConfig
 from models.formats.format import Keys, ModelFormat, not_exported, shown
-from models.formats.registry import FORMATS, formats_of
+from models.formats.format_registry import FORMATS, formats_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.errors import ConfigError
 from zeco_train.hf.names import StoredModel

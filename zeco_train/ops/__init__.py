@@ -1,9 +1,9 @@
 """Operators of the affine family, `S_t = A_t S_{t-1} + k_t v_tᵀ`, over a sequence that may lie on several ranks.
 
-To read them: `registry` (the operators), `operator` (what one is, and which implementation serves a call), `mix` (the
-custom op seen by autograd and compilers), `passes` (the interface of an implementation), an operator's folder
-(`chunked` in PyTorch, `cuda` by its Triton kernels) and `seam` (the interface to communication). `chunks` and `pairs`
-are shared by them, `oracle` has exact results, `slow_paths` names the calls of a run that kernels do not serve.
+To read them: `operator_registry` (the operators), `operator` (what one is, and which implementation serves a call),
+`mix` (the custom op seen by autograd and compilers), `passes` (the interface of an implementation), an operator's
+folder (`chunked` in PyTorch, `cuda` by its Triton kernels) and `seam` (the interface to communication). `chunks` and
+`pairs` are shared by them, `oracle` has exact results, `slow_paths` names the calls of a run without kernels.
 """
 
 from __future__ import annotations

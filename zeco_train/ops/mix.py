@@ -24,9 +24,9 @@ from torch.library import Library, custom_op, infer_schema, register_fake
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.operator import Kind, Operator
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
 
@@ -46,7 +46,7 @@ def mix(
         S_t = A_t S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t        for most operators
 
     Args:
-        operator: its name (`zeco_train.ops.registry`).
+        operator: its name (`zeco_train.ops.operator_registry`).
         operands: of this rank's tokens, as `Operator.dims`. Values are not checked, since that would synchronise with
             the device: positive log-decays give wrong results on GPUs.
         position: of these tokens, with an exchange.

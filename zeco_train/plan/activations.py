@@ -28,15 +28,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from models.config import SOFTMAX, LanguageModelConfig
 from models.language_model import Block
+from models.mixer_registry import LAYERS
 from models.parameters import cast
 from models.projections import set_matmul
-from models.registry import LAYERS
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.operator import Target, assume
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.exchange import local_exchange
 
 # Prime, and no factor of a model's widths: more chunks than kernels walk over at once, and few for PyTorch's loops.

@@ -9,7 +9,7 @@ from models.spec import AttentionSpec, BlockSpec
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
-from zeco_train.sp.attention.registry import METHODS, choose
+from zeco_train.sp.attention.method_registry import METHODS, choose
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.for_model import softmax_load
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zeco_train.ops.operator import OperatorTime
-from zeco_train.ops.registry import DEFAULT, OPERATORS
+from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 
 # --- memory, bytes ---
 

@@ -34,7 +34,7 @@ from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.for_model import connect_model
 from zeco_train.training.build import build_model, build_step
-from zeco_train.training.optim.registry import build_optimizer
+from zeco_train.training.optim.optimizer_registry import build_optimizer
 
 # Tokens of a segment on a rank of a CPU.
 _TOKENS_ON_CPU = 64

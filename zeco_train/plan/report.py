@@ -28,7 +28,7 @@ from zeco_train.plan.wire import (
     ways,
 )
 from zeco_train.sp.attention.method import MethodSpec
-from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.system.tables import format_heading, format_row, format_table
 
 _BACKEND_COLUMNS = {

@@ -16,8 +16,8 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import BackendSpec
+from zeco_train.sp.backend_registry import BACKENDS, Backend
 from zeco_train.sp.choose import Choice, choose
-from zeco_train.sp.registry import BACKENDS, Backend
 
 
 @dataclass(frozen=True)

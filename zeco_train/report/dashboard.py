@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.files import read_errors, write_errors, write_result
 from zeco_train.tracking.loggers import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.report.comparison import Run, draw_differences, draw_losses
 from zeco_train.report.measurements import Comparison, Measurement, Spread
-from zeco_train.sp.registry import BACKENDS
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.figures import CURVES, amount_ticks, finish_axes, new_figure, paper, plain, render
 from zeco_train.system.numbers import length_name
 

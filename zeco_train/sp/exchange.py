@@ -20,10 +20,10 @@ from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
 from zeco_train.ops.seam import AttentionMethod, Exchange
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
-from zeco_train.sp.attention.registry import build_attention, choose
+from zeco_train.sp.attention.method_registry import build_attention, choose
 from zeco_train.sp.backend import SpecScan
+from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.baselines import LocalScan
-from zeco_train.sp.registry import SPConfig
 
 Groups = tuple[ProcessGroup, ProcessGroup]
 

@@ -11,9 +11,9 @@ from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.method import AttentionLoad
-from zeco_train.sp.attention.registry import check_heads
+from zeco_train.sp.attention.method_registry import check_heads
+from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import build_exchange
-from zeco_train.sp.registry import SPConfig
 
 # Length for `sp.attention=auto` where lengths vary, as in generation: with a window, the choice depends on it.
 LONG = 1 << 20

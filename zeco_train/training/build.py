@@ -25,7 +25,7 @@ from zeco_train.training.config import Compile, CudaGraphs, TrainConfig
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.opening import OpenedRun, read_batches, split_of, start_recorder
-from zeco_train.training.optim.registry import build_optimizer
+from zeco_train.training.optim.optimizer_registry import build_optimizer
 from zeco_train.training.step import TrainingStep
 from zeco_train.training.trainer import Trainer
 

@@ -29,8 +29,8 @@ from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import global_norm, reshard
 from zeco_train.lifecycle.join import gather
 from zeco_train.ops.loss import TokenScores
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.sp.backend import TappedScan
 from zeco_train.training.step import TrainingStep

@@ -26,7 +26,7 @@ from zeco_train.lifecycle.join import Launch, gather
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.attention.all_gather import ALL_GATHER
-from zeco_train.sp.attention.registry import build_attention
+from zeco_train.sp.attention.method_registry import build_attention
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, METHODS, VerifyConfig
 from zeco_train.verify.own_ranks import OwnRanksError, rows_of_own_ranks

@@ -15,7 +15,7 @@ from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import find_device
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.ops.operator import Target
-from zeco_train.ops.registry import DEFAULT
+from zeco_train.ops.operator_registry import DEFAULT
 from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_json_result

@@ -9,19 +9,19 @@ from functools import partial
 
 import torch
 
-from zeco_train.collectives.registry import ALL_SCANS
+from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.config.overrides import describe_settings
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
-from zeco_train.ops.registry import DEFAULT, OPERATORS
+from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 from zeco_train.ops.slow_paths import Call, Kernels
 from zeco_train.ops.softmax import attention
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
-from zeco_train.sp.attention.registry import METHODS as ATTENTION_METHODS
-from zeco_train.sp.registry import BACKENDS as SPECS
-from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.sp.attention.method_registry import METHODS as ATTENTION_METHODS
+from zeco_train.sp.backend_registry import BACKENDS as SPECS
+from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_output_file
 from zeco_train.verify.sequences import SOFTMAX, VERIFIED

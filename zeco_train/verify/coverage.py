@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from models.registry import MIXERS
-from zeco_train.collectives.registry import ALL_SCANS
+from models.mixer_registry import MIXERS
+from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.lifecycle.join import Launch
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.registry import OPERATORS
-from zeco_train.sp.attention.registry import METHODS
-from zeco_train.sp.registry import BACKENDS
-from zeco_train.training.optim.registry import OPTIMIZERS
+from zeco_train.sp.attention.method_registry import METHODS
+from zeco_train.sp.backend_registry import BACKENDS
+from zeco_train.training.optim.optimizer_registry import OPTIMIZERS
 from zeco_train.verify.report import VerifyRow
 
 Cell = dict[str, Any]

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import ExactTokens, exact_softmax
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.verify.sequences import AttentionSequence, Sequence
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.system.tables import format_heading, format_row
 from zeco_train.verify.sequences import CONSTANTS, VERIFIED
 

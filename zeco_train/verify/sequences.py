@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import Kind
+from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import DEFAULT, OPERATORS
 from zeco_train.ops.seam import Exchange
 from zeco_train.ops.softmax.span import Span
 

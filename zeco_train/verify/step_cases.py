@@ -33,23 +33,23 @@ from data.store.writer import StoreWriter
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
+from models.mixer_registry import MIXERS, unmasked_mixers
 from models.mixers.gla import GLAConfig
 from models.parameters import parameter_rules
-from models.registry import MIXERS, unmasked_mixers
 from models.spec import spec_of
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.attention.registry import METHODS, AttentionChoice
+from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice
+from zeco_train.sp.backend_registry import SHARING
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.sp.for_model import connect_model
-from zeco_train.sp.registry import SHARING
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
-from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
+from zeco_train.training.optim.optimizer_registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
 from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team

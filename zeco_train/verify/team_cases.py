@@ -21,22 +21,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeco_train.collectives.registry import ALL_SCANS
+from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator import Kind
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
 from zeco_train.sp.attention.method import MethodSpec
-from zeco_train.sp.attention.registry import build_attention
+from zeco_train.sp.attention.method_registry import build_attention
 from zeco_train.sp.attention.ulysses import ULYSSES, Ulysses
+from zeco_train.sp.backend_registry import BACKENDS, Backend, SPConfig
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.exposed import ExposedMeter
-from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
 from zeco_train.verify.config import LIMITS, METHODS
 from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_train.ops.operator import Kind
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import ExactTokens, exact_softmax
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Exchange
 from zeco_train.verify.sequences import SOFTMAX
 

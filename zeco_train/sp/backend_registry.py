@@ -10,7 +10,7 @@ from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.sp.all_scan_config import IN_BLOCKS, AllScanConfig
-from zeco_train.sp.attention.registry import AttentionChoice
+from zeco_train.sp.attention.method_registry import AttentionChoice
 from zeco_train.sp.backend import BackendSettings, BackendSpec
 from zeco_train.sp.baselines import DP, LASP1, LASP2
 from zeco_train.sp.zeco import ZECO
