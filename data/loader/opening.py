@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig, DataKind, StoreConfig, check_seq_len, required_path, store_name
-from data.loader import Source, as_integers
 from data.loader.batches import TRAINING, VALIDATION, OpenedData
+from data.loader.loader import as_integers
+from data.loader.sequences import Source
 from data.sources.corpora import prepare_embedded
 from data.store import VALIDATION_FOLDER, TokenStore
 from data.store.documents import Documents

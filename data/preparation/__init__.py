@@ -28,9 +28,9 @@ from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolde
 from data.sources import FileSource, Source, Unit
 from data.sources.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
 from data.sources.readers import LeftOut
-from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, check_replaceable, read_meta
+from data.store import VALIDATION_FOLDER, StoreMeta, check_replaceable, read_meta
 from data.store.writer import StoreWriter, ids_of
-from data.tokenizer import Tokenizer
+from data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.system.files import read_errors
 from zeco_train.system.numbers import clock, compact

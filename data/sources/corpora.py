@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.config import default_cache_dir
-from data.store import VALIDATION_FOLDER, VERSION, TokenStore, check_replaceable
+from data.store import VALIDATION_FOLDER, TokenStore, check_replaceable
+from data.store.store import VERSION
 from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError

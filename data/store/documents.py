@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data.config import default_cache_dir
 from data.randomness import Permutation
-from data.store import TokenStore, map_array
+from data.store.store import TokenStore, map_array
 from zeco_train.errors import DataError
 from zeco_train.system.files import whole_file, write_errors
 from zeco_train.system.small_files import check_regular

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from data.config import Shuffle
-from data.loader import Batch, DataSplit, Mixture, PrefetchingLoader, SequenceLoader, Source, as_integers
+from data.loader import Batch, DataSplit, Mixture, PrefetchingLoader, SequenceLoader, Source
+from data.loader.loader import as_integers
 from data.randomness import Permutation
 from data.store import TokenStore
 from data.store.documents import Documents

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from data import store as store_module
 from data.inspect import check_shard
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import META_FILE, TokenStore, shard_name
+from data.store import store as store_module
 from data.store.documents import Documents
 from data.store.writer import StoreWriter, WriterState
 from tests.support.stores import verify
