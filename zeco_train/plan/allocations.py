@@ -1,0 +1,184 @@
+"""Amounts of memory, and a mode that sees every allocation of a pass and the bytes of its elementwise work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops.linear import Matmul
+from zeco_train.ops.operator import Target
+from zeco_train.ops.operator_registry import OPERATORS
+
+# Prime, and no factor of a model's widths: more chunks than kernels walk over at once, and few for PyTorch's loops.
+_CHUNKS = {True: 1009, False: 37}
+
+
+class Bytes(NamedTuple):
+    """An amount of memory: a part for each token of a rank, and a fixed one."""
+
+    by_token: float = 0.0
+    fixed: float = 0.0
+
+    def at(self, tokens: int) -> float:
+        """Bytes for a number of tokens."""
+        return self.by_token * tokens + self.fixed
+
+    def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
+        return Bytes(self.by_token + other.by_token, self.fixed + other.fixed)
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return Bytes(self.by_token - other.by_token, self.fixed - other.fixed)
+
+
+class Peak:
+    """The largest of several amounts; which one depends on the number of tokens."""
+
+    def __init__(self, amounts: Iterable[Bytes] = ()) -> None:
+        self.amounts = {Bytes(), *amounts}
+
+    def add(self, amount: Bytes) -> None:
+        """Take one more amount into account."""
+        if not any(amount.by_token <= other.by_token and amount.fixed <= other.fixed for other in self.amounts):
+            self.amounts.add(amount)
+
+    def at(self, tokens: int) -> float:
+        """Largest bytes for a number of tokens."""
+        return max(amount.at(tokens) for amount in self.amounts)
+
+    def over(self, base: Bytes) -> Peak:
+        """The amounts less `base`."""
+        return Peak(amount - base for amount in self.amounts)
+
+
+class Setting(NamedTuple):
+    """What the measurement of a block depends on, beside the model."""
+
+    mixer: str
+    layer: int
+    dtype: torch.dtype
+    matmul: Matmul
+    compiled: bool
+    target: Target
+    batch: int
+    in_pytorch: bool
+
+    @property
+    def tokens(self) -> int:
+        return CHUNK * _CHUNKS[not self.in_pytorch]
+
+    def amount(self, nbytes: int) -> Bytes:
+        if nbytes % _CHUNKS[not self.in_pytorch]:
+            return Bytes(0.0, nbytes)
+        return Bytes(nbytes / (self.batch * self.tokens), 0.0)
+
+
+class Allocations(TorchDispatchMode):
+    """Sees every allocation, also inside the passes of the project's own ops.
+
+    `live` is allocated since it was entered and not freed; `peak` and `traffic` count from `begin` on.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        # References keep the keys of storages from being used again.
+        self._setting, self._seen = setting, dict[int, tuple[StorageWeakRef, Bytes]]()
+        self._there = dict[int, StorageWeakRef]()
+        self.live = self.widest = Bytes()
+        self.begin()
+
+    def begin(self, parameters: Iterable[Tensor] = ()) -> None:
+        """Begin a pass. Gradients of the parameters, known by their size, are counted by FSDP's units."""
+        self._free()
+        self._uncounted = {parameter.nbytes for parameter in parameters}
+        self.peak, self.attending, self.traffic = Peak([self.live]), Peak(), Bytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = allocated_inside(func, args, self._setting)
+        self._free()
+        before = self.live
+        read = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        for x in read:
+            # What is read before it was written has been there.
+            if storage_of(x) not in self._seen:
+                self._there.setdefault(storage_of(x), StorageWeakRef(x.untyped_storage()))
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.log_sigmoid_forward.default and self._setting.target.kind == "cuda":
+            # On GPUs its second result, kept for the backward pass, is empty.
+            found = found[0], found[1].new_empty(0)
+        for amount in inside:
+            self.peak.add(before + amount)
+            if func is torch.ops.zeco.attend_backward.default:
+                self.attending.add(before + amount)
+        written = [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)]
+        is_new = sum(map(self._track, written)) > 0
+        self.peak.add(self.live)
+        if is_elementwise(func, args) and (is_new or func._schema.is_mutable):
+            self.traffic += sum((self._setting.amount(x.nbytes) for x in (*read, *written)), Bytes())
+        return found
+
+    def _track(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        if storage._cdata in (self._there.keys() | self._seen.keys()) or storage.nbytes() in self._uncounted:
+            return False
+        amount = self._setting.amount(storage.nbytes())
+        self._seen[storage._cdata] = StorageWeakRef(storage), amount
+        self.live += amount
+        self.widest = max(self.widest, amount)
+        return True
+
+    def _free(self) -> None:
+        for key, (storage, amount) in [*self._seen.items()]:
+            if storage.expired():
+                del self._seen[key]
+                self.live -= amount
+
+
+def allocated_inside(func: Any, args: Any, setting: Setting) -> Iterable[Bytes]:
+    """What a backward pass of one of the project's ops allocates, its results among it."""
+    name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
+    if not (name.startswith("zeco::") and name.endswith("_backward")):
+        return ()
+    if name == "zeco::attend_backward":
+        # Gradients are added up in the accumulation dtype: by blocks of keys, or inside FlashAttention.
+        _, q, k, v, *_ = args
+        return [sum((setting.amount(x.numel() * accumulation_dtype(x.dtype).itemsize) for x in (q, k, v)), Bytes())]
+    with Allocations(setting) as inner:
+        if name == "zeco::mix_backward":
+            operands, do, saved, _, incoming, _, of, scale, _, doc_ids, _ = args
+            local = OPERATORS[of].select(operands).backward(operands, do, saved, incoming, scale, doc_ids)
+            local.overlap()
+            grads = local.operand_grads(local.state_grad.new_empty(local.state_grad.shape))
+        else:
+            grads = torch._library.custom_ops.OPDEFS[name]._init_fn(*args)
+        del grads
+    return inner.peak.amounts
+
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "embedding_dense_backward"}
+
+
+def is_elementwise(func: Any, args: Any) -> bool:
+    """Whether an op's time is that of memory."""
+    if func.namespace != "zeco":
+        return func._schema.name.split("::")[1].rstrip("_") not in _PRODUCTS
+    if func.name() in ("zeco::mix", "zeco::mix_backward"):
+        return OPERATORS[args[1 if func.name() == "zeco::mix" else 6]].state_is_halo
+    return func.name().startswith("zeco::gated_norm")
+
+
+def storage_of(x: Tensor) -> int:
+    """A key of the tensor's memory."""
+    return x.untyped_storage()._cdata
+
+
+def stored(tensors: Iterable[Tensor], setting: Setting) -> Bytes:
+    """The memory of tensors that may share it."""
+    storages = {storage_of(x): setting.amount(x.untyped_storage().nbytes()) for x in tensors}
+    return sum(storages.values(), Bytes())
