@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 from pyarrow import parquet
 
-from data import preparation
+from data.preparation import preparation
 from data.prepare import PrepareOptions, main, prepare_store
 from data.sources.hugging_face import RECIPES, DatasetSpec, Recipe, load_recipe, open_dataset, recipe_names
 from data.store import TokenStore, read_meta

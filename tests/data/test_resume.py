@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import preparation
+from data.preparation import preparation
 from data.preparation.pipeline import Part, UnitTokenizer
 from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
