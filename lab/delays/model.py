@@ -16,7 +16,7 @@ from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.devices import Gpu, machine
 from zeco_train.plan.step_time import drift_seconds, operator_seconds, waited_seconds
-from zeco_train.plan.wire import scan_choice, scanning_blocks
+from zeco_train.plan.traffic import scan_choice, scanning_blocks
 from zeco_train.training.config import CudaGraphs
 
 # Whose layers are late in part `drift`: rank 0's all, those of both ranks in turn, or one of rank 0's.

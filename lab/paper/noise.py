@@ -20,7 +20,7 @@ from lab.paper.ours import DEVICES, gla_1b
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.step_time import operator_seconds, plan_step
-from zeco_train.plan.wire import scan_choice, scanning_blocks
+from zeco_train.plan.traffic import scan_choice, scanning_blocks
 from zeco_train.sp.backend_registry import BACKENDS
 
 # GPUs of a sequence and tokens a GPU: also 8M tokens over 256 and over 1,024.

@@ -15,7 +15,7 @@ from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.config import parse
 from zeco_train.plan.sharding import parameter_seconds
 from zeco_train.plan.step_time import plan_step
-from zeco_train.plan.wire import scan_choice
+from zeco_train.plan.traffic import scan_choice
 from zeco_train.sp.backend_registry import BACKENDS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

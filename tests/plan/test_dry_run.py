@@ -15,7 +15,7 @@ from tests.support.planning import SMALL, command, make_case
 from zeco_train.errors import ConfigError
 from zeco_train.plan import dry_run as module
 from zeco_train.plan.dry_run import DryRun, dry_run
-from zeco_train.plan.wire import count_scans
+from zeco_train.plan.traffic import count_scans
 
 CPU = ["train.device=cpu", "gpu=h200", "train.compile=never"]
 

@@ -18,11 +18,17 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.span import Span
 from zeco_train.plan.advice import legal_segments
-from zeco_train.plan.attention import attention_blocks, attention_seconds, method_costs, plan_exchanges, problem_of
+from zeco_train.plan.attention_costs import (
+    attention_blocks,
+    attention_seconds,
+    method_costs,
+    plan_exchanges,
+    problem_of,
+)
 from zeco_train.plan.memory import plan_memory
 from zeco_train.plan.report import _attention
 from zeco_train.plan.step_time import plan_step
-from zeco_train.plan.wire import count_scans, step_bytes
+from zeco_train.plan.traffic import count_scans, step_bytes
 from zeco_train.sp.attention.method import AttentionLoad
 from zeco_train.sp.attention.method_registry import METHODS, build_attention
 from zeco_train.sp.backend_registry import BACKENDS

@@ -14,7 +14,7 @@ from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import plan_memory
 from zeco_train.plan.step_time import drift_seconds, exposed_scan_seconds, operator_seconds, plan_step
-from zeco_train.plan.wire import scan_choice
+from zeco_train.plan.traffic import scan_choice
 from zeco_train.sp.backend_registry import BACKENDS
 
 # --- measurements: peak GB of a rank (on CPUs of its process), seconds per step ---

@@ -29,7 +29,7 @@ from zeco_train.plan.config import PlanSettings, describe, parse
 from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
 from zeco_train.plan.report import _assumptions, as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
-from zeco_train.plan.wire import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
+from zeco_train.plan.traffic import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.sp.baselines import LASP2
 from zeco_train.system.numbers import divisors

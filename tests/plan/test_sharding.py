@@ -22,7 +22,7 @@ from zeco_train.plan.sharding import (
     shard_group,
 )
 from zeco_train.plan.step_time import plan_step
-from zeco_train.plan.wire import parameter_traffic
+from zeco_train.plan.traffic import parameter_traffic
 
 pytestmark = pytest.mark.numeric
 

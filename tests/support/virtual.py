@@ -26,7 +26,7 @@ from torch import Tensor
 from tests.support.turns import Turns
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Costs
-from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message, Wire
 from zeco_train.collectives.worker import PendingScan, ScanJob

@@ -27,7 +27,7 @@ from zeco_train.sp.exchange import local_exchange
 from zeco_train.tracking.run_folder import RunFolder
 from zeco_train.training.optim.muon import Muon, orthogonalise
 from zeco_train.training.optim.optimizer_registry import OptimConfig, OptimizerName
-from zeco_train.training.optim.spec import AdjustLR, OptimizerSettings, Precision
+from zeco_train.training.optim.optimizer_spec import AdjustLR, OptimizerSettings, Precision
 from zeco_train.training.schedule import set_learning_rate
 
 pytestmark = pytest.mark.numeric

@@ -29,10 +29,10 @@ from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.tracking.metrics import Column, PassNumbers, StepNumbers, T
 from zeco_train.training.checks import join_ranks
-from zeco_train.training.numbers import add, clear, new_totals, over_ranks
 from zeco_train.training.optim.optimizer_registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
 from zeco_train.training.step import TrainingStep
+from zeco_train.training.step_numbers import add, clear, new_totals, over_ranks
 
 pytestmark = pytest.mark.numeric
 

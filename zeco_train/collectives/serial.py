@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.seam import ScanRequest, fold
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.plan.attention import attention_blocks, problem_of
+from zeco_train.plan.attention_costs import attention_blocks, problem_of
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.sharding import parameter_seconds

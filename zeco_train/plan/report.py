@@ -9,13 +9,13 @@ from models.spec import AttentionSpec
 from zeco_train.collectives.cost_model import Costs
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
-from zeco_train.plan.attention import attention_blocks, method_costs, method_of, plan_exchanges, problem_of
+from zeco_train.plan.attention_costs import attention_blocks, method_costs, method_of, plan_exchanges, problem_of
 from zeco_train.plan.case import Case
 from zeco_train.plan.config import PlanSettings
 from zeco_train.plan.memory import KINDS
 from zeco_train.plan.sharding import parameter_seconds, shard_group
 from zeco_train.plan.step_time import plan_step
-from zeco_train.plan.wire import (
+from zeco_train.plan.traffic import (
     costs_of,
     count_scans,
     load_of,

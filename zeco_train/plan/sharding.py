@@ -20,7 +20,7 @@ from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.devices import Machine
 from zeco_train.plan.memory import unit_bytes
-from zeco_train.plan.wire import parameter_traffic
+from zeco_train.plan.traffic import parameter_traffic
 
 
 @dataclass(frozen=True)

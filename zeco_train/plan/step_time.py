@@ -17,15 +17,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.spec import BlockSpec
-from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
-from zeco_train.plan.attention import attention_blocks, attention_seconds, plan_exchanges
+from zeco_train.plan.attention_costs import attention_blocks, attention_seconds, plan_exchanges
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
 from zeco_train.plan.sharding import exposed_parameter_seconds
-from zeco_train.plan.wire import (
+from zeco_train.plan.traffic import (
     count_scans,
     forward_passes,
     parameter_traffic,
@@ -36,7 +36,7 @@ from zeco_train.plan.wire import (
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.training.config import Dtype
-from zeco_train.training.optim.spec import Precision
+from zeco_train.training.optim.optimizer_spec import Precision
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeco_train.collectives.scan_registry import ALL_SCANS
-from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 

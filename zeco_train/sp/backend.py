@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Load
-from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan, is_matrix
 from zeco_train.sp.choose import Choice

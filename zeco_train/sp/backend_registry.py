@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.sp.all_scan_config import IN_BLOCKS, AllScanConfig

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load
-from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.symmetric import request_problem, transport_problem
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest

@@ -1,1 +1,1 @@
-"""Optimizers, one file each: `spec.py` defines their descriptor, `optimizer_registry.py` lists them by name."""
+"""Optimizers, one file each; `optimizer_spec.py` has their descriptor, `optimizer_registry.py` lists them by name."""

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from zeco_train.distributed.owned_matrices import local
 from zeco_train.ops.operator import KernelRule
-from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Parameters, decay_groups
+from zeco_train.training.optim.optimizer_spec import OptimizerSettings, OptimizerSpec, Parameters, decay_groups
 
 if TYPE_CHECKING:
     from zeco_train.kernels.adamw import Updater

@@ -18,7 +18,7 @@ from models.parameters import ParameterRule
 from models.spec import ParameterSpec
 from zeco_train.distributed.owned_matrices import WholeMatrices, assign, local
 from zeco_train.training.optim.adamw import ADAMW, FusedUpdate, gradient, moments_bytes
-from zeco_train.training.optim.spec import (
+from zeco_train.training.optim.optimizer_spec import (
     AdjustLR,
     OptimizerSettings,
     OptimizerSpec,

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from models.parameters import ParameterRule
 from zeco_train.training.optim.adamw import ADAMW
 from zeco_train.training.optim.muon import MUON
-from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Precision
+from zeco_train.training.optim.optimizer_spec import OptimizerSettings, OptimizerSpec, Precision
 
 _SPECS = (ADAMW, MUON)
 OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in _SPECS}
