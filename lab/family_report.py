@@ -12,7 +12,7 @@ from typing import Any
 
 from zeco_train.report.comparison import Run, difference, draw_losses, look
 from zeco_train.system.figures import GREY, finish_axes, new_figure, plain, save_figure, step_ticks
-from zeco_train.system.tables import markdown_table
+from zeco_train.system.terminal import markdown_table
 
 PICTURE_FILE, TABLE_FILE, CSV_FILE = "family.png", "family.md", "family.csv"
 _HEADINGS = ("model", "parameters", "steps", "last loss", "validation loss", "largest difference", "at step", "verdict")

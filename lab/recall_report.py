@@ -10,7 +10,7 @@ from statistics import mean
 
 from zeco_train.report.comparison import look
 from zeco_train.system.figures import GREY, label_axes, new_figure, plain, save_figure
-from zeco_train.system.tables import markdown_table
+from zeco_train.system.terminal import markdown_table
 
 PICTURE_FILE, TABLE_FILE = "recall_family.png", "recall_family.md"
 

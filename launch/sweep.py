@@ -31,8 +31,7 @@ from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.sp.exchange import check_softmax
 from zeco_train.system.command import docstring, errors_in_a_line
 from zeco_train.system.files import METRICS_FILE, write_durably
-from zeco_train.system.tables import format_table
-from zeco_train.system.terminal import show_any_text
+from zeco_train.system.terminal import format_table, show_any_text
 from zeco_train.tracking.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

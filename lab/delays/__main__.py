@@ -38,7 +38,7 @@ from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import Exchange
 from zeco_train.system.signals import run_command
-from zeco_train.system.tables import format_table
+from zeco_train.system.terminal import format_table
 from zeco_train.training.checks import kernel_calls
 from zeco_train.training.graphs import WARM_UP
 

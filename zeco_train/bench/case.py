@@ -28,7 +28,7 @@ from zeco_train.system.command import docstring
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
-from zeco_train.system.tables import Columns, format_table
+from zeco_train.system.terminal import Columns, format_table
 
 T = TypeVar("T")
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"

@@ -27,7 +27,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.operator_registry import DEFAULT
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.figures import GREY, finish_axes, label_axes, length_ticks, new_figure, plain, save_figure
-from zeco_train.system.tables import markdown_table
+from zeco_train.system.terminal import markdown_table
 
 if TYPE_CHECKING:
     from zeco_train.system.figures import Axes, Figure

@@ -29,7 +29,7 @@ from zeco_train.plan.traffic import (
 )
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.method_registry import METHODS
-from zeco_train.system.tables import format_heading, format_row, format_table
+from zeco_train.system.terminal import format_heading, format_row, format_table
 
 _BACKEND_COLUMNS = {
     "name": ("", "<19"),

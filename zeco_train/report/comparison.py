@@ -13,7 +13,7 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.figures import CURVES, finish_axes, new_figure, plain, save_figure, step_ticks
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.system.numbers import compact
-from zeco_train.system.tables import format_table
+from zeco_train.system.terminal import format_table
 from zeco_train.tracking.charts import smoothed
 from zeco_train.tracking.metrics import read_metrics
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.system.tables import format_heading, format_row
+from zeco_train.system.terminal import format_heading, format_row
 from zeco_train.verify.sequences import CONSTANTS, VERIFIED
 
 _STATES = ("R", "D_in", "carry_out", "dcarry_in")
