@@ -16,7 +16,7 @@ COMMANDS = {
     "train": ("zeco_train.cli", "train a model, or continue a run"),
     "prepare": ("data.prepare", "make a token store of texts or of a data set"),
     "inspect": ("data.inspect", "show and check a token store"),
-    "plan": ("zeco_train.plan.command", "memory and time of a configuration, before it runs"),
+    "plan": ("zeco_train.plan.__main__", "memory and time of a configuration, before it runs"),
     "verify": ("zeco_train.verify.command", "check every backend on this machine against fp64"),
     "bench": ("zeco_train.bench.__main__", "measure operators, backends and models"),
     "evaluate": ("zeco_train.evaluate.command", "losses at length, recall, needles and standard tasks"),

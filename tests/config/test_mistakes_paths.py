@@ -134,7 +134,7 @@ def test_export_to_a_name_that_is_no_utf8_is_refused(here: Path) -> None:
 @pytest.mark.parametrize("name", ["--json", "out", "json"])
 def test_unwritable_file_is_reported_before_work(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "arange", _no_work)
-    monkeypatch.setattr("zeco_train.plan.command.make_plan", _no_work)
+    monkeypatch.setattr("zeco_train.plan.__main__.make_plan", _no_work)
     cases = {
         "run": "is a folder; name a file",
         "missing/new.json": "its folder does not exist",

@@ -384,7 +384,7 @@ def test_command_needs_no_gpu_packages_or_process_group() -> None:
     program = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('triton', 'fla', 'transformers', 'wandb')))\n"
-        "from zeco_train.plan.command import main\n"
+        "from zeco_train.plan.__main__ import main\n"
         "assert main(['+experiment=gla_1b_8m']) == 0\n"
         "import torch.distributed as dist\n"
         "assert not dist.is_initialized()\n"

@@ -15,9 +15,9 @@ from models.parameters import cast
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
+from zeco_train.plan.__main__ import main, make_plan
 from zeco_train.plan.advice import Option, evaluate
 from zeco_train.plan.case import Case, build_case
-from zeco_train.plan.command import main, make_plan
 from zeco_train.plan.config import parse
 from zeco_train.plan.report import Plan
 from zeco_train.sp.exchange import local_exchange

@@ -19,7 +19,7 @@ def test_limited_encodings_do_not_end_command(encoding: str, monkeypatch: pytest
     monkeypatch.setattr(sys, "stdout", stdout := io.TextIOWrapper(shown, encoding))
     monkeypatch.setattr(sys, "argv", ["plan", "--help"])
     with pytest.raises(SystemExit) as end:
-        run_command("zeco_train.plan.command")
+        run_command("zeco_train.plan.__main__")
     stdout.flush()
     assert not end.value.code
     assert shown.getvalue() == f"{describe()}\n".encode(encoding, "replace")
