@@ -23,8 +23,8 @@
 #   CLUSTER_INTERFACE    network interface of the cluster's own network, for example ib0; default: all interfaces
 # Trusted networks only: the connections between ranks (TCPStore, gloo, NCCL) have no authentication, and ranks exchange
 # pickled objects over them, so anyone who can connect to them can run code as you. Each start has a random id, port and
-# key. The key signs torchrun's rendezvous, whose state is also a pickle; it protects nothing else. If nodes have more
-# than one network, set CLUSTER_INTERFACE: rendezvous, checks, the ranks' store, gloo and NCCL then listen only on it.
+# key. The key is that of the checks; it protects nothing else. If nodes have more than one network, set
+# CLUSTER_INTERFACE: rendezvous, checks, the ranks' store, gloo and NCCL then listen only on it.
 # Save and stop for good: scancel JOB. Save and restart: scancel --batch --signal=USR1 JOB.
 #SBATCH --job-name=zeco
 #SBATCH --nodes=32

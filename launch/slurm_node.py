@@ -1,25 +1,23 @@
 """torchrun on one node of a Slurm job: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`.
 
-What differs from torchrun: the rendezvous is signed, SIGUSR1 does not end it, compiled kernels go to the node's own
-disk, a rank's output goes to a file named by its global rank (rank 0: to the job's output), and the exit code is the
-reason why the ranks ended. srun reports the largest code of all nodes, so the codes are ordered by priority:
+What differs from torchrun: SIGUSR1 does not end it, the store may listen on one interface only, compiled kernels go to
+the node's own disk, a rank's output goes to a file named by its global rank (rank 0: to the job's output), and the exit
+code is the reason why the ranks ended. srun reports the largest code of all nodes, so codes are ordered by priority:
 
     0     the ranks have finished
     70    a rank failed or was killed: the run can resume from its last checkpoint
     75    the ranks received a stop signal, and have saved
     100+n a rank's exit code n: a permanent error (a wrong setting, data, a loss that is not finite)
 
-The agents of all nodes keep the rendezvous state in a TCPStore on the first node, as a pickle, which can run any code
-when it is read. Anyone who can connect can set the store's keys, so the state carries an HMAC with RENDEZVOUS_KEY,
-which is checked before unpickling. This does not protect the ranks, whose own connections have no authentication: train
-in trusted networks only; CLUSTER_INTERFACE keeps other networks out.
+The rendezvous is torch's static one: Slurm numbers the nodes, and the agents exchange JSON through a TCPStore on the
+first. torchrun's default, `c10d`, stores a pickle there, which can run any code when another agent reads it. The ranks'
+own connections have no authentication: train in trusted networks only; CLUSTER_INTERFACE keeps other networks out.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import hmac
 import os
 import shutil
 import signal
@@ -40,11 +38,10 @@ with quick_imports():
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousStateError
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, get_args_parser
 
@@ -61,67 +58,26 @@ _REPORTED = {*_FINAL_CODES, OutOfMemoryError.exit_code}
 _TAIL_LINES = 20
 # Longer than the time that ranks give rank 0 to report an error before all ranks have joined.
 _SECONDS_FOR_OTHERS = 30.0
-_STORE_TIMEOUT, _JOIN_TIMEOUT = timedelta(seconds=300), timedelta(seconds=600)
-# Name of the rendezvous for torchrun, and size of an HMAC-SHA256.
-_BACKEND, _MAC_BYTES = "zeco-c10d", 32
+# For all nodes to start.
+_TIMEOUT = timedelta(seconds=600)
+# Name of the rendezvous for torchrun.
+_BACKEND = "zeco-static"
 
 
-class SignedBackend(dynamic.RendezvousBackend):
-    """A backend whose state is signed by `key`; raises RendezvousStateError for a state without a valid HMAC."""
-
-    name = _BACKEND
-
-    def __init__(self, backend: dynamic.RendezvousBackend, key: bytes) -> None:
-        self._backend, self._key = backend, key
-
-    def get_state(self) -> tuple[bytes, dynamic.Token] | None:
-        """The verified state."""
-        found = self._backend.get_state()
-        return None if found is None else (self._open(found[0]), found[1])
-
-    def set_state(self, state: bytes, token: dynamic.Token | None = None) -> tuple[bytes, dynamic.Token, bool] | None:
-        """Sign and set the state; returns the verified one."""
-        found = self._backend.set_state(hmac.digest(self._key, state, "sha256") + state, token)
-        return None if found is None else (self._open(found[0]), *found[1:])
-
-    def _open(self, signed: bytes) -> bytes:
-        mac, state = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, hmac.digest(self._key, state, "sha256")):
-            raise RendezvousStateError("the rendezvous' state is not signed by this job: somebody else writes there")
-        return state
-
-
-class _Handler(dynamic.DynamicRendezvousHandler):
-    # Makes the ranks' store, on rank 0's node, listen on a single address.
-    listen_address: str | None = None
-
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return _serve(self.listen_address, master_addr, master_port)
-
-
-def _serve(listen_address: str | None, name: str, port: int) -> TCPStore:
-    if listen_address is None:  # on all interfaces
-        return TCPStore(name, port, is_master=True, multi_tenant=True, timeout=_STORE_TIMEOUT)
-    # TCPStore has no listen address, but takes a socket that listens already. Port 0: a free one.
-    listening = socket.create_server((listen_address, port))
-    port, handle = listening.getsockname()[1], listening.detach()
-    return TCPStore(listen_address, port, None, True, _STORE_TIMEOUT, multi_tenant=True, master_listen_fd=handle)
-
-
-def _meet(key: bytes, is_host: bool, host: str, port: int, parameters: RendezvousParameters) -> _Handler:
-    # The key is not one of the parameters, since torchrun logs those.
+def _meet(node: int, host: str, port: int, parameters: RendezvousParameters) -> StaticTCPRendezvous:
     address = parameters.local_addr
     try:
-        if is_host:
-            store = _serve(address, host, port)
+        if node > 0 or address is None:  # without an address the first node's store listens on all interfaces
+            store = TCPStore(host, port, is_master=node == 0, multi_tenant=True, timeout=_TIMEOUT)
         else:
-            store = TCPStore(host, port, is_master=False, multi_tenant=True, timeout=_STORE_TIMEOUT)
+            # TCPStore has no listen address, but takes a socket that listens already.
+            handle = socket.create_server((address, port)).detach()
+            store = TCPStore(address, port, None, True, _TIMEOUT, multi_tenant=True, master_listen_fd=handle)
     except (OSError, ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(str(error)) from error
-    backend = SignedBackend(C10dRendezvousBackend(store, parameters.run_id), key)
-    sizes, timeout = (parameters.min_nodes, parameters.max_nodes), dynamic.RendezvousTimeout(join=_JOIN_TIMEOUT)
-    handler = _Handler.from_backend(parameters.run_id, store, backend, *sizes, address, timeout)
-    handler.listen_address = address
+    seconds = int(_TIMEOUT.total_seconds())
+    handler = StaticTCPRendezvous(host, port, node, parameters.max_nodes, parameters.run_id, seconds)
+    handler._store = store
     return handler
 
 
@@ -154,8 +110,8 @@ class RankFiles(DefaultLogsSpecs):
 
 def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: str | None) -> int:
     node = int(os.environ["SLURM_PROCID"])
-    # Ranks do not need it, and some programs print their environment.
-    key = os.environ.pop("RENDEZVOUS_KEY")
+    # Of the checks: ranks do not need it, and some programs print their environment.
+    del os.environ["RENDEZVOUS_KEY"]
     # Slurm sends it to every process of a step; ranks inherit this setting, and install their own handlers.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # torchrun's own log, and that of its C++ code, goes to a file; errors to the job's output.
@@ -167,7 +123,7 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
     arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=0", f"--rdzv-backend={_BACKEND}"]
     arguments += [f"--rdzv-id={os.environ['RENDEZVOUS_ID']}", f"--rdzv-endpoint={host}:{port}"]
     arguments += [] if address is None else [f"--local-addr={address}"]
-    registry.register(_BACKEND, partial(_meet, key.encode(), node == 0, host, port))
+    registry.register(_BACKEND, partial(_meet, node, host, port))
     config, entrypoint, entry_arguments = config_from_args(get_args_parser().parse_args([*arguments, *command]))
     files = config.logs_specs = RankFiles(output, console)
     ended = output / f"node_{node:04d}.ended"
@@ -178,8 +134,8 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
     except ChildFailedError as error:
         lines, code = _explain(*error.get_first_failure(), files)
         ended.touch()
-        if node == 0 or 0 in files.ranks:
-            # Wait inside the handler: `error` keeps the agent and its stores alive. Without them the other ranks could
+        if node == 0:
+            # Wait inside the handler: `error` keeps the agent and its store alive. Without it the other ranks could
             # not find out which rank failed and whether it has been reported, and torchrun on other nodes would kill
             # ranks that are exiting.
             deadline = time.monotonic() + _SECONDS_FOR_OTHERS
@@ -187,7 +143,7 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
                 time.sleep(0.2)
     except SignalException as error:
         lines, code = [f"{error.sigval.name}: the ranks of node {node} were told to stop"], SAVED
-    except (RendezvousError, dist.DistError) as error:
+    except (RendezvousError, dist.DistError, ValueError) as error:  # ValueError: what somebody else wrote is no JSON
         problem, code = str(error).partition("\n")[0], FAILED
         lines = [f"node {node} has no connection to the first one at {host}:{port}: {problem}"]
     finally:

@@ -23,7 +23,7 @@ from zeco_train.bench import __main__ as bench
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
-from zeco_train.plan import command as plan
+from zeco_train.plan import __main__ as plan
 from zeco_train.report import __main__ as report
 from zeco_train.system.files import lock_path
 from zeco_train.system.paths import path_problem
