@@ -64,7 +64,12 @@ _TIMEOUT = timedelta(seconds=600)
 _BACKEND = "zeco-static"
 
 
-def _meet(node: int, host: str, port: int, parameters: RendezvousParameters) -> StaticTCPRendezvous:
+class _Rendezvous(StaticTCPRendezvous):
+    def get_backend(self) -> str:
+        return _BACKEND
+
+
+def _meet(node: int, host: str, port: int, parameters: RendezvousParameters) -> _Rendezvous:
     address = parameters.local_addr
     try:
         if node > 0 or address is None:  # without an address the first node's store listens on all interfaces
@@ -76,7 +81,7 @@ def _meet(node: int, host: str, port: int, parameters: RendezvousParameters) -> 
     except (OSError, ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(str(error)) from error
     seconds = int(_TIMEOUT.total_seconds())
-    handler = StaticTCPRendezvous(host, port, node, parameters.max_nodes, parameters.run_id, seconds)
+    handler = _Rendezvous(host, port, node, parameters.max_nodes, parameters.run_id, seconds)
     handler._store = store
     return handler
 
