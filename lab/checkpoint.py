@@ -19,7 +19,8 @@ from typing import Self
 
 import torch.distributed as dist
 
-from zeco_train.bench.case import Case, Report
+from lab.bench_case import LabCase
+from zeco_train.bench.case import Report
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.samples import Row, slowest_rank
 from zeco_train.bench.session import Session
@@ -219,7 +220,7 @@ def _add_rows(report: Report, stalls: Stalls, first: Stalls, session: Session) -
         report.fail("an asynchronous save holds training up for too long")
 
 
-CASE = Case(CheckpointConfig, run, keeps_log=False)
+CASE = LabCase(CheckpointConfig, run, keeps_log=False)
 main = CASE.main
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from data.loader import Batch, DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store.documents import Documents
 from data.store.writer import StoreWriter
-from zeco_train.bench.case import Case, Report
+from lab.bench_case import LabCase
+from zeco_train.bench.case import Report
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
@@ -145,7 +146,7 @@ def _disk_bytes() -> int | None:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-CASE = Case(LoaderConfig, run, keeps_log=False)
+CASE = LabCase(LoaderConfig, run, keeps_log=False)
 main = CASE.main
 
 if __name__ == "__main__":

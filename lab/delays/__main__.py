@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.bench_case import LabCase
 from lab.delays.config import DelaysConfig
 from lab.delays.hops import measure_chains, measure_hops
 from lab.delays.model import OVERLAPS, PATTERNS, Predicted, gpu_of, late_by
 from lab.delays.spins import Place, Spins, spinning
 from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
-from zeco_train.bench.case import Case, Report, time_columns
+from zeco_train.bench.case import Report, time_columns
 from zeco_train.bench.operands import Inputs, Shape
 from zeco_train.bench.operator import TOLERANCE, operator_step
 from zeco_train.bench.runner import Runner, Subject
@@ -391,7 +392,7 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-CASE = Case(DelaysConfig, run)
+CASE = LabCase(DelaysConfig, run)
 main = CASE.main
 
 if __name__ == "__main__":

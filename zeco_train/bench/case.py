@@ -10,21 +10,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from zeco_train.bench import figures
-from zeco_train.bench.config import CaseConfig, describe
+from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.stored import FORMAT
 from zeco_train.config.schema import to_plain
-from zeco_train.lifecycle.end import Advice, Job, run_job
-from zeco_train.system.command import docstring
+from zeco_train.lifecycle.end import Advice, Job
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
@@ -101,8 +98,10 @@ class Report:
             self._session.spent(time.monotonic() - started)
 
     def finish(self) -> None:
-        """Write everything, final notes included."""
+        """Write everything, final notes included, and plot it."""
         self._session.agree(self._write)
+        if self._session.mesh.is_main:
+            figures.plot([self.as_json()], self.folder)
 
     def as_json(self) -> dict[str, Any]:
         """The content of results.json."""
@@ -157,28 +156,21 @@ def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10"
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark: its settings, and what measures with them.
-
-    `keeps_log`: store what the project logs meanwhile; not of cases that train, which log every step.
-    """
+    """A benchmark: its settings, and what measures with them."""
 
     config: type[CaseConfig]
     run: Callable[[Any, Session], Report]
-    keeps_log: bool = True
 
     def measure(self, config: CaseConfig, session: Session) -> Report:
-        """Run, and plot the results.
+        """Run, store what the project logs meanwhile, and plot the results.
 
         Raises:
             ZecoError: a wrong result, an unwritable folder, or a lost rank.
         """
-        lines = LogLines(session)
-        with lines if self.keeps_log else nullcontext():
+        with LogLines(session) as lines:
             report = self.run(config, session)
         report.notes += lines.texts
         report.finish()
-        if session.mesh.is_main:
-            figures.plot([report.as_json()], report.folder)
         return report
 
     def start(self, arguments: Sequence[str], job: Job) -> int:
@@ -191,16 +183,3 @@ class Case:
         if session.mesh.is_main:
             print(f"results are in {report.folder}", flush=True)
         return 1 if report.failures else 0
-
-    def main(self, arguments: Sequence[str]) -> int:
-        """The case as a command of its own, `python -m MODULE [KEY=VALUE …]`; returns the exit code."""
-        return run_job(partial(self._main, arguments), ADVICE)
-
-    def _main(self, arguments: Sequence[str], job: Job) -> int:
-        if {"-h", "--help"}.isdisjoint(arguments):
-            return self.start(arguments, job)
-        if job.launch.rank == 0:
-            module = sys.modules[self.run.__module__]
-            name = module.__name__.removesuffix(".__main__").rpartition(".")[2]
-            print(f"{docstring(module)}\n\n{describe({name: self.config})}")
-        return 0
