@@ -72,7 +72,6 @@ class AttentionVariant:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is linear attention."""
         return self.backend is not None
 
     @property

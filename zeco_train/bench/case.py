@@ -141,7 +141,6 @@ class LogLines(logging.Handler):
         self._logger.setLevel(self._level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print and store a line, unless it has been before."""
         text = record.getMessage()
         if text not in self.texts:
             self.texts.append(text)

@@ -70,7 +70,6 @@ class Shape:
 
     @property
     def state_elements(self) -> int:
-        """Elements of the operator's state."""
         operator = OPERATORS[self.operator]
         return math.prod(operator.state_shape([torch.empty(self.sizes(dims), device="meta") for dims in operator.dims]))
 

@@ -121,7 +121,6 @@ class Session:
             exchange.drain()
 
     def forget(self, purpose: str) -> None:
-        """Drop what is cached for a purpose."""
         self._exchanges = {key: each for key, each in self._exchanges.items() if key[0] != purpose}
 
     def settle(self) -> None:

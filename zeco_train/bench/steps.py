@@ -62,7 +62,6 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """The name of the variant."""
         return self.variant.name
 
     def as_row(self, session: Session) -> Row:

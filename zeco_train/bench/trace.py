@@ -124,7 +124,6 @@ class Overlap:
 
     @property
     def idle(self) -> str:
-        """For notes."""
         text = f"{self.num_kernels} kernels, none of which runs for {self.idle_us / 1e3:.2f} ms"
         return f"{text}, for {self.longest_idle_us:.1f} µs at most at a time"
 

@@ -81,7 +81,6 @@ class Variant:
 
     @property
     def file_name(self) -> str:
-        """The name without colons."""
         return self.name.replace(":", "-")
 
     def sp_config(self, state_elements: int) -> SPConfig:

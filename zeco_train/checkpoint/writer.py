@@ -74,7 +74,6 @@ class CheckpointWriter(FileSystemWriter):
         return Path(self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Remember whether this rank is the coordinator."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
 

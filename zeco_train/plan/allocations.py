@@ -27,7 +27,6 @@ class Bytes(NamedTuple):
     fixed: float = 0.0
 
     def at(self, tokens: int) -> float:
-        """Bytes for a number of tokens."""
         return self.by_token * tokens + self.fixed
 
     def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
@@ -44,7 +43,6 @@ class Peak:
         self.amounts = {Bytes(), *amounts}
 
     def add(self, amount: Bytes) -> None:
-        """Take one more amount into account."""
         if not any(amount.by_token <= other.by_token and amount.fixed <= other.fixed for other in self.amounts):
             self.amounts.add(amount)
 

@@ -58,7 +58,6 @@ class Case:
 
     @property
     def recompute(self) -> Recompute:
-        """What the backward pass recomputes."""
         return self.config.train.recompute
 
     @property
@@ -149,7 +148,6 @@ class Case:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model."""
         return spec_of(self.config.model)
 
     def measured(self, name: str) -> BlockMemory:

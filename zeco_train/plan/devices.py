@@ -68,7 +68,6 @@ class Machine:
 
     @property
     def target(self) -> Target:
-        """What calls run on."""
         return Target("cpu") if self.is_cpu else Target("cuda", _DATA_SHEETS[Gpu(self.name)][0])
 
 

@@ -69,7 +69,6 @@ class DryRun:
     peak: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
         return asdict(self)
 
     def as_text(self, option: Option) -> str:

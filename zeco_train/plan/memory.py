@@ -44,7 +44,6 @@ class Memory:
 
     @property
     def phase(self) -> str:
-        """The phase with the peak."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
@@ -64,7 +63,6 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the usable memory."""
         return self.peak <= self.usable
 
 

@@ -49,12 +49,10 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self.seconds.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second, over all ranks."""
         return self.tokens / self.total
 
     @property

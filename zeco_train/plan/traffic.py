@@ -30,7 +30,6 @@ class Scans:
 
     @property
     def total(self) -> int:
-        """Scans in both directions."""
         return self.forward + self.backward
 
 
@@ -162,7 +161,6 @@ class ParameterTraffic:
 
     @property
     def total(self) -> float:
-        """All bytes sent."""
         return self.gathered + self.scattered + self.summed
 
 

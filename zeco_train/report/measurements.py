@@ -73,7 +73,6 @@ class Measurement:
     ratio: float | None = None
 
     def as_dict(self) -> Row:
-        """Fields by name, and those of the layout."""
         return asdict(self) | {"layout": self.layout.as_dict()}
 
 

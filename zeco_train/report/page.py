@@ -83,7 +83,6 @@ class Table:
     rows: Sequence[Sequence[tuple[Any, str]]]
 
     def is_number(self, column: int) -> bool:
-        """Whether a column has numbers."""
         return any(isinstance(row[column][0], int | float) for row in self.rows)
 
 

@@ -86,12 +86,10 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """Per-token perplexity."""
         # math.exp raises an OverflowError above 709.
         return math.exp(self.mean) if self.mean < 700 else math.inf
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         own = {"loss": self.mean, "error": self.error, "perplexity": self.perplexity, "by_store": self.by_store}
         return own | {"by_position": self.by_position.as_dict()}
 

@@ -129,7 +129,6 @@ class Recorder:
         return self._tracker.begin(config, start, progress.logger_run_id)
 
     def note(self, text: str) -> None:
-        """Show a line to the user."""
         logger.info(text)
         self._display.note(text)
 
@@ -141,7 +140,6 @@ class Recorder:
         self._spent[column] += time.monotonic() - began
 
     def add(self, result: StepResult, progress: Progress) -> None:
-        """Add a finished step."""
         self._since_row.append(result)
         self._steps_done += 1
         logger.info("step %d: sequences %s", progress.step, result.sequence_ids)

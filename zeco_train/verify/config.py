@@ -171,7 +171,6 @@ class VerifyConfig:
 
     @property
     def operators(self) -> list[str]:
-        """Those to verify."""
         return [DEFAULT, SOFTMAX] if self.operator is None else [self.operator]
 
     @property
@@ -200,7 +199,6 @@ class VerifyConfig:
         return self.key_heads or (self.heads if self.heads % 2 else self.heads // 2)
 
     def windows(self, tokens: int) -> list[int | None]:
-        """The windows of cases with a number of tokens per rank."""
         return [None, tokens + tokens // 2] if self.window is None else [self.window or None]
 
 

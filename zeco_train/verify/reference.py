@@ -32,12 +32,10 @@ class SequenceRank:
 
     @classmethod
     def of(cls, mesh: ProcessMesh) -> SequenceRank:
-        """The place of this process."""
         return cls(mesh.sp_rank, mesh.sp_size, mesh.devices.get_group("sp") if mesh.sp_size > 1 else None)
 
     @property
     def is_last(self) -> bool:
-        """Whether the rank has the end of the sequence."""
         return self.rank == self.size - 1
 
 

@@ -107,7 +107,6 @@ class VerifyRow:
         return texts
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
         ranks = [
             {tensor: {"error": d.error, "ratio": d.ratio} for tensor, d in sorted(deviations.items())}
             for deviations in self.deviations

@@ -49,7 +49,6 @@ class RankedSequence:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the whole sequence."""
         return self.tokens * self.num_ranks
 
     @property
@@ -162,13 +161,11 @@ class AttentionSequence(RankedSequence):
 
     @property
     def layout(self) -> str:
-        """What the table says of it."""
         window = "" if self.window is None else f", window {self.window}"
         return f"{SOFTMAX}, {'documents' if self.documents else 'one document'}{window}"
 
     @property
     def scale(self) -> float:
-        """Factor of the scores."""
         return float(self.key_dim**-0.5)
 
     def part(self, rank: int) -> dict[str, Tensor]:

@@ -116,7 +116,6 @@ class StepCase:
 
     @property
     def model(self) -> LanguageModelConfig:
-        """The model."""
         known = MIXERS[self.mixer].config_class
         widths = {each.name for each in dataclasses.fields(LanguageModelConfig)} | {"expand_k", "expand_v"}
         shared = {
@@ -134,7 +133,6 @@ class StepCase:
 
     @property
     def optimizer(self) -> OptimConfig:
-        """Its settings."""
         return OptimConfig(lr=1e-2, name=OptimizerName[self.optim])
 
 

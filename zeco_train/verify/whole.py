@@ -115,7 +115,6 @@ class Whole:
         return operator.state_shape([torch.empty(self._shape(dims), device="meta") for dims in operator.dims])
 
     def position(self, exchange: Exchange, piece: int) -> SequencePosition:
-        """Position of a shard."""
         # With a carry a token precedes the sequence, so that the first document continues.
         (segment, rank), before = divmod(piece, self.ranks), int(self.carry)
         shards = range(segment * self.ranks, (segment + 1) * self.ranks + 1)
@@ -248,7 +247,6 @@ class Expected:
 
     @classmethod
     def of(cls, whole: Whole, pieces: list[Results]) -> Expected:
-        """The results of this sequence."""
         # A query that reads one key has no gradient.
         return cls(pieces, {"dq": "dv", "dk": "dv"} if whole.operator == SOFTMAX else {"dg": "dg"})
 
