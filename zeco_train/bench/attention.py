@@ -89,8 +89,8 @@ class AttentionConfig(RunsConfig):
     kernels: Kernels = Kernels.auto
     check_tokens: int = -1
 
-    def _check(self) -> None:
-        super()._check()
+    def validate(self) -> None:
+        super().validate()
         unknown = [name for name in self.variants if name not in VARIANTS]
         if not self.variants or unknown or len(set(self.variants)) < len(self.variants):
             allowed = f"must be a list of different ones of {', '.join(VARIANTS)}"

@@ -55,9 +55,6 @@ class CaseConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        self._check()
-
-    def _check(self) -> None:
         check_least(self, seed=0)
         if self.out:
             check_path("out", self.out)
@@ -84,8 +81,8 @@ class BenchConfig(CaseConfig):
     warmup: int = 5
     variants: list[str] = field(default_factory=list)
 
-    def _check(self) -> None:
-        super()._check()
+    def validate(self) -> None:
+        super().validate()
         check_least(self, warmup=1)
 
 
@@ -103,8 +100,8 @@ class RunsConfig(BenchConfig):
     flush_mb: int = -1
     graph: bool = False
 
-    def _check(self) -> None:
-        super()._check()
+    def validate(self) -> None:
+        super().validate()
         check_least(self, runs=1, flush_mb=-1)
 
     def _check_operation(self, passes: list[str], check_tokens: int, least: int) -> None:
@@ -131,8 +128,8 @@ class CollectivesConfig(RunsConfig):
     value_dim: int = 128
     graph_operations: int = 10
 
-    def _check(self) -> None:
-        super()._check()
+    def validate(self) -> None:
+        super().validate()
         _ = self.chosen
         check_least(self, key_dim=1, value_dim=1, graph_operations=1)
         if not self.sizes_mb:
@@ -184,8 +181,8 @@ class OperatorConfig(RunsConfig):
     kernels: Kernels = Kernels.auto
     trace: bool = False
 
-    def _check(self) -> None:
-        super()._check()
+    def validate(self) -> None:
+        super().validate()
         _ = self.chosen
         self._check_lists(heads=1, tokens=1)
         self._check_operator()
@@ -271,8 +268,8 @@ class DecodeConfig(OfModelConfig):
     prefill_tokens: int = 16_384
     check_tokens: int = 200
 
-    def _check(self) -> None:
-        super()._check()
+    def validate(self) -> None:
+        super().validate()
         if not self.variants or len(set(self.variants)) < len(self.variants) or not {*self.variants} <= {*_DECODERS}:
             raise ConfigError("variants", self.variants, f"must be a list of different ones of {', '.join(_DECODERS)}")
         self._check_lists(contexts=1, batches=1)
@@ -352,8 +349,8 @@ class ModelConfig(OfModelConfig):
     check_tokens: int = 256
     trace: bool = False
 
-    def _check(self) -> None:
-        super()._check()
+    def validate(self) -> None:
+        super().validate()
         _ = self.chosen
         self._check_lists(tokens=1, **({} if self.heads is None else {"heads": 1}))
         check_least(self, seq_len=0, micro_batches=1, steps=1, segments=1, check_tokens=1)

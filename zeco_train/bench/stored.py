@@ -9,7 +9,7 @@ from typing import Any
 
 from zeco_train.errors import DataError
 from zeco_train.system.paths import is_plain_name
-from zeco_train.system.small_files import read_json
+from zeco_train.system.small_files import read_json, shown_value
 
 # Of results.json; a file without a number has format 1.
 FORMAT = 1
@@ -53,7 +53,7 @@ def load_results(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or not {"case", "rows", "world_size", "environment"} <= result.keys():
         raise OtherResultsError(path, "is no results.json of a benchmark")
     if isinstance(result["case"], str) and result["case"] not in _NEEDED:
-        raise OtherResultsError(path, f"case is {_shown(result['case'])}, not one of {', '.join(_NEEDED)}")
+        raise OtherResultsError(path, f"case is {shown_value(result['case'])}, not one of {', '.join(_NEEDED)}")
     if problem := _problem_of(result):
         raise DataError(path, problem, "measure again, or correct the file")
     return result
@@ -61,41 +61,41 @@ def load_results(path: Path) -> dict[str, Any]:
 
 def _problem_of(result: dict[str, Any]) -> str | None:
     if (number := result.get("format", FORMAT)) != FORMAT:
-        return f"format is {_shown(number)}, not {FORMAT}: another version of zeco-train wrote it"
+        return f"format is {shown_value(number)}, not {FORMAT}: another version of zeco-train wrote it"
     if not isinstance(result["case"], str):
-        return f"case is {_shown(result['case'])}, not one of {', '.join(_NEEDED)}"
+        return f"case is {shown_value(result['case'])}, not one of {', '.join(_NEEDED)}"
     if not _is_count(result["world_size"]):
-        return f"world_size is {_shown(result['world_size'])}, not a whole number ≥ 1"
+        return f"world_size is {shown_value(result['world_size'])}, not a whole number ≥ 1"
     if not isinstance(result["environment"], dict):
-        return f"environment is {_shown(result['environment'])}, not an object"
+        return f"environment is {shown_value(result['environment'])}, not an object"
     if result["case"] == "model":
         config = result.get("config")
         for name, kind in (("strategy", str), ("segments", int), ("dtype", str)):
             if not isinstance(config, dict) or not isinstance(config.get(name), kind):
                 return f"config has no {name}"
     if not isinstance(result["rows"], list):
-        return f"rows is {_shown(result['rows'])}, not a list"
+        return f"rows is {shown_value(result['rows'])}, not a list"
     problems = ((number, _problem_of_row(row, result["case"])) for number, row in enumerate(result["rows"], start=1))
     return next((f"row {number}: {problem}" for number, problem in problems if problem), None)
 
 
 def _problem_of_row(row: object, case: str) -> str | None:
     if not isinstance(row, dict):
-        return f"{_shown(row)} is not an object"
+        return f"{shown_value(row)} is not an object"
     for name, value in row.items():
         if value is None:
             continue
         if name in _TEXTS and not isinstance(value, str):
-            return f"{name} is {_shown(value)}, not text"
+            return f"{name} is {shown_value(value)}, not text"
         # A lone surrogate is not printable, and no path can have it.
         if name in _NAMES and not (is_plain_name(value) and value.isprintable()):
-            return f"{name} is {_shown(value)}, not a plain name without /"
+            return f"{name} is {shown_value(value)}, not a plain name without /"
         if name in _COUNTS and not _is_count(value):
-            return f"{name} is {_shown(value)}, not a whole number ≥ 1"
+            return f"{name} is {shown_value(value)}, not a whole number ≥ 1"
         if _NUMBERS.fullmatch(name) and not _is_number(value):
-            return f"{name} is {_shown(value)}, not a number"
+            return f"{name} is {shown_value(value)}, not a number"
         if name in _POSITIVE and not 0 < value < math.inf:
-            return f"{name} is {_shown(value)}, not a finite number > 0"
+            return f"{name} is {shown_value(value)}, not a finite number > 0"
     if row.get("median_ms") and (missing := [name for name in _NEEDED[case] if row.get(name) is None]):
         return f"lacks {', '.join(missing)}"
     return None
@@ -111,8 +111,3 @@ def _is_number(value: object) -> bool:
         return abs(value) <= _LARGEST
     # results.json may contain NaN and infinities, which count as numbers.
     return type(value) is float and (abs(value) <= _LARGEST or not math.isfinite(value))
-
-
-def _shown(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -31,22 +31,30 @@ from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.system.terminal import format_heading, format_row, format_table
 
+# By key of a row of `as_json`; `_UNITS`: of the columns, in bytes and seconds.
 _BACKEND_COLUMNS = {
     "name": ("", "<19"),
-    "scan_mb": ("MB a scan", ">10:.4g"),
-    "step_gb": ("GB a step", ">11:.4g"),
-    "scan_us": ("µs a scan", ">11:.4g"),
-    "exposed_ms": ("exposed ms", ">12:.4g"),
-    "rate": ("tokens/s/device", ">17:,.0f"),
+    "bytes_per_scan": ("MB a scan", ">10:.4g"),
+    "bytes_per_step": ("GB a step", ">11:.4g"),
+    "scan_seconds": ("µs a scan", ">11:.4g"),
+    "exposed_seconds": ("exposed ms", ">12:.4g"),
+    "tokens_per_second_per_device": ("tokens/s/device", ">17:,.0f"),
 }
 _METHOD_COLUMNS = {
     "name": ("", "<19"),
-    "forward_mb": ("MB forward", ">10:.4g"),
-    "backward_mb": ("MB backward", ">12:.4g"),
-    "step_gb": ("GB a step", ">11:.4g"),
-    "step_ms": ("ms a step", ">11:.4g"),
-    "held_gb": ("GB held", ">10:.4g"),
-    "rate": ("tokens/s/device", ">17:,.0f"),
+    "bytes_forward": ("MB forward", ">10:.4g"),
+    "bytes_backward": ("MB backward", ">12:.4g"),
+    "bytes_per_step": ("GB a step", ">11:.4g"),
+    "seconds": ("ms a step", ">11:.4g"),
+    "held_bytes": ("GB held", ">10:.4g"),
+    "tokens_per_second_per_device": ("tokens/s/device", ">17:,.0f"),
+}
+_UNITS = {
+    **dict.fromkeys(("bytes_per_scan", "bytes_forward", "bytes_backward"), 1e6),
+    **dict.fromkeys(("bytes_per_step", "held_bytes"), 1e9),
+    **dict.fromkeys(("exposed_seconds", "seconds"), 1e-3),
+    "scan_seconds": 1e-6,
+    "tokens_per_second_per_device": 1.0,
 }
 
 
@@ -260,22 +268,13 @@ def _wire(case: Case) -> list[str]:
         lines.append(f"  halos of convolutions: {halos['messages']} messages to the next rank, {sent}")
     lines += _attention_lines(case)
     states = f"  states of {case.state_bytes / 1e6:.4g} MB, {scans.total} scans a step, by backend on the same ranks:"
-    rows = [
-        {
-            "name": f"  {name}",
-            "scan_mb": row["bytes_per_scan"] / 1e6,
-            "step_gb": row["bytes_per_step"] / 1e9,
-            "scan_us": row["scan_seconds"] * 1e6,
-            "exposed_ms": row["exposed_seconds"] * 1e3,
-            "rate": row["tokens_per_second_per_device"],
-            "note": _NOTE[row["planned"]],
-        }
-        for name, row in _backends(case).items()
-    ]
+    rows = [_cells(name, row) for name, row in _backends(case).items()]
     return [*lines, states, format_table(rows, _BACKEND_COLUMNS, gap="")]
 
 
-_NOTE = {True: "(as planned)", False: ""}
+def _cells(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    scaled = {key: row[key] / unit for key, unit in _UNITS.items() if key in row}
+    return {"name": f"  {name}", **scaled, "note": "(as planned)" if row["planned"] else ""}
 
 
 def _attention_lines(case: Case) -> list[str]:
@@ -290,17 +289,7 @@ def _attention_lines(case: Case) -> list[str]:
             if "problem" in found:
                 lines.append(f"  {name:<17}{found['problem']}")
                 continue
-            cells = {
-                "name": f"  {name}",
-                "forward_mb": found["bytes_forward"] / 1e6,
-                "backward_mb": found["bytes_backward"] / 1e6,
-                "step_gb": found["bytes_per_step"] / 1e9,
-                "step_ms": found["seconds"] * 1e3,
-                "held_gb": found["held_bytes"] / 1e9,
-                "rate": found["tokens_per_second_per_device"],
-                "note": _NOTE[found["planned"]],
-            }
-            lines.append(format_row(cells, _METHOD_COLUMNS, gap=""))
+            lines.append(format_row(_cells(name, found), _METHOD_COLUMNS, gap=""))
     return lines
 
 

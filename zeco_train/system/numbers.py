@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,8 @@ def check_least(settings: object, section: str = "", /, **least: float) -> None:
 
 def divisors(number: int) -> list[int]:
     """All divisors in increasing order."""
-    found, factor = [1], 2
-    while number > 1:
-        if factor * factor > number:
-            # The remainder is prime.
-            factor = number
-        powers = [1]
-        while number % factor == 0:
-            number //= factor
-            powers.append(powers[-1] * factor)
-        found = [divisor * power for divisor in found for power in powers]
-        factor += 1
-    return sorted(found)
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

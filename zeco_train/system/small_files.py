@@ -91,3 +91,9 @@ def _check_regular(status: os.stat_result, path: str | Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def shown_value(value: object) -> str:
+    """A value from a file, for a message: in ASCII, truncated if it is long."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

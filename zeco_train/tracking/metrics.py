@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
 from zeco_train.errors import DataError
 from zeco_train.system.files import jsonable, read_errors, write_errors
 from zeco_train.system.numbers import compact
-from zeco_train.system.small_files import parse_json, read_small
+from zeco_train.system.small_files import parse_json, read_small, shown_value
 
 # A million rows are about 0.4 GB.
 _LARGEST_BYTES = 1 << 32
@@ -230,8 +230,7 @@ def step_of_row(path: str | Path, number: int, row: Mapping[str, Any]) -> int:
 
 def wrong_value(number: int, name: str, value: object, expected: str) -> str:
     """Error text for a field of a line; long values are truncated."""
-    text = ascii(value)
-    return f"line {number}: {name} is {text if len(text) <= 60 else f'{text[:60]}…'}, not {expected}"
+    return f"line {number}: {name} is {shown_value(value)}, not {expected}"
 
 
 def _number(path: str | Path, number: int, name: str, value: object) -> float | None:
