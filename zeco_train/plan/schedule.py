@@ -121,7 +121,7 @@ class Schedule:
             now = now + sum(new, Bytes()) - sum(dying, Bytes()) - sum(unread, Bytes())
         return peak, attending
 
-    def allocated_inside(self, node: fx.Node) -> Iterable[Bytes]:
+    def _inside(self, node: fx.Node) -> Iterable[Bytes]:
         def empty(x: Any) -> Any:
             value = x.meta["val"] if isinstance(x, fx.Node) else x
             if not isinstance(value, Tensor):
