@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,24 @@ def _settings_of_imports_stay() -> Iterator[None]:
     for name in settings_of_imports(os.environ).keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+class _OneServer:
+    """Of pytest-xdist's controller: its workers share the processes that ranks are forked from."""
+
+    def __init__(self) -> None:
+        self._places = {interpreted: distributed.place_of_server(interpreted) for interpreted in (False, True)}
+
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["servers"] = [*self._places.items()]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start, or use, servers that are shared."""
+    if hasattr(config, "workerinput"):
+        distributed.shared.update(config.workerinput["servers"])
+    elif config.getoption("numprocesses", None) and not config.option.collectonly:
+        config.pluginmanager.register(_OneServer())
 
 
 # Before pytest's own hook selects by marks.
