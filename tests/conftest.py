@@ -108,6 +108,7 @@ def pytest_collection_finish() -> None:
     """Let collections of garbage skip the objects of modules and tests, which stay."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(*distributed.GARBAGE)
 
 
