@@ -88,6 +88,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_OneServer())
 
 
+# The first compilation of a process takes 4 s: one worker has them all.
+COMPILING = {"models/test_decay_mixers", "models/test_feature_maps", "ops/test_gated_norm_kernel", "ops/test_loss"}
+COMPILING |= {"ops/test_selection", "ops/test_short_conv", "training/test_compile"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute the tests by file, and the files of `COMPILING` as if they were one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = super()._split_scope(nodeid)
+            return "compiling" if path.removeprefix("tests/").removesuffix(".py") in COMPILING else path
+
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 # Before pytest's own hook selects by marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
