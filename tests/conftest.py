@@ -86,6 +86,8 @@ def pytest_configure(config: pytest.Config) -> None:
         distributed.shared.update(config.workerinput["servers"])
     elif config.getoption("numprocesses", None) and not config.option.collectonly:
         config.pluginmanager.register(_OneServer())
+        # The controller collects nothing.
+        gc.enable()
 
 
 # The first compilation of a process takes 4 s: one worker has them all.
