@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,44 @@ def _settings_of_imports_stay() -> Iterator[None]:
     os.environ.update(before)
 
 
+class _OneServer:
+    """Of pytest-xdist's controller: its workers share the processes that ranks are forked from."""
+
+    def __init__(self) -> None:
+        self._places = {interpreted: distributed.place_of_server(interpreted) for interpreted in (False, True)}
+
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["servers"] = [*self._places.items()]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start, or use, servers that are shared."""
+    if hasattr(config, "workerinput"):
+        distributed.shared.update(config.workerinput["servers"])
+    elif config.getoption("numprocesses", None) and not config.option.collectonly:
+        config.pluginmanager.register(_OneServer())
+        # The controller collects nothing.
+        gc.enable()
+
+
+# The first compilation of a process takes 4 s: one worker has them all.
+COMPILING = {"models/test_decay_mixers", "models/test_feature_maps", "ops/test_gated_norm_kernel", "ops/test_loss"}
+COMPILING |= {"ops/test_selection", "ops/test_short_conv", "training/test_compile"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute the tests by file, and the files of `COMPILING` as if they were one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = super()._split_scope(nodeid)
+            return "compiling" if path.removeprefix("tests/").removesuffix(".py") in COMPILING else path
+
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 # Before pytest's own hook selects by marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -89,6 +128,7 @@ def pytest_collection_finish() -> None:
     """Let collections of garbage skip the objects of modules and tests, which stay."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(*distributed.GARBAGE)
 
 

@@ -19,7 +19,8 @@ from zeco_train.errors import CheckpointError
 
 pytestmark = pytest.mark.numeric
 
-STEPS = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=0", "data.seq_len=240", "train.eval_sequences=1"]
+STEPS = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=0", "train.eval_sequences=1"]
+STEPS += ["data.seq_len=240", "data.global_batch=2"]
 
 
 def _forget(run_dir: Path, step: int) -> None:
@@ -62,9 +63,7 @@ def half_way(folder: Path) -> dict[str, Any]:
     return run_distributed(_train_half_way, 2, str(folder))[0]
 
 
-@pytest.mark.parametrize(
-    "world_size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.campaign)]
-)
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.campaign) for size in (2, 4))])
 def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
     """One rank, a sequence-parallel group of two, or two groups; every start appends its metrics rows."""
     runs = run_distributed(_resume_on_the_same_split, world_size, str(tmp_path))[0]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import datasets
 import pyarrow
 import pytest
 from omegaconf import OmegaConf
@@ -33,6 +32,8 @@ TEXTS = [f"document {index} " + "é" * (index % 50) for index in range(300)]
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Move the library's cache to a temporary folder."""
+    import datasets  # late: every worker would import it at collection, for 2 s
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -140,6 +141,8 @@ def test_changed_dataset_is_refused_on_resume(
 
 
 def test_save_to_disk_dataset_is_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import datasets
+
     rows = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
     rows.save_to_disk(tmp_path / "one")
     chosen = rows.select(range(0, 300, 7))
@@ -162,6 +165,8 @@ def test_save_to_disk_dataset_is_prepared(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("kind", ["link", "card", "card with an absolute path", "save_to_disk"])
 def test_files_outside_of_a_data_set_are_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The data set may be a stranger's, the file a private one."""
+    import datasets
+
     rows = datasets.Dataset.from_dict({"text": ["private"]})
     folder = tmp_path / "corpus"
     if kind == "save_to_disk":

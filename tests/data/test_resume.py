@@ -384,6 +384,7 @@ def test_resume_after_max_tokens_adds_no_documents(
         assert found.meta == prepare_store(some).meta, most
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_preparation_killed_at_random_equals_unbroken_one(tmp_path: Path) -> None:
     """SIGKILL of a real process with its workers, once or repeatedly; then a run to the end."""

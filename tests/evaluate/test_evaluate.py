@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = write_store(folder / "store")
     write_store(store / "validation", num_tokens=64 * 6 + 11, seed=1)
     data = ("data=tokens", f"data.path={store}", "train.dtype=fp64", "train.eval_sequences=5")
-    trained = train_here(*data, f"run_dir={folder / 'run'}", "train.steps=2", "sp=dp", "checkpoint.every=1")
+    trained = train_here(*data, f"run_dir={folder / 'run'}", "train.steps=2", "sp=dp", "checkpoint.every=1", draws=True)
     assert trained.code == 0, trained
     return folder / "run"
 

@@ -135,6 +135,7 @@ def test_hybrid_generates_the_same_on_one_rank_and_two(tmp_path: Path, monkeypat
     assert len(texts(tmp_path / "two.json")) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_sigint_ends_generation_with_summary(run: Path, tmp_path: Path) -> None:
     arguments = [run, "--prompt", "a", "--max-tokens", "10000000", "--ignore-eos"]

@@ -238,22 +238,6 @@ def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh, name: str) -> N
         assert _tokens(generator) == expected, settings
 
 
-def _texts_over_ranks(rank: int, world_size: int) -> list[list[list[int]]]:
-    mesh, found = mesh_of(rank, world_size, world_size), []
-    for name in NAMES:
-        model = build(name)
-        scan = connect_model(SPConfig(Backend.zeco), model.config, mesh)
-        found.append(_tokens(Generator(model, ByteTokenizer(), mesh, scan, batch=2, prefill_tokens=150)))
-        scan.drain()
-    return found
-
-
-@pytest.mark.campaign
-def test_texts_over_ranks_equal_whole_sequence_reference() -> None:
-    expected = [_expected_tokens(build(name)) for name in NAMES]
-    assert run_distributed(_texts_over_ranks, 2) == [expected] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_repeated_at_a_position_leave_no_trace_in_caches(mesh: ProcessMesh, name: str) -> None:

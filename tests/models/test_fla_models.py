@@ -157,6 +157,7 @@ def test_logits_equal_fla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 < expected.abs().max() < 20
 
 
+@pytest.mark.slow
 def test_lightning_layers_equal_minimax() -> None:
     """The layer of transformers, whose heads hold q, k and v beside each other in one projection."""
     minimax = importlib.import_module("transformers.models.minimax.modeling_minimax")

@@ -106,7 +106,7 @@ def test_steps_equal_the_whole_sequence(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXERS)
 def test_sums_of_gradients_are_not_rounded_to_bf16(name: str) -> None:
     """A batch of one sequence many times has that many times its gradients, for every parameter.

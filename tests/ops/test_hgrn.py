@@ -153,7 +153,8 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
         HGRN.step(x[:, :1], g[:, :1], torch.zeros(1, 2, 3, 1).double())
 
 
-@pytest.mark.parametrize("documents", [pytest.param(None, marks=pytest.mark.slow), (0, 4, 5)])
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [pytest.param(None, marks=pytest.mark.campaign), (0, 4, 5)])
 def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
     """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
     values, scan = tensors(1, 9, 2, 4, torch.float32), local_exchange()

@@ -199,7 +199,7 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
         SHORT_CONV.step(x, weight, bias, torch.zeros(1, 1, 3, 5))
 
 
-@pytest.mark.parametrize("documents", [pytest.param(None, marks=pytest.mark.slow), (0, 4, 5)])
+@pytest.mark.parametrize("documents", [pytest.param(None, marks=pytest.mark.campaign), (0, 4, 5)])
 def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
     """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
     values, scan = tensors(1, 9, 4), local_exchange()

@@ -54,6 +54,7 @@ def _suite(rank: int, world_size: int, store: str) -> set[str]:
     return {name for scans in splits.values() for name in scans}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_recompute_gives_same_training_for_every_backend(world_size: int, tmp_path: Path) -> None:
     store = write_documents(tmp_path / "store")

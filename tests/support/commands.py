@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -19,11 +20,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from data.sources import corpora
 from tests.support.loaded import Forked, Start, can_fork, ignored_signals, loaded, python_path
 from tests.support.waiting import ENOUGH
 from zeco_train import cli
 from zeco_train.lifecycle.logs import close_logging
 from zeco_train.system.signals import STOP_SIGNALS
+from zeco_train.tracking import recorder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, str(REPOSITORY / "tests/support/torchrun.py"))
@@ -64,20 +67,31 @@ def _exit(code: int) -> NoReturn:
     raise _Exit(code)
 
 
-def train_here(*arguments: str) -> Outcome:
-    """Run `train.py` on one rank inside this process; see `run_here`."""
-    return run_here(cli.main, *SMALL, *arguments)
+# Each run reads all sources of the standard library to name its corpus.
+_read = corpora.standard_library_documents
+_read_once = functools.cache(_read)
+
+
+def train_here(*arguments: str, draws: bool = False) -> Outcome:
+    """Run `train.py` on one rank inside this process; see `run_here`. Pictures would take a third of its time."""
+    if draws:
+        return run_here(cli.main, *SMALL, *arguments)
+    with mock.patch.multiple(recorder, plot_run=mock.DEFAULT, plot_validations=mock.DEFAULT):
+        return run_here(cli.main, *SMALL, *arguments)
 
 
 def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
     """Run a command on one rank inside this process, however it exits; much faster than a subprocess."""
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    # A test may have replaced it.
+    read = _read_once if corpora.standard_library_documents is _read else corpora.standard_library_documents
     try:
         with (
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             mock.patch("os._exit", _exit),
+            mock.patch.object(corpora, "standard_library_documents", read),
             # Restore the environment: a command sets variables for itself and its children.
             mock.patch.dict(os.environ),
         ):

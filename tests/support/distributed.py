@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -11,24 +12,59 @@ import resource
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
-
-from tests.support import interpreter
 
 # CPU time of all ranks that have reported a result. Forked ranks are not children of the test process.
 cpu_seconds = 0.0
 # Thresholds of garbage collections. By the defaults they take a tenth of a rank's time: torch's first uses make many
 # objects that stay.
 GARBAGE = 20_000, 20, 20
+
+
+class _Shared(forkserver.ForkServer):
+    """Another process's server."""
+
+    def __init__(self, place: Sequence[Any]) -> None:
+        super().__init__()
+        self._forkserver_address, self._forkserver_authkey = place
+        # Each fork is given one; the server ends with the process that started it.
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
+
+    def ensure_running(self) -> None:
+        pass
+
+
+# Of pytest's controller, if this process is one of its workers: places by whether kernels are interpreted.
+shared: dict[bool, Sequence[Any]] = {}
+
+
+@functools.cache
+def _server(interpreted: bool) -> forkserver.ForkServer:
+    """The process that ranks are forked from, which has imported the trainer, or the kernels interpreted."""
+    if interpreted in shared:
+        return _Shared(shared[interpreted])
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([f"tests.support.preloaded{'_kernels' if interpreted else ''}"])
+    return server
+
+
+def place_of_server(interpreted: bool) -> tuple[Any, Any]:
+    """Start it; what another process needs to use it."""
+    server = _server(interpreted)
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if interpreted else {}):
+        server.ensure_running()
+    return server._forkserver_address, getattr(server, "_forkserver_authkey", None)  # type: ignore[attr-defined]
 
 
 class RankError(AssertionError):
@@ -65,8 +101,6 @@ def run_distributed(
     is_interpreted = backend == "gloo" and os.environ.get("TRITON_INTERPRET") == "1"
     fresh = not is_interpreted and (fresh or "nccl" in backend)
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
-    if not fresh:
-        context.set_forkserver_preload(["tests.support.preloaded"])
     with tempfile.TemporaryDirectory(prefix="zeco-test-") as folder:
         store = str(Path(folder) / "store")
         ranks: dict[Connection, tuple[int, BaseProcess]] = {}
@@ -77,7 +111,10 @@ def run_distributed(
                 args=(theirs, fn, rank, world_size, store, backend, timeout, dict(os.environ), args),
                 daemon=True,
             )
-            with interpreter.forking() if is_interpreted else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if not fresh:
+                    connect = _server(is_interpreted).connect_to_new_process
+                    stack.enter_context(mock.patch.object(forkserver, "connect_to_new_process", connect))
                 process.start()
             theirs.close()
             ranks[ours] = (rank, process)

@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import inspect
-from collections.abc import Iterator
-from multiprocessing import forkserver
 from typing import Any
-from unittest import mock
-
-
-@functools.cache
-def _server() -> forkserver.ForkServer:
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(["tests.support.preloaded_kernels"])
-    return server
-
-
-@contextlib.contextmanager
-def forking() -> Iterator[None]:
-    """Start processes of `multiprocessing`'s context "forkserver" from one that has imported the kernels interpreted.
-
-    Call after TRITON_INTERPRET=1 is set. The imports and first uses take 5 s of CPU time, and happen once.
-    """
-    with mock.patch.object(forkserver, "connect_to_new_process", _server().connect_to_new_process):
-        yield
 
 
 def quicken() -> None:

@@ -1,16 +1,20 @@
 """Keeps the tests out of the user's folders; import it before packages that read these variables when imported.
 
 Homes and caches lie in a folder of the tests, which is kept between their runs: compiling again would take minutes.
+Also halts garbage collection until all tests are collected: what imports and collection make stays.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import site
 import tempfile
 from pathlib import Path
 
 from zeco_train.system.code_cache import private_folder
+
+gc.disable()
 
 # Where the user may have put them; without these variables, they lie below the home.
 _NAMED = {"ZECO_CACHE", "NETRC", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TRITON_HOME", "CUDA_CACHE_PATH"}

@@ -1,6 +1,6 @@
 """What interpreted kernels need before their first launch, in the process that they are forked from.
 
-With TRITON_INTERPRET=1; see `tests.support.interpreter.forking`.
+With TRITON_INTERPRET=1; see `tests.support.distributed`.
 """
 
 import gc

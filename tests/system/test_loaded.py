@@ -17,7 +17,8 @@ import pytest
 from tests.support.commands import REPOSITORY, TORCHRUN, Command, Outcome, is_running
 from tests.support.waiting import ENOUGH
 
-pytestmark = pytest.mark.processes
+# Nothing else in the fast set starts a loaded process, which imports for seconds.
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 # What a process can see of its start.
 REPORT = """
@@ -95,7 +96,6 @@ def kind(command: Command) -> str:
     return "fork" if b"tests.support" in Path(f"/proc/{command.pid}/cmdline").read_bytes() else "fresh"
 
 
-@pytest.mark.slow
 def test_fork_sees_and_ends_as_fresh_process(tmp_path: Path) -> None:
     found: dict[str, dict[str, Any]] = {"fork": {}, "fresh": {}}
     for name, (line, code) in ENDS.items():
@@ -129,7 +129,6 @@ def launched(folder: Path, lines: list[str], fresh: bool, *options: str) -> tupl
         return command.wait(), reports(folder, command.pid)
 
 
-@pytest.mark.slow
 def test_ranks_and_restarts_equal_those_of_fresh_launcher(tmp_path: Path) -> None:
     """The first attempt fails by a signal on rank 1, once rank 0 has reported, too; the second one passes."""
     lines = [
@@ -151,7 +150,6 @@ def test_ranks_and_restarts_equal_those_of_fresh_launcher(tmp_path: Path) -> Non
     assert len({*numbers}) == len(numbers) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
@@ -197,7 +195,6 @@ def test_leaving_the_block_ends_forked_ranks(tmp_path: Path) -> None:
     wait_for_end(processes)
 
 
-@pytest.mark.slow
 def test_cpu_time_of_forked_ranks_counts_as_of_children(tmp_path: Path) -> None:
     """Once: by their launcher, whose time is added when it is waited for."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.waiting import ENOUGH
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import load_config, to_plain
 from zeco_train.errors import DataError
@@ -22,8 +21,6 @@ from zeco_train.tracking.charts import plot_run
 from zeco_train.tracking.loggers import ExperimentLogger
 from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics
 from zeco_train.tracking.recorder import Recorder, StepResult, peak_flops
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def metrics(step: int, loss: float = 5.0, **values: object) -> StepMetrics:
@@ -107,17 +104,17 @@ def test_extra_may_not_override_columns() -> None:
         metrics(1, extra={"step": 3, "lr": 1.0, "mine": 2}).as_dict()
 
 
+def _write_rows_and_die(rank: int, world_size: int, path: str) -> None:
+    writer = LineWriter(path)
+    for step in range(1, 101):
+        writer.append({"step": step, "loss": 5.0})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.processes
 def test_killed_writer_loses_no_complete_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    script = (
-        "import os, signal, sys; from zeco_train.tracking.metrics import LineWriter\n"
-        "writer = LineWriter(sys.argv[1])\n"
-        "for step in range(1, 101): writer.append({'step': step, 'loss': 5.0})\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=REPOSITORY, timeout=ENOUGH)
-    assert done.returncode == -9
+    assert run_distributed(_write_rows_and_die, 1, str(path), may_die=[0]) == [None]
     assert [row["step"] for row in read_metrics(path)] == [*range(1, 101)]
 
 

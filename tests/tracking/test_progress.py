@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
-from tests.tracking.test_metrics import REPOSITORY, metrics
+from tests.tracking.test_metrics import metrics
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.system.numbers import compact

@@ -17,7 +17,7 @@ from zeco_train.bench import __main__ as bench
 from zeco_train.errors import DataError
 from zeco_train.report import __main__ as report
 from zeco_train.system.files import METRICS_FILE
-from zeco_train.tracking.charts import VALIDATION_FILE, plot_validations
+from zeco_train.tracking.charts import PLOT_FILE, VALIDATION_FILE, plot_validations
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.starts import STARTS_FILE
 from zeco_train.training import trainer
@@ -30,8 +30,10 @@ HUGE = 10**399
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps with three validations."""
     folder = tmp_path_factory.mktemp("records") / "run"
-    outcome = train_here(f"run_dir={folder}", "train.steps=3", "train.eval_sequences=2", "train.eval_every=1")
+    settings = "train.steps=3", "train.eval_sequences=2", "train.eval_every=1"
+    outcome = train_here(f"run_dir={folder}", *settings, draws=True)
     assert outcome.code == 0, outcome.err
+    assert (folder / PLOT_FILE).exists()
     return folder
 
 

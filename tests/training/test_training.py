@@ -153,9 +153,8 @@ def test_first_loss_is_the_mean_over_each_document_alone(runs: Runs) -> None:
     [
         (_quick, 2),
         pytest.param(_splits, 2, marks=pytest.mark.slow),
-        pytest.param(_documents, 2, marks=pytest.mark.slow),
         *(pytest.param(_splits, world_size, marks=pytest.mark.campaign) for world_size in (3, 4)),
-        *(pytest.param(_documents, world_size, marks=pytest.mark.campaign) for world_size in (3, 4)),
+        *(pytest.param(_documents, world_size, marks=pytest.mark.campaign) for world_size in (2, 3, 4)),
     ],
 )
 def test_fp64_runs_are_the_same_on_every_split(runs: Runs, suite: Any, world_size: int) -> None:
