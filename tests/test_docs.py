@@ -167,7 +167,7 @@ def test_lines_of_the_page_of_failures_are_those_of_the_code() -> None:
     lines = _QUOTED.findall((REPOSITORY / "docs/failures.md").read_text(encoding="utf-8"))
     assert len(lines) > 60
     assert not [(line, missing) for line in lines if (missing := not_printed(line))]
-    assert not_printed("error: run_dir=…: another process trains there; end it first") == ["another process trains there"]
+    assert not_printed("error: run_dir=…: another process trains; end it first") == ["another process trains"]
 
 
 def arguments(command: Documented) -> list[str]:
