@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
@@ -281,7 +282,7 @@ def test_many_runs_leave_room_for_their_curves(tmp_path: Path) -> None:
             assert {label.get_text() for label in axes.get_yticklabels()} >= {"run-00", "run-13"}
         if title == "Throughput by length":
             # Odd runs are of dp, even ones of zeco: the medians of 101, 103, … and of 100, 102, …
-            assert [container.lines[0].get_ydata()[0] for container in axes.containers] == [107.0, 106.0]
+            assert {107.0, 106.0} <= {float(np.ravel(line.get_ydata())[0]) for line in axes.lines}
 
 
 def test_end_of_a_failed_run_is_marked_and_noted(tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ def test_end_of_a_failed_run_is_marked_and_noted(tmp_path: Path) -> None:
         ("None", "#020202"),
         ("x", "#020202"),
     ]
-    assert axes.lines[-1].get_xdata()[0] == 3 * 4096
+    assert np.ravel(axes.lines[-1].get_xdata())[0] == 3 * 4096
 
 
 def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
