@@ -143,6 +143,33 @@ def test_readme_links_every_page() -> None:
     assert {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")} <= set(links)
 
 
+_QUOTED = re.compile(r"^\| `(.+?)` \|", re.M)
+_SEAM = re.compile(r'"\s*\n\s*f?"')
+_VALUE = re.compile(r"%[\d.]*[sdgf]|\{[^{}]*\}")
+
+
+@cache
+def printed() -> str:
+    """The source text of the product, its adjacent strings joined, and a NUL in place of each value that they show."""
+    found = [path for room in ("zeco_train", "data", "models") for path in (REPOSITORY / room).rglob("*.py")]
+    return "\0".join(_VALUE.sub("\0", _SEAM.sub("", path.read_text(encoding="utf-8"))) for path in found)
+
+
+def not_printed(line: str) -> list[str]:
+    """The parts of a quoted line, of two words or more and between its ellipses, that are in no source file."""
+    parts = [part.strip() for part in re.split(r"…|; |: |=", line)]
+    kept = [part for part in parts if " " in part]
+    assert kept or len(max(parts, key=len)) >= 8, f"{line}: nothing to look for"
+    return [part for part in kept or [max(parts, key=len)] if part not in printed()]
+
+
+def test_lines_of_the_page_of_failures_are_those_of_the_code() -> None:
+    lines = _QUOTED.findall((REPOSITORY / "docs/failures.md").read_text(encoding="utf-8"))
+    assert len(lines) > 60
+    assert not [(line, missing) for line in lines if (missing := not_printed(line))]
+    assert not_printed("error: run_dir=…: another process trains; end it first") == ["another process trains"]
+
+
 def arguments(command: Documented) -> list[str]:
     """The words of a command without python and launcher."""
     words = command.words()

@@ -123,7 +123,7 @@ def test_offline_dashboard_with_benchmarks(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()
     assert first.startswith("2 measurements as runs")
-    assert "17 panels, read back as they were written: Throughput over devices" in second
+    assert "18 panels, read back as they were written: Throughput over devices" in second
     written = json.loads(out.read_text())
     assert check(written)
     assert [*written["charts"]] == [chart_name()]

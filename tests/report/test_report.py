@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
@@ -17,6 +18,7 @@ from tests.support.commands import Outcome, check_line
 from zeco_train.report import panels
 from zeco_train.report.__main__ import main
 from zeco_train.report.measurements import Spread, read
+from zeco_train.system.figures import new_figure
 from zeco_train.tracking.starts import Layout, Start, append_start
 
 RESULTS = Path(__file__).resolve().parents[2] / "lab" / "results"
@@ -260,6 +262,44 @@ def test_results_of_other_kinds_are_left_out_with_a_note(tmp_path: Path) -> None
     found = read([tmp_path / "other.json", tmp_path / "case.json", RESULTS / "operator_4xh200.json"])
     assert [*found.benchmarks] == ["operator_4xh200"]
     assert [note.partition(": ")[0] for note in found.notes].count("left out") == 2
+
+
+def test_many_runs_leave_room_for_their_curves(tmp_path: Path) -> None:
+    """14 runs of two layouts: legends beside the axes, names at the bars, one point for all runs of a layout."""
+    for number in range(14):
+        rates = dict.fromkeys(range(1, 4), 100.0 + number)
+        write_run(tmp_path / f"run-{number:02}", rates, [(0, DP if number % 2 else ZECO)])
+    drawn = {panel.title.partition(" (")[0]: panel for panel in panels.panels(read([tmp_path]))}
+    assert {"Loss of 14 runs", "Difference of the losses from run-00"} <= drawn.keys()
+    for title, panel in drawn.items():
+        figure = new_figure("", panels.PANEL_INCHES, dpi=60, title_size=8)
+        axes = figure.subplots()
+        panel.draw(axes, {})
+        figure.canvas.draw()
+        place = axes.get_position()
+        assert min(place.width, place.height) > 0.55, (title, place)
+        if title == "Exposed communication":
+            assert {label.get_text() for label in axes.get_yticklabels()} >= {"run-00", "run-13"}
+        if title == "Throughput by length":
+            # Odd runs are of dp, even ones of zeco: the medians of 101, 103, … and of 100, 102, …
+            assert {107.0, 106.0} <= {float(np.ravel(line.get_ydata())[0]) for line in axes.lines}
+
+
+def test_end_of_a_failed_run_is_marked_and_noted(tmp_path: Path) -> None:
+    rates = dict.fromkeys(range(1, 9), 100.0)
+    write_run(tmp_path / "dp", rates, [(0, DP)])
+    write_run(tmp_path / "failed", dict.fromkeys(range(1, 5), 90.0), [(0, ZECO)], losses={4: None})
+    found = read([tmp_path])
+    assert found.notes == ["failed ends with step 4, whose loss is not finite"]
+    (losses,) = (panel for panel in panels.panels(found) if panel.title.startswith("Loss ("))
+    axes = new_figure("", (4, 3), dpi=60, title_size=8).subplots()
+    losses.draw(axes, {"dp": "#010101", "zeco": "#020202"})
+    assert [(line.get_marker(), line.get_color()) for line in axes.lines] == [
+        ("None", "#010101"),
+        ("None", "#020202"),
+        ("x", "#020202"),
+    ]
+    assert np.ravel(axes.lines[-1].get_xdata())[0] == 3 * 4096
 
 
 def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

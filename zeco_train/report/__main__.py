@@ -59,7 +59,9 @@ def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
     for note in comparison.notes:
         print(visible(note), file=sys.stderr)
     runs = sum(len(family) for family in comparison.families)
-    return f"{runs} runs, {len(comparison.benchmarks)} benchmarks: {', '.join(map(str, files))}"
+    counts = [(runs, "run"), (len(comparison.benchmarks), "benchmark")]
+    found = ", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts)
+    return f"{found}: {', '.join(map(str, files))}"
 
 
 def _benchmark_pictures(comparison: Comparison) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
 COMPARED = ("loss", "grad_norm")
 _STYLES = ("-", "--", "-.", ":")
+_MOST_INSIDE, _MOST_IN_A_COLUMN = 8, 24
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ def show_difference(found: dict[str, Any] | None) -> str:
     """A difference of `describe` as text; empty for the first run, which has none."""
     if found is None:
         return ""
+    if math.isinf(found["absolute"]):
+        return f"not finite in one of them (step {found['absolute_step']})"
     return f"{found['absolute']:.1e} ({found['relative']:.1e} at step {found['relative_step']})"
 
 
@@ -164,19 +167,26 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step") -> None:
-    """Each run's losses over a column of its rows; running means for long runs."""
+def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step", colors: Mapping[str, str] | None = None) -> None:
+    """Each run's losses over a column of its rows, with a cross where they stop to be finite; running means if long.
+
+    `colors` by name of the run replace those by place.
+    """
     for index, run in enumerate(runs):
         # Earlier lines are wider, so that coinciding curves stay visible.
         width = 1.4 + min(0.9, 3.6 / len(runs)) * (len(runs) - 1 - index)
         drawn = [pair for pair in zip(run.column(x), run.column("loss"), strict=True) if not math.isnan(sum(pair))]
         losses, _ = smoothed([loss for _, loss in drawn])
-        axes.plot([place for place, _ in drawn], losses, label=plain(run.name), linewidth=width, **look(index))
+        (line,) = axes.plot(
+            [place for place, _ in drawn], losses, label=plain(run.name), linewidth=width, **look(index, run, colors)
+        )
+        if drawn and math.isnan(run.column("loss")[-1]):
+            axes.plot(drawn[-1][0], losses[-1], "x", color=line.get_color(), markersize=9, markeredgewidth=2)
     axes.set_ylabel("loss (nats per token)")
-    axes.legend(frameon=False)
+    legend_of_runs(axes)
 
 
-def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_differences(axes: Axes, runs: Sequence[Run], colors: Mapping[str, str] | None = None) -> None:
     """Difference of each run's losses from the first run's, over steps."""
     first, differ = runs[0], False
     for index, run in enumerate(runs[1:], start=1):
@@ -184,7 +194,8 @@ def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
         gaps = [_gap(run.rows[step].get("loss"), first.rows[step].get("loss")) for step in steps]
         differ |= any(0 < gap < math.inf for gap in gaps)
         # Zeros cannot be drawn on a logarithmic axis.
-        axes.plot(steps, [gap or math.nan for gap in gaps], label=plain(run.name), linewidth=1.6, **look(index))
+        shown = look(index, run, colors)
+        axes.plot(steps, [gap or math.nan for gap in gaps], label=plain(run.name), linewidth=1.6, **shown)
     if differ:
         axes.set_yscale("log")
     elif len(runs) > 1:
@@ -193,6 +204,20 @@ def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_ylabel(f"|loss − that of {plain(first.name)}|")
 
 
-def look(index: int) -> dict[str, Any]:
-    """Colour and style of a run's curves, by its place."""
-    return {"color": CURVES[index % len(CURVES)], "linestyle": _STYLES[index % len(_STYLES)]}
+def look(index: int, run: Run | None = None, colors: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Colour and style of a run's curves, by its place; the colour by its name if `colors` has one."""
+    color = CURVES[index % len(CURVES)]
+    if run is not None and colors:
+        color = colors.get(run.name, color)
+    return {"color": color, "linestyle": _STYLES[index % len(_STYLES)]}
+
+
+def legend_of_runs(axes: Axes) -> None:
+    """A legend that leaves room for the curves: beside them from 9 runs on, in two columns from 25 on."""
+    count = len(axes.get_legend_handles_labels()[1])
+    if count <= _MOST_INSIDE:
+        axes.legend(frameon=False, fontsize=9)
+    else:
+        size, columns = (6, 1) if count <= _MOST_IN_A_COLUMN else (5, 2)
+        place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "labelspacing": 0.3}
+        axes.legend(frameon=False, fontsize=size, ncols=columns, **place)

@@ -119,6 +119,7 @@ COMPARISONS = (
 _HISTORIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "Loss": (
         ("Loss over tokens", "tokens", "loss"),
+        ("Loss over steps", "step", "loss"),
         ("Validation loss over tokens", "tokens", "val_loss"),
         ("Gradient norm", "step", "grad_norm"),
         ("Learning rate", "step", "lr"),

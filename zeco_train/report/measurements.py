@@ -175,6 +175,9 @@ def _of_run(run: Run, notes: list[str]) -> list[Measurement]:
         notes.append(f"{run.name} was split in {len(measured)} ways, one after the other, and has a line for each")
     if not measured:
         notes.append(f"{run.name} has no throughput yet")
+    if last.get("loss") is None:
+        problem = f": {last['nonfinite']}" if last.get("nonfinite") else ""
+        notes.append(f"{run.name} ends with step {max(run.rows)}, whose loss is not finite{problem}")
     return measured
 
 

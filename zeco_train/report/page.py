@@ -155,7 +155,7 @@ def _losses(number: int, family: Sequence[Run]) -> dict[str, Any]:
     for row in rows:
         numbers = [(row[key], f"{row[key]:.5f}") for key in ("first_loss", "last_loss")]
         found = [row["difference"][name] for name in COMPARED]
-        gaps = [(gap and gap["relative"], show_difference(gap) or "the measure") for gap in found]
+        gaps = [(gap and gap["relative"], show_difference(gap) or "the reference") for gap in found]
         counts = [(row[key], str(row[key])) for key in ("steps", "compared")]
         cells.append([(row["name"], row["name"]), *counts, *numbers, *gaps])
     caption = f"Losses step by step, against those of {family[0].name}, of runs with the same data, batches and seed."

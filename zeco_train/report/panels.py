@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING
 
-from zeco_train.report.comparison import Run, draw_differences, draw_losses
+from zeco_train.report.comparison import Run, draw_differences, draw_losses, legend_of_runs
 from zeco_train.report.measurements import Comparison, Measurement, Spread
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.figures import CURVES, amount_ticks, finish_axes, new_figure, paper, plain, render
@@ -22,8 +23,8 @@ _COLORS = {name: spec.color for name, spec in BACKENDS.items()}
 _DARK_COLORS = {name: spec.dark_color for name, spec in BACKENDS.items()}
 _MARKERS = "osD^vPX*"
 _RATE = "tokens/s of a device (p10, median, p90)"
-# With more bars their names do not fit.
-_MOST_BARS = 16
+# With more bars their names do not fit, and more names make no title.
+_MOST_BARS, _MOST_NAMED = 16, 6
 # (backend, kind, points).
 Line = tuple[str, str, list[tuple[int, Spread]]]
 # Size of a panel on the page: small, so that its text can still be read on a phone, at 360 pixels.
@@ -55,12 +56,11 @@ def panels(comparison: Comparison) -> list[Panel]:
         found += _throughput(own, where)
         found += _costs(own, where)
     for family in comparison.families:
-        found += _losses(family) if len(family) > 1 else []
+        found += _losses(family, _backends(family, measurements)) if len(family) > 1 else []
     # Their losses are not comparable, so one panel shows that they all fall.
     alone = [family[0] for family in comparison.families if len(family) == 1]
     if alone:
-        names = ", ".join(run.name for run in alone)
-        found.append(Panel(f"Loss ({names})", f"Training loss over tokens of {names}.", partial(_draw_losses, alone)))
+        found.append(_loss(alone, {}))
     return found
 
 
@@ -142,11 +142,21 @@ def _label(measurement: Measurement) -> str:
 def _lines(
     values: Sequence[tuple[Measurement, Spread]], x: Callable[[Measurement], int], kind: Callable[[Measurement], str]
 ) -> list[Line]:
-    # Of two measurements with the same x the later one counts.
-    lines: dict[tuple[str, str], dict[int, Spread]] = {}
+    # Several measurements at one x are one point: the middle of their medians, and all of their range.
+    lines: dict[tuple[str, str], dict[int, list[Spread]]] = {}
     for measurement, value in values:
-        lines.setdefault((measurement.layout.backend, kind(measurement)), {})[x(measurement)] = value
-    return [(backend, name, sorted(points.items())) for (backend, name), points in lines.items()]
+        line = lines.setdefault((measurement.layout.backend, kind(measurement)), {})
+        line.setdefault(x(measurement), []).append(value)
+    return [
+        (backend, name, sorted((place, _joined(spreads)) for place, spreads in points.items()))
+        for (backend, name), points in lines.items()
+    ]
+
+
+def _joined(spreads: Sequence[Spread]) -> Spread:
+    lows, highs = [spread.p10 for spread in spreads], [spread.p90 for spread in spreads]
+    middle = median(spread.median for spread in spreads)
+    return Spread(middle, min(lows), max(highs), sum(spread.count for spread in spreads))
 
 
 def _draw_lines(
@@ -180,8 +190,7 @@ def _draw_lines(
         amount_ticks(axes.yaxis)
     axes.set_xlabel(label)
     axes.set_ylabel(unit)
-    aside: dict[str, Any] = {} if len(lines) <= 8 else {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-    axes.legend(frameon=False, fontsize=8 if len(lines) <= 16 else 6, **aside)
+    legend_of_runs(axes)
 
 
 def _color(backend: str, colors: Mapping[str, str]) -> str:
@@ -216,35 +225,62 @@ def _draw_bars(bars: Sequence[tuple[Measurement, float]], unit: str, axes: Axes,
     amounts = [amount for _, amount in bars]
     drawn = axes.barh(range(len(bars)), amounts, color=[_color(m.layout.backend, colors) for m, _ in bars])
     axes.bar_label(drawn, [f"{amount:.3g}" for amount in amounts], padding=3, fontsize=8)
-    axes.set_yticks(range(len(bars)), [plain(_label(m)) for m, _ in bars], fontsize=8)
+    # Layouts, which are the question; names where several runs have the same one.
+    labels = [_label(m) for m, _ in bars]
+    if len(set(labels)) < len(labels):
+        labels = [_short(m.name) for m, _ in bars]
+    axes.set_yticks(range(len(bars)), [plain(label) for label in labels], fontsize=8)
     axes.set_ylim(max(len(bars), 3) - 0.5, -0.5)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     axes.set_xlabel(unit)
 
 
-def _losses(family: Sequence[Run]) -> list[Panel]:
+def _backends(family: Sequence[Run], measurements: Sequence[Measurement]) -> dict[str, str]:
+    # The backend of each run, by name, if they tell the runs apart: their curves then have the backends' colours.
+    names = {run.name for run in family}
+    pairs = {(m.name, m.layout.backend) for m in measurements if m.name in names and m.source == "training"}
+    told = len(pairs) == len({name for name, _ in pairs}) == len({backend for _, backend in pairs})
+    return dict(pairs) if told else {}
+
+
+def _loss(runs: Sequence[Run], backends: Mapping[str, str]) -> Panel:
+    names = ", ".join(run.name for run in runs)
+    title = f"Loss ({names})" if len(runs) <= _MOST_NAMED else f"Loss of {len(runs)} runs"
+    return Panel(title, f"Training loss over tokens of {names}.", partial(_draw_losses, runs, backends))
+
+
+def _losses(family: Sequence[Run], backends: Mapping[str, str]) -> list[Panel]:
     first = family[0]
-    names = ", ".join(run.name for run in family)
-    found = [Panel(f"Loss ({names})", f"Training loss over tokens of {names}.", partial(_draw_losses, family))]
+    found = [_loss(family, backends)]
     others = [run for run in family[1:] if run.rows.keys() & first.rows.keys()]
     if others:
         text = f"How far the losses of {', '.join(run.name for run in others)} lie from those of {first.name}, by step."
-        draw = partial(_draw_differences, [first, *others])
+        draw = partial(_draw_differences, [first, *others], backends)
         found.append(Panel(f"Difference of the losses from {first.name}", text, draw))
     return found
 
 
-def _draw_losses(family: Sequence[Run], axes: Axes, colors: Mapping[str, str]) -> None:
-    draw_losses(axes, family, x="tokens")
+def _draw_losses(family: Sequence[Run], backends: Mapping[str, str], axes: Axes, colors: Mapping[str, str]) -> None:
+    draw_losses(axes, family, x="tokens", colors=_by_run(backends, colors))
     axes.set_xlabel("tokens")
     amount_ticks(axes.xaxis)
 
 
-def _draw_differences(family: Sequence[Run], axes: Axes, colors: Mapping[str, str]) -> None:
-    draw_differences(axes, family)
+def _draw_differences(
+    family: Sequence[Run], backends: Mapping[str, str], axes: Axes, colors: Mapping[str, str]
+) -> None:
+    draw_differences(axes, family, _by_run(backends, colors))
     axes.set_xlabel("step")
-    axes.legend(frameon=False, fontsize=8)
+    legend_of_runs(axes)
+
+
+def _by_run(backends: Mapping[str, str], colors: Mapping[str, str]) -> dict[str, str]:
+    return {name: _color(backend, colors) for name, backend in backends.items()}
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:23]}…"
 
 
 def _finish(axes: Axes, title: str) -> None:
