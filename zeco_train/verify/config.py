@@ -51,7 +51,7 @@ METHODS: dict[str, MethodSpec] = {
     "all_gather:unpaired": dataclasses.replace(ALL_GATHER, build=partial(AllGather, paired=False)),
 }
 # Settings that select no cases.
-_OF_ALL_CASES = ("seed", "device", "timeout", "out")
+_OF_ALL_CASES = ("seed", "device", "timeout", "table", "out")
 # Settings without effect on softmax attention, and those that only softmax attention has.
 _OF_STATES, _OF_SOFTMAX = ("backends", "value_dim", "carry"), ("methods", "key_heads", "window")
 
@@ -82,6 +82,7 @@ class VerifyConfig:
         seed: of all inputs on the launched ranks.
         device: auto takes CUDA devices if there are any.
         timeout: seconds that a rank waits for another, including the others' float64 reference.
+        table: show each comparison, with the error of each tensor, in a table 300 columns wide; else those that failed.
         out: a JSON file for the results.
     """
 
@@ -104,6 +105,7 @@ class VerifyConfig:
     seed: int = 0
     device: Device = Device.auto
     timeout: float = 300.0
+    table: bool = False
     out: str | None = None
 
     def validate(self) -> None:
