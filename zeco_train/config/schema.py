@@ -281,7 +281,8 @@ def _choices(section: str) -> list[str]:
 def _describe_all(config: Config, keys: list[Key], groups: dict[str, list[str]]) -> str:
     texts = [
         "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n"
-        "       python train.py --help [SECTION ...] [KEY=VALUE ...]      all that the keys of a section mean",
+        "       python train.py --help [SECTION ...] [KEY=VALUE ...]      all that the keys of a section mean\n\n"
+        "Keys are not completed in the shell: there is no Hydra's `-sc install=bash`.",
         f"Files of configs/ (GROUP=OPTION; +experiment=OPTION):\n{describe_groups(groups)}",
     ]
     for section in dataclasses.fields(config):

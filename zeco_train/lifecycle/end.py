@@ -193,7 +193,7 @@ class Job:
         if not isinstance(expected, OutOfMemoryError) and is_communication_failure(error):
             self._abandon(error)
         if expected is None:
-            report_to_launcher("".join(traceback.format_exception(error)))
+            report_to_launcher("".join(traceback.format_exception(error)).rstrip())
             self.watchdog.report_failure(f"{type(error).__name__}: {_first_line(error)}")
             return None
         report_to_launcher(expected.line)

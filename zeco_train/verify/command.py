@@ -76,6 +76,8 @@ def _verify(arguments: list[str], job: Job) -> int:
     if launch.rank == 0:
         if everything:
             print("\nnot covered here:", *not_covered(rows, device, launch), sep="\n- ", flush=True)
+        else:
+            print("\nnot covered here: what these settings leave out; without settings all runs", flush=True)
         print(f"\n{report.summary(rows)}, {time.monotonic() - started:.0f} s", flush=True)
         if config.out is not None:
             results = {"machine": machine, "config": to_plain(config), "rows": [row.as_dict() for row in rows]}
