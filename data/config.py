@@ -46,7 +46,7 @@ class StoreConfig:
 
     Attributes:
         path: folder of the token store.
-        weight: its share of the sequences, and so of the tokens, relative to the other stores' weights.
+        weight: its share of the sequences, and so of the tokens; relative to the other stores' weights.
         name: label of its metrics; None for the folder's name.
         validation_path: store to validate on; None takes `path`/validation where that exists.
         min_document_tokens: overrides `data.min_document_tokens`; None to use that.
@@ -64,22 +64,24 @@ class DataConfig:
     """Data to read, and its division into batches.
 
     Attributes:
-        kind: `embedded` (the running Python's standard library, as bytes), `tokens` (a store at `path`), `mixture`
-            (`stores`) or `synthetic` (questions about earlier parts of the sequence; only answers count in the loss).
+        kind: source of the tokens. `embedded` (the running Python's standard library, as bytes), `tokens` (a store at
+            `path`), `mixture` (`stores`) or `synthetic` (questions about earlier parts of the sequence; only answers
+            count in the loss).
         path: folder of the token store; for `tokens` only.
         validation_path: store to validate on; for `tokens` only; None takes `path`/validation where that exists.
         stores: the stores to mix; for `mixture` only.
-        seq_len: tokens of a whole sequence, over all ranks that share it and all segments in time.
+        seq_len: tokens of a whole sequence; over all ranks that share it and all segments in time.
         global_batch: sequences per optimizer step, over all ranks.
         micro_batch: sequences per data-parallel rank in one forward and backward.
-        shuffle: granularity of the shuffle, which is new in every epoch.
+        shuffle: granularity of the shuffle, which is new in every epoch. `none`: stored order; `sequences`: documents
+            are packed in stored order; `documents`: in random order.
         min_document_tokens: drop documents with fewer tokens, end of sequence included; 0 keeps all.
         reset_state_at_document: start every document with a zero state.
-        labels_across_documents: whether the last token of a document, its end of sequence, has a label, the first token
-            of the next document; None: the rule that the run began with, for a new run unless states reset there.
+        labels_across_documents: whether the last token of a document has a label; it is the first token of the next
+            document. null: the rule that the run began with, for a new run unless states reset there.
         validation_fraction: fraction of the files held out; for `embedded` only; 0 for none.
         cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
-        verify: read all token files at the start and compare their digests with those recorded at preparation; needed
+        verify: read all token files at the start and compare their digests; with those recorded at preparation. Needed
             once after size or time of one changed since the run's last start.
         synthetic: the task; for `synthetic` only.
     """

@@ -26,7 +26,7 @@ class AttnConfig:
         qk_norm: RMSNorm over each head of queries and of keys, before the rotation.
         qk_norm_all_heads: these norms are over all heads of queries, and over all of keys, at once.
         gate: outputs times the sigmoid of a projection of the layer's input.
-        norm_after: the two norms of such a layer's block act on the outputs of attention and MLP, not on their inputs.
+        norm_after: the norms of such a block act on the outputs of attention and MLP; else on their inputs.
     """
 
     every: int | None = None

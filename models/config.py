@@ -20,20 +20,20 @@ class LanguageModelConfig:
     """Shape of a language model. With the fields of its mixer these are the keys of `configs/model/*.yaml`.
 
     Attributes:
-        mixer: name of the token mixer (`models.mixer_registry`); each has its own class, which takes no other value.
+        mixer: the token mixer; each has keys of its own.
         mlp_optional: whether `intermediate_size` may be 0, for blocks without an MLP; of the class.
-        name: shown in logs.
+        name: name of the model, shown in logs.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width D of the residual stream.
         num_layers: blocks, each of a mixer and an MLP.
         num_heads: H, heads of a mixer.
         intermediate_size: width of the SwiGLU MLP; 0, with some mixers: no MLP.
         norm_eps: added to the mean square in every norm.
-        zero_centred_norms: the norms of the residual stream, and of queries and keys in softmax layers, multiply by
-            1 + weight, with weights from 0 on: in bf16 they resolve finer steps around 1.
+        zero_centred_norms: norms multiply by 1 + weight; those of the residual stream, and of queries and keys in
+            softmax layers. With weights from 0 on bf16 resolves finer steps around 1.
         tie_word_embeddings: the head uses the embedding's weight.
         causal: a token reads the tokens before it only; false: it reads the whole sequence, for task=mlm. Needs mixers
-            without decays (`Mixer.can_be_unmasked`).
+            without decays.
         initializer_range: standard deviation of the initial matrices.
         attn: which layers are softmax attention instead, and their shape.
     """
@@ -123,7 +123,7 @@ class ExpandedHeadsConfig(LanguageModelConfig):
     """A model whose heads of keys and of values each divide a multiple of its width.
 
     Attributes:
-        num_heads: H; it divides both hidden_size · expand_k = H·K and hidden_size · expand_v = H·V.
+        num_heads: H, heads; it divides both hidden_size · expand_k = H·K and hidden_size · expand_v = H·V.
         expand_k, expand_v: width of all keys and of all values, as multiples of hidden_size.
     """
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import ChainMap
 from collections.abc import Mapping
+from types import ModuleType
 
 from models.config import SOFTMAX, LanguageModelConfig
 from models.mixers.base import Mixer
@@ -22,6 +25,7 @@ from models.mixers.rebased import Rebased
 from models.mixers.retnet import MultiScaleRetention
 from models.mixers.softmax import SoftmaxAttention
 from zeco_train.errors import ConfigError
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.system.command import docstring
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -55,8 +59,37 @@ def unmasked_mixers() -> list[str]:
 
 def describe_mixers() -> str:
     """For `--help`: the mixers, one per line."""
-    titles = {name: mixer.title or docstring(mixer).partition("\n")[0] for name, mixer in MIXERS.items()}
-    return "\n".join(f"  model.mixer={name:<16}{title}" for name, title in titles.items())
+    return "\n".join(f"  model.mixer={name:<16}{_title(mixer)}" for name, mixer in MIXERS.items())
+
+
+def _title(mixer: type[Mixer]) -> str:
+    return mixer.title or docstring(mixer).partition("\n")[0]
+
+
+def describe_mixer(name: str) -> str:
+    """For `--help`: what a mixer is, its paper, the formulas of its layer, and the recurrence of its operator."""
+    mixer = MIXERS[name]
+    layer: list[str] = []
+    for base in reversed(mixer.__mro__):
+        # A base class has lines that several mixers share, unless a class has its own of the same name.
+        texts = docstring(base) if issubclass(base, Mixer) else ""
+        own = [line for block in texts.split("\n\n") if _FORMULA.match(block) for line in block.split("\n")]
+        names = {line.partition(" = ")[0] for line in own}
+        layer = [line for line in layer if line.partition(" = ")[0] not in names] + own
+    operators = dict.fromkeys(OPERATORS[own].one_token.__module__ for own in (*mixer.operators, mixer.operator) if own)
+    recurrences = [block for module in (mixer.__module__, *operators) for block in _indented(sys.modules[module])]
+    layer = [f"    {line}" for line in layer]
+    parts = ["\n".join(["The layer, x [B, T, D] → y [B, T, D]:", *layer]), "Over a whole sequence:", *recurrences]
+    return "\n\n".join([f"Mixer {name}: {_title(mixer)}", *parts])
+
+
+# A paragraph of lines `name   = …`.
+_FORMULA = re.compile(r"\S.{0,9} = ")
+
+
+def _indented(module: ModuleType) -> list[str]:
+    # The first formula of a module's docstring.
+    return [block for block in docstring(module).split("\n\n") if block.startswith("    ") and " = " in block][:1]
 
 
 def longest_document(config: LanguageModelConfig) -> int | None:

@@ -21,7 +21,7 @@ from tests.support.documented import PAGES, Documented, checkout, commands_of, r
 from zeco_train import compare
 from zeco_train.bench import __main__ as bench
 from zeco_train.config.overrides import load_settings
-from zeco_train.config.schema import load_config
+from zeco_train.config.schema import describe, load_config
 from zeco_train.errors import ZecoError
 from zeco_train.evaluate import command as evaluate_command
 from zeco_train.generate import options as generate_options
@@ -182,7 +182,9 @@ def arguments(command: Documented) -> list[str]:
 
 # What reads the arguments of a command; what it then does is tested in the command's own room.
 _READERS: dict[str, Callable[[list[str]], object]] = {
-    "train.py": lambda arguments: load_config([word for word in arguments if word not in ("--help", "$settings")]),
+    "train.py": lambda arguments: (describe if "--help" in arguments else load_config)(
+        [word for word in arguments if word not in ("--help", "$settings")]
+    ),
     "zeco_train.plan": lambda arguments: build_case(plan_config.parse(arguments)),
     "zeco_train.verify": lambda arguments: load_settings(VerifyConfig, arguments),
     "zeco_train.bench": lambda arguments: bench.CASES[arguments[0]].config.load(arguments[1:]),

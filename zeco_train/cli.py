@@ -60,6 +60,7 @@ def _train(arguments: list[str], job: Job) -> int:
         done = f"after step {progress.step}: saved" if progress.step else "before the first step was done"
         done += ", but not validated" if progress.step >= config.train.steps else ""
         summary = f"{stopped_by.name} {done}; the same command goes on from there"
+        job.report_stop(summary)
     if summary is not None:
         recorder.note(summary)
     return 0 if stopped_by is None else exit_code(stopped_by)

@@ -11,7 +11,8 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeco_train.config.overrides import describe_settings, load_settings
+from zeco_train.config.help import describe_settings
+from zeco_train.config.overrides import load_settings
 from zeco_train.errors import ConfigError
 from zeco_train.hf.export import ExportSettings, export
 from zeco_train.system.command import errors_in_a_line

@@ -110,17 +110,20 @@ def options(text: str) -> Iterator[tuple[str, str]]:
             section = f"{heading[1] or heading[2]} "
         elif option := re.match(r" {1,3}(?:([A-Z_]{3,})  |(--?[a-z][\w-]*(?:, --[\w-]+)*)|([\w.]+)=)(.*)", line):
             name = section + next(filter(None, option.groups()[:3]))
-            yield name, option[4].strip() if option[3] else option[4].partition("  ")[0].strip() if option[2] else ""
+            # Behind two spaces is the meaning.
+            yield name, option[4].partition("  ")[0].strip() if option[3] or option[2] else ""
 
 
 def composed(overrides: str = "") -> dict[str, str]:
-    """Each key of the configuration with its value, as `train.py --help` prints it, and its type."""
+    """Each key of the configuration with its value and its type."""
     from omegaconf import OmegaConf
 
     text = fork(f"train.py {overrides} --help", after=_types)
-    values, types = text.partition("command line sets them:")[2].split(TYPES)
+    shown, types, *values = text.split(TYPES)
     typed = json.loads(types)
-    found = flat(OmegaConf.to_container(OmegaConf.create(values)))
+    # Until 0.3 the help text had the values, as YAML.
+    written = shown.partition("command line sets them:")[2]
+    found = flat(OmegaConf.to_container(OmegaConf.create(written)) if written else json.loads(values[0]))
     return {key: f"{json.dumps(value)} ({typed.get(key)})" for key, value in found}
 
 
@@ -139,13 +142,15 @@ def _types() -> None:
                 kind = child._metadata.ref_type
                 yield f"{prefix}{key}", getattr(kind, "__name__", str(kind)) + ", null" * child._metadata.optional
 
-    store = ConfigStore.instance()
+    store, config = ConfigStore.instance(), None
     if "schema.yaml" in store.repo:
         node = store.load("schema.yaml").node
     else:
-        model = schema._compose([text for text in sys.argv if "=" in text])[0].model
-        node = schema.defaults_of(type(model))
+        config = schema._compose([text for text in sys.argv if "=" in text])[0]
+        node = schema.defaults_of(type(config.model))
     print(TYPES, json.dumps(dict(types(node))))
+    if config is not None:
+        print(TYPES, json.dumps(schema.to_plain(config)))
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

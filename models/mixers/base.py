@@ -76,7 +76,7 @@ class Mixer(nn.Module, ABC):
         can_be_unmasked: the mixer follows `LanguageModelConfig.causal`: without decays it has an unmasked form.
         shared: the parameter of the whole model that the layers read, or None.
         needs_halo: whether it exchanges states that cross one border only (`Operator.state_is_halo`).
-        operators: names of the operators, one for each state.
+        operators: names of the operators, one for each state; a class may have them only as `operator`, the last.
         state_shapes: H, K, V of each state of constant size; the last is that of the operator with the long memory.
         reads_positions: whether the layer needs the positions of its tokens (`SequencePosition.positions`).
         norm_after: whether the norms of its block act on outputs instead of inputs.
@@ -88,6 +88,7 @@ class Mixer(nn.Module, ABC):
     shared: ClassVar[Shared | None] = None
     needs_halo: ClassVar[bool] = False
     operators: tuple[str, ...] = ()
+    operator: ClassVar[str] = ""
     state_shapes: tuple[tuple[int, int, int], ...]
 
     def __init__(self, config: Any, layer: int) -> None:

@@ -79,10 +79,10 @@ class QuadraticConfig(LanguageModelConfig):
     """Shape of a model whose feature map is a polynomial of degree 2.
 
     Attributes:
-        num_heads: H; it divides hidden_size = H·V.
+        num_heads: H, heads; it divides hidden_size = H·V.
         feature_dim: d, width of a head's queries and keys before the feature map.
-        symmetric: see `Polynomial`. false: the features as the papers write them; the model is the same, with other
-            rounding errors and almost twice the state.
+        symmetric: each product of two channels is one feature. false: the features as the papers write them; the model
+            is the same, with other rounding errors and almost twice the state.
     """
 
     feature_dim: int = 16
@@ -136,6 +136,7 @@ class Based(FeatureMapAttention):
     """Based (Arora et al., 2024, arXiv 2402.18668)."""
 
     config_class = BasedConfig
+    title = "Based (Arora et al., 2024, arXiv 2402.18668)"
 
     def __init__(self, config: BasedConfig, layer: int) -> None:
         super().__init__(config, layer)

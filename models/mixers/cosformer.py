@@ -28,7 +28,7 @@ class CosformerConfig(LanguageModelConfig):
     """Shape of a cosFormer model. The defaults are those of `cosformer_tiny`.
 
     Attributes:
-        num_heads: H; it divides hidden_size = H·d. A head has K = 2d features and V = d values.
+        num_heads: H, heads; it divides hidden_size = H·d. A head has K = 2d features and V = d values.
         max_document: M, tokens of the longest document, or of the longest sequence without documents. It is part of the
             model: another M makes other weights.
     """
@@ -60,6 +60,7 @@ class Cosformer(FeatureMapAttention):
     """cosFormer (Qin et al., 2022, arXiv 2202.08791)."""
 
     config_class = CosformerConfig
+    title = "cosFormer (Qin et al., 2022, arXiv 2202.08791)"
 
     def __init__(self, config: CosformerConfig, layer: int) -> None:
         super().__init__(config, layer)

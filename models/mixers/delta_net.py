@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class DeltaHeadsConfig(LanguageModelConfig):
         num_v_heads: H, heads of values and decays, a multiple of num_heads; None: as many.
         expand_v: V as a multiple of K.
         conv_size: width of the convolutions over queries, keys and values.
-        allow_neg_eigval: whether β lies between 0 and 2 rather than 0 and 1, so that a token may turn the sign of what
+        allow_neg_eigval: whether β lies between 0 and 2 rather than 0 and 1; so a token may turn the sign of what
             the state holds for its key (arXiv 2411.12537).
     """
 
@@ -154,7 +154,6 @@ class DeltaMixer(Mixer):
     """
 
     needs_halo = True
-    operator: ClassVar[str]
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer)

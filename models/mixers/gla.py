@@ -55,7 +55,7 @@ class GLAConfig(ExpandedHeadsConfig):
         gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
         num_kv_heads: heads of keys, values and decays; each serves num_heads / num_kv_heads heads of queries. None: as
             many as num_heads.
-        feature_map: of queries and keys; None: none.
+        feature_map: feature map of queries and keys; null: none.
         clamp_min: lower bound of the log-decays; None: no bound.
         use_output_gate: whether a layer's output is gated, by swish of a projection, after its norm.
     """

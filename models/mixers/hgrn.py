@@ -88,7 +88,7 @@ class HGRNConfig(LanguageModelConfig):
     """Shape of an HGRN model. The defaults are those of `hgrn_tiny`.
 
     Attributes:
-        num_heads: of softmax layers in hybrids, unless `attn.num_heads` is set; HGRN has none.
+        num_heads: heads of softmax layers in hybrids, unless `attn.num_heads` is set; HGRN has none.
         expand_ratio: E, width of the recurrence as a multiple of hidden_size.
     """
 

@@ -30,8 +30,8 @@ class HGRN2Config(LanguageModelConfig):
     """Shape of an HGRN2 model. The defaults are those of `hgrn2_tiny`.
 
     Attributes:
-        num_heads: H; it divides hidden_size = H·K, and K = V.
-        expand_ratio: K, as the papers give it; None: hidden_size / num_heads.
+        num_heads: H, heads; it divides hidden_size = H·K, and K = V.
+        expand_ratio: K, width of a head's keys, as the papers give it; null: hidden_size / num_heads.
     """
 
     mixer: str = "hgrn2"

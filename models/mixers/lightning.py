@@ -55,6 +55,7 @@ class LightningAttention(FixedDecayAttention):
     """
 
     config_class = LightningConfig
+    title = "Lightning Attention (Qin et al., 2024, arXiv 2405.17381)"
 
     def __init__(self, config: LightningConfig, layer: int) -> None:
         super().__init__(config, layer, scale=1.0)

@@ -109,6 +109,7 @@ class FeatureMapAttention(OperatorMixer):
     """
 
     can_be_unmasked = True
+    operator = "fixed_decay"
 
     def __init__(
         self, config: Any, layer: int, *, scale: float = 1.0, has_normaliser: bool = True, has_norm: bool = False
@@ -117,7 +118,7 @@ class FeatureMapAttention(OperatorMixer):
         self.head: HeadWidths = config.head
         head, heads = self.head, config.num_heads
         self.scale, self.has_normaliser = scale, has_normaliser
-        self.operators = ("fixed_decay" if config.causal else "unmasked",)
+        self.operators = (self.operator if config.causal else "unmasked",)
         self.state_shapes = ((heads, head.key, round_up(head.value + 1, COLUMNS) if has_normaliser else head.value),)
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = Projection(config.hidden_size, heads * head.query)
@@ -174,7 +175,7 @@ class LinearAttentionConfig(ExpandedHeadsConfig):
     """Shape of a linear attention model, see `ExpandedHeadsConfig`. The defaults are those of `linear_tiny`.
 
     Attributes:
-        feature_map: of queries and keys.
+        feature_map: feature map of queries and keys.
         normaliser: whether each output is divided by the sum of its token's attention weights.
     """
 

@@ -39,13 +39,13 @@ class Mamba2Config(LanguageModelConfig):
     """Shape of a Mamba-2 model. The defaults are those of `mamba2_tiny`.
 
     Attributes:
-        num_heads: H; head_dim · num_heads must equal expand · hidden_size.
+        num_heads: H, heads; head_dim · num_heads must equal expand · hidden_size.
         head_dim: V, values per head.
         state_size: K, size of a group's keys and queries (B and C in the paper).
-        n_groups: G; each group of keys and queries serves num_heads / n_groups heads.
+        n_groups: G, groups; each group of keys and queries serves num_heads / n_groups heads.
         expand: inner width as a multiple of hidden_size.
         conv_kernel: width of the convolution over values, keys and queries.
-        use_conv_bias: whether it has a bias.
+        use_conv_bias: whether that convolution has a bias.
         time_step_min, time_step_max, time_step_floor: range of the initial time steps, and their lower bound.
         time_step_limit: range to which time steps are clamped.
         residual_in_fp32: whether the residual stream is fp32 even if the model computes in bf16.

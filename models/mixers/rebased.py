@@ -76,6 +76,7 @@ class Rebased(FeatureMapAttention):
     """ReBased (Aksenov et al., 2024, arXiv 2402.10644)."""
 
     config_class = RebasedConfig
+    title = "ReBased (Aksenov et al., 2024, arXiv 2402.10644)"
 
     def __init__(self, config: RebasedConfig, layer: int) -> None:
         super().__init__(config, layer)

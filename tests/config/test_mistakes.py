@@ -213,9 +213,9 @@ def test_help_prints_usage_and_config(tmp_path: Path, monkeypatch: pytest.Monkey
         outcome = train_here(*arguments)
         assert (outcome.code, outcome.err) == (0, "")
         assert "usage: torchrun" in outcome.out
-        assert "sp=dp|lasp1|lasp2|zeco" in outcome.out
-        assert "seq_len: 64" in outcome.out
-    assert "backend: lasp2" in outcome.out
+        assert "  sp=dp | lasp1 | lasp2 | zeco\n" in outcome.out
+        assert "  data.seq_len=64  " in outcome.out
+    assert "  sp.backend=lasp2  " in outcome.out
     assert not any(tmp_path.iterdir())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -77,6 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = ("data=tokens", f"data.path={store}", "train.dtype=fp64", "train.eval_sequences=5")
     trained = train_here(*data, f"run_dir={folder / 'run'}", "train.steps=2", "sp=dp", "checkpoint.every=1", draws=True)
     assert trained.code == 0, trained
+    (folder / "printed.txt").write_text(trained.out)
     return folder / "run"
 
 
@@ -92,10 +94,19 @@ def results(folder: Path) -> dict[str, Any]:
 
 def test_loss_equals_validation_loss_of_training(run: Path, tmp_path: Path) -> None:
     # Training used batches of 4.
-    assert evaluate(run, "validation.sequences=5", "data.micro_batch=3", "--out", tmp_path / "out").code == 0
+    outcome = evaluate(run, "validation.sequences=5", "data.micro_batch=3", "--out", tmp_path / "out")
+    assert outcome.code == 0
+    # Both say what their loss is of; the other way round the two would seem to contradict each other.
+    row, summary = (run.parent / "printed.txt").read_text().splitlines()[-2:]
+    of = r"of 5 sequences, 320 tokens\)"
+    assert re.search(rf"  val_loss [\d.]+ \({of}", row), row
+    assert re.search(rf"\(validation [\d.]+ {of}", summary), summary
+    assert re.search(rf" bits a byte  \({of}\n", outcome.out), outcome.out
     found = results(tmp_path / "out")
     loss = read_metrics(run / "metrics.jsonl")[-1]["val_loss"]
     metrics = found["tasks"]["validation"]["metrics"]
+    [details] = found["tasks"]["validation"]["lengths"].values()
+    assert (details["sequences"], details["tokens"]) == (5, 320)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-12)
     assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-12)
     assert metrics["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-12)

@@ -60,7 +60,7 @@ def test_text_goes_to_stdout_and_summary_to_stderr(run: Path, tmp_path: Path) ->
     assert (text["prompt"], text["seed"], text["ended_by"]) == ("def ", 5, "length")
     assert text["text"] == ByteTokenizer().decode(np.asarray(text["tokens"]))
     assert found.err.startswith("prompts: 4 tokens in ")
-    assert found.err.endswith("ended 1 by length\n")
+    assert found.err.endswith("tokens/s; stopped at --max-tokens\n")
     # The same seed gives the same text, also without streaming and from a checkpoint's path.
     checkpoint = run / "checkpoints" / "step_00000002"
     assert generate(checkpoint, *arguments[1:], "--no-stream").out == found.out
@@ -146,7 +146,7 @@ def test_sigint_ends_generation_with_summary(run: Path, tmp_path: Path) -> None:
         outcome = command.wait()
     assert outcome.code == 130, outcome
     assert outcome.err.count("\n") == 1
-    assert outcome.err.endswith("ended 1 by signal\n")
+    assert outcome.err.endswith("; stopped by a signal\n")
 
 
 def test_signals_end_reading_of_prompts(run: Path) -> None:

@@ -36,13 +36,13 @@ def test_progress_lines_without_terminal() -> None:
     # 40 s for 10 steps, including validation and checkpoints: the 89 remaining steps take 356 s.
     now[0] = 40.0
     row = metrics(11, val_loss=5.1, job_tokens_per_second=195.0, memory_gb=3.26, mfu=0.412, hfu=0.4567)
-    display.report(row.as_dict())
+    display.report(row.as_dict(), "of 16 sequences, 1,008 tokens")
     display.note("checkpoint → step 11")
     display.close()
     assert stream.getvalue().splitlines() == [
         "step   1/100  loss 5.0000  grad_norm 1.5  lr 3.00e-04  12.3k tokens/s  ETA 0:03:18",
-        "step  11/100  loss 5.0000  val_loss 5.1000  grad_norm 1.5  lr 3.00e-04  12.3k tokens/s (job 195)  3.3 GB"
-        "  mfu 41.2%  hfu 45.7%  ETA 0:05:56",
+        "step  11/100  loss 5.0000  val_loss 5.1000 (of 16 sequences, 1,008 tokens)  grad_norm 1.5  lr 3.00e-04"
+        "  12.3k tokens/s (job 195)  3.3 GB  mfu 41.2%  hfu 45.7%  ETA 0:05:56",
         "checkpoint → step 11",
     ]
 
@@ -130,6 +130,7 @@ def test_summary_line_has_steps_losses_and_folder() -> None:
     )
     rows[-1]["val_loss"] = 3.1
     assert "loss 5.56 → 3.01 (validation 3.10), " in summary_line(rows, "x", 1.0)
+    assert "(validation 3.10 of 2 sequences, 9 tokens), " in summary_line(rows, "x", 1.0, "of 2 sequences, 9 tokens")
     assert "loss nan → 3.01" in summary_line([{**rows[0], "loss": None}, *rows[1:]], "x", 1.0)
     assert summary_line(rows[:1], "x", 1.0).startswith("1 step, loss 5.56 → 5.56")
     assert summary_line([], "x", 0.0) == "no step was logged, results in x"

@@ -343,7 +343,7 @@ def test_defaults_with_few_cases_pass_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "few.py"
     script.write_text(FEW_CASES)
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    with Command([*launcher, str(script), "device=cpu"], tmp_path) as run:
+    with Command([*launcher, str(script), "device=cpu", "table=true"], tmp_path) as run:
         outcome = run.wait()
     assert outcome.code == 0, outcome
     table = outcome.out.splitlines()

@@ -63,7 +63,7 @@ def run_command(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = command.main(list(arguments))
+        code = command.main(["table=true", *arguments])
     return code, out.getvalue()
 
 
@@ -196,11 +196,20 @@ def test_wrong_result_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> N
         cases, "connect", lambda *args: build(*args).wrapped(lambda scan: BrokenScan(scan, 0, "no reverse scan"))
     ):
         assert command.main(arguments) == 1
-    out = capsys.readouterr().out.splitlines()
-    assert "FAILED: " in out[-3]
-    assert "on rank 0 is off by" in out[-3]
-    assert out[-1].startswith("FAILED: 3 of 4 comparisons ok")
+        short = capsys.readouterr().out.splitlines()
+        assert command.main([*arguments, "table=true"]) == 1
+        table = capsys.readouterr().out.splitlines()
+    # Without the table only the comparison that failed, and one line that says how to get it.
+    assert [line for line in short if line.startswith("fp64")] == []
+    assert "table=true" in short[-6]
+    assert short[-5].startswith("FAILED: fp64 1 × 16 ")
+    for out in (short, table):
+        assert "on rank 0 is off by" in out[-5]
+        assert out[-3].startswith("not covered here: what these settings leave out")
+        assert out[-1].startswith("FAILED: 3 of 4 comparisons ok")
+    assert sum(line.startswith("fp64") for line in table) == 4
     assert command.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("ok: 4 of 4 comparisons ok")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def _run(arguments: list[str], job: Job) -> int:
     name, *rest = arguments or ["--help"]
     if {"-h", "--help"} & {name, *rest}:
         if job.launch.rank == 0:
-            cases = describe({name: case.config for name, case in CASES.items()})
+            chosen = {name, *rest} & CASES.keys() or CASES
+            cases = describe({name: CASES[name].config for name in CASES if name in chosen})
             print(f"{docstring(sys.modules[__name__])}\n\n{cases}")
         return 0
     if name == "plot":

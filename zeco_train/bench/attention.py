@@ -67,8 +67,9 @@ class AttentionConfig(RunsConfig):
     """Settings of case `attention`.
 
     Attributes:
-        heads, key_heads, head_dim: H; G, heads of keys and values, or null for H; D. Linear attention has H heads with
-            K = V = D.
+        heads: H, heads of queries. Linear attention has as many, with K = V = D.
+        key_heads: G, heads of keys and values; null: H.
+        head_dim: D, width of a head.
         window: keys that a query reads at most, itself among them; null: all before it.
         tokens: per rank, one after the other.
         dtype: of q, k, v.

@@ -9,7 +9,8 @@ from typing import NamedTuple, Self
 
 from zeco_train.bench import variants as known
 from zeco_train.bench.variants import Variant, parse_variants
-from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings, parse_settings
+from zeco_train.config.help import describe_settings
+from zeco_train.config.overrides import load_settings, parse_settings
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import Strategy
@@ -37,7 +38,8 @@ class CaseConfig:
         out: output folder; empty is `runs/bench/<case>-<ranks>`.
         seed: of the inputs.
         timeout_seconds: bound of each wait for another rank.
-        budget_seconds: a configuration is not started if, taking as long as the longest so far, it would end later.
+        budget_seconds: time for all configurations; none is started that would end later, if it takes as long as the
+            longest so far.
         commit: of this source tree; empty asks git, which may be missing or outdated in a copy of the tree.
     """
 
@@ -165,7 +167,7 @@ class OperatorConfig(RunsConfig):
         check_tokens: tokens per rank in the correctness check; −1 is 4,096 on GPUs, where shorter inputs would give
             each walk over chunks a single chunk, and 256 on CPUs.
         kernels: of shapes that kernels on GPUs do not serve, as `train.kernels`.
-        trace: also profile one forward + backward of each variant, and report the overlap of communication and compute.
+        trace: also profile one forward + backward of each variant; reports the overlap of communication and compute.
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.OPERATOR_VARIANTS))
@@ -253,7 +255,7 @@ class DecodeConfig(OfModelConfig):
     """Settings of case `decode`.
 
     Attributes:
-        variants: `eager` launches the kernels of a step one by one, `graph` starts them as one CUDA graph.
+        variants: how a step starts its kernels. `eager`: one by one; `graph`: as one CUDA graph.
         contexts: context lengths before the timed tokens, increasing.
         batches: concurrent sequences per rank.
         steps: timed tokens per sequence.
@@ -284,12 +286,20 @@ class DecodeConfig(OfModelConfig):
 
 
 def describe(cases: Mapping[str, type[CaseConfig]]) -> str:
-    """The settings of cases, for `--help`: those of shared base classes, then each case's own, with all defaults."""
-    lines = []
-    for family in (CaseConfig, BenchConfig, RunsConfig, OfModelConfig):
-        if names := ", ".join(name for name, schema in cases.items() if issubclass(schema, family)):
-            lines.append(f"Of {names}:\n{describe_attributes(family)}")
-    return "\n\n".join([*lines, *(f"Case {name}:\n{describe_settings(schema)}" for name, schema in cases.items())])
+    """The settings of cases, for `--help`: of one case all; of several a line each, first those that they share."""
+    if len(cases) == 1:
+        return "\n\n".join(f"Case {name}:\n{describe_settings(schema)}" for name, schema in cases.items())
+    families = (CaseConfig, BenchConfig, RunsConfig, OfModelConfig)
+    titles = {
+        family: ", ".join(name for name, case in cases.items() if issubclass(case, family)) for family in families
+    }
+    shared = [f"Of {title}:\n{_own_settings(family)}" for family, title in titles.items() if title]
+    own = [f"Case {name} (all of it: {name} --help):\n{_own_settings(schema)}" for name, schema in cases.items()]
+    return "\n\n".join([*shared, *own])
+
+
+def _own_settings(schema: type[CaseConfig]) -> str:
+    return describe_settings(schema, brief=True, among=schema.__annotations__)
 
 
 class ModelSettings(NamedTuple):
@@ -313,7 +323,7 @@ class ModelConfig(OfModelConfig):
         budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with
             more tokens per rank are not started, and fewer steps are timed, if that would not be left.
         mixers: to measure one after the other, each with its file of the size of `model`; empty: the model's own.
-        every: to measure one after the other, softmax attention in one layer of this many, 0 in none, as
+        every: patterns to measure one after the other; softmax attention in one layer of this many, 0 in none, as
             `model.attn.every`; empty: the model's own.
         attention: method of softmax layers over ranks, as `sp.attention`.
         heads, tokens: H (null: that of the model's file), and tokens per rank and micro-batch; all combinations are
@@ -327,7 +337,7 @@ class ModelConfig(OfModelConfig):
             applies to `products`, and none to `fla`, which is trained in bf16.
         strategy: parallelism of the parameters; not hsdp, which shards over other ranks with `dp` than with the rest.
         check_tokens: tokens per rank in the correctness check.
-        trace: also profile one step of each variant that trains, and note the overlap of communication and compute, the
+        trace: also profile one step of each variant that trains; notes the overlap of communication and compute, the
             time in which nothing runs, and what the parts of the step take (`zeco_train.bench.trace`).
     """
 

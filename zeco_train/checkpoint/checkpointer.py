@@ -79,11 +79,11 @@ class CheckpointConfig:
         minutes: time between two checkpoints; 0: none by time. With both set, whichever comes first; with neither, only
             at the end and on a stop signal.
         keep: how many of the newest checkpoints to keep; 0 keeps all. The disk needs room for one more.
-        mode: async: training continues while a checkpoint is written; takes host memory for a rank's part of weights
-            and optimizer state. sync: training waits. The last checkpoint is always waited for.
+        mode: whether training waits for a save. async: it continues while a checkpoint is written; takes host memory
+            for a rank's part of weights and optimizer state. sync: it waits. The last checkpoint is always waited for.
         load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
             Hugging Face format, exported by this project or a model of flash-linear-attention.
-        missing: of a run that had a checkpoint and has none, as when a disk is not mounted. refuse: exit with an error;
+        missing: what a run does whose checkpoint is missing, as when a disk is not mounted. refuse: exit with an error;
             start_anew: start at step 0.
     """
 

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import math
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zeco_train.errors import ConfigError
-from zeco_train.system.command import docstring
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _INT64_LIMIT = 1 << 63
@@ -71,30 +69,14 @@ def parse_settings(schema: type[C], arguments: Sequence[str]) -> C:
     return config
 
 
-def describe_settings(schema: type[Settings]) -> str:
-    """The `--help` text of settings: their meaning, and their defaults as overrides."""
-    settings = OmegaConf.structured(schema)
-    lines = [describe_attributes(schema), ""]
-    for entry in dataclasses.fields(schema):
-        default = settings[entry.name]
-        names = type(default).__members__ if isinstance(default, Enum) else entry.metadata.get("options", ())
-        options = f"    (of {', '.join(names)})" if names else ""
-        lines.append(f"  {entry.name}={as_override(default)}{options}")
-    return "\n".join(lines)
-
-
-def describe_attributes(schema: type[Settings]) -> str:
-    """The `Attributes:` section of a docstring, indented for `--help`."""
-    text = docstring(schema).rpartition("Attributes:\n")[2]
-    return textwrap.indent(textwrap.dedent(text), "  ")
-
-
 def as_override(value: Any) -> str:
     """A value in the syntax of overrides."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_override, value))}]"
     return str(value).translate({ord(character): None for character in " '"})
 
 

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.config import DataConfig, check_config
 from data.loader.masking import TaskConfig
 from models.config import LanguageModelConfig
-from models.mixer_registry import DEFAULT_CONFIG, check_document, describe_mixers
+from models.mixer_registry import DEFAULT_CONFIG, check_document, describe_mixer, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.config import composing
 from zeco_train.config.composing import (
@@ -29,6 +29,7 @@ from zeco_train.config.composing import (
     explain,
     stored_class,
 )
+from zeco_train.config.help import Key, describe_groups, keys_of
 from zeco_train.config.overrides import apply_overrides, check_groups, find_value, of_groups
 from zeco_train.config.rules import check_attention, check_task
 from zeco_train.config.rules import needs as attention_needs
@@ -36,6 +37,7 @@ from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.method_registry import describe_methods
 from zeco_train.sp.backend_registry import BACKENDS, SPConfig, describe_backends
+from zeco_train.system.command import docstring
 from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path
 from zeco_train.system.stored_values import check_values, find_unstorable, flatten, read_values
@@ -47,9 +49,12 @@ from zeco_train.training.schedule import ScheduleConfig
 
 @dataclass
 class Config:
-    """A whole run. `name`: its name; `run_dir`: its folder; `seed`: of the initial weights and the data order.
+    """A whole run. `model` is of the class of its mixer; `defaults_of` has the types of its keys.
 
-    `model` is of the class of its mixer; `defaults_of` has the types of its keys.
+    Attributes:
+        name: name of the run, and of its folder.
+        run_dir: folder of the run; it goes on there if it has a checkpoint.
+        seed: of the initial weights and of the data's order.
     """
 
     name: str = MISSING
@@ -235,13 +240,61 @@ def group_options() -> dict[str, list[str]]:
     return options | {"sp": list(BACKENDS)}
 
 
-def describe(overrides: list[str]) -> str:
-    """The text of `train.py --help`: groups with their options, and the configuration with `overrides` applied."""
-    groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
-    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose(overrides)[0])))
-    return (
-        "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"
-        f"Groups:\n{groups}\n\nMixers:\n{describe_mixers()}\n\nBackends:\n{describe_backends()}\n\n"
-        f"Softmax layers (model.attn.every=N):\n{describe_methods()}\n\n"
-        f"Keys, as this command line sets them:\n\n{config}"
-    )
+def describe(arguments: list[str]) -> str:
+    """The text of `train.py --help`: a line for each key, with the value that overrides among `arguments` give it.
+
+    The other arguments are sections, or the beginnings of keys, whose keys are explained in full.
+
+    Raises:
+        ConfigError: one of them is neither.
+    """
+    overrides = [text for text in arguments if "=" in text]
+    config, groups = _compose(overrides)[0], group_options()
+    keys = [*keys_of(config)]
+    names = [text for text in arguments if text not in overrides]
+    for name in names:
+        if not any(_is_within(key.name, name) for key in keys):
+            sections = ", ".join(section.name for section in dataclasses.fields(Config))
+            raise ConfigError("--help", name, f"must be a section or a key, {sections}, or KEY=VALUE")
+    if not names:
+        return _describe_all(config, keys, groups)
+    texts = [describe_mixer(config.model.mixer)] * ("model" in names)
+    for name in names:
+        section = name.partition(".")[0]
+        texts.append("\n".join(key.whole for key in keys if _is_within(key.name, name)))
+        if name == section and section in groups:
+            texts.append(f"Files of configs/{section}:\n{describe_groups({section: groups[section]})}")
+        texts += _choices(name)
+    return "\n\n".join(texts)
+
+
+def _choices(section: str) -> list[str]:
+    # What can be chosen in a section, by its own registry.
+    if section == "model":
+        return [f"Mixers (--help model model.mixer=NAME explains one):\n{describe_mixers()}"]
+    if section == "sp":
+        methods = f"Softmax layers (model.attn.every=N):\n{describe_methods()}"
+        return [f"Backends:\n{describe_backends()}", methods]
+    return []
+
+
+def _describe_all(config: Config, keys: list[Key], groups: dict[str, list[str]]) -> str:
+    texts = [
+        "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n"
+        "       python train.py --help [SECTION ...] [KEY=VALUE ...]      all that the keys of a section mean\n\n"
+        "Keys are not completed in the shell: there is no Hydra's `-sc install=bash`.",
+        f"Files of configs/ (GROUP=OPTION; +experiment=OPTION):\n{describe_groups(groups)}",
+    ]
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        of_section = [key.brief for key in keys if _is_within(key.name, section.name)]
+        if dataclasses.is_dataclass(value):
+            title = docstring(type(value)).partition("\n")[0]
+            texts += ["\n".join([f"{section.name}: {title}", *of_section]), *_choices(section.name)]
+        else:
+            texts[-1] += "\n\nThe run:" * (section.name == "name") + f"\n{of_section[0]}"
+    return "\n\n".join(texts)
+
+
+def _is_within(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")

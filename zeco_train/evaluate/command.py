@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from models.spec import spec_of
-from zeco_train.config.overrides import describe_settings
+from zeco_train.config.help import describe_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import agree, join_alike, resolve_sp_size

@@ -135,6 +135,7 @@ def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluatio
         if is_bytes:
             metrics[f"bits_per_byte{of}"] = loss.mean / math.log(2)
             line += f"  {loss.mean / math.log(2):.4f} bits a byte"
+        line += f"  ({loss.extent})"
         lines += [line, *(f"{'':>12}  {name}: loss {mean:.4f}" for name, mean in loss.by_store.items())]
         lines.append(f"{'':>12}  by position: {_spoken(loss.by_position)}")
     details = {

@@ -147,10 +147,19 @@ def _facts(options: Options, trained: Trained, mesh: ProcessMesh, speed: Speed) 
     }
 
 
+# `Completion.ended_by`, for users.
+_ENDS = {
+    "length": "stopped at --max-tokens",
+    "eos": "ended by the model",
+    "stop": "stopped at --stop",
+    "signal": "stopped by a signal",
+}
+
+
 def _summary(completions: Sequence[Completion], speed: Speed) -> str:
     tokens = sum(len(completion.tokens) for completion in completions)
-    ends = [completion.ended_by for completion in completions]
-    reasons = ", ".join(f"{ends.count(reason)} by {reason}" for reason in dict.fromkeys(ends))
+    ends = [_ENDS[completion.ended_by] for completion in completions]
+    reasons = ", ".join(f"{ends.count(end)} {end}" for end in dict.fromkeys(ends)) if len(ends) != 1 else ends[0]
     read = f"prompts: {speed.prompt_tokens:,} tokens in {speed.prefill_seconds:.2f} s"
     rate = tokens / speed.decode_seconds if speed.decode_seconds else 0.0
-    return f"{read}; texts: {tokens:,} tokens in {speed.decode_seconds:.2f} s, {rate:,.0f} tokens/s; ended {reasons}"
+    return f"{read}; texts: {tokens:,} tokens in {speed.decode_seconds:.2f} s, {rate:,.0f} tokens/s; {reasons}"

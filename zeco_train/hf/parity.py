@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.checkpoint.files import is_hf_folder
-from zeco_train.config.overrides import describe_settings, load_settings
+from zeco_train.config.help import describe_settings
+from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Generator, Limits

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from zeco_train.lifecycle.join import Launch, OwnRankError, launcher_store
 from zeco_train.lifecycle.watch import DUMP_SECONDS, SILENCE_SECONDS, TERMINATED, Watchdog, is_communication_failure
 from zeco_train.system import background
 from zeco_train.system.signals import STOP_SIGNALS, catch_in_this_process, die_with_launcher
-from zeco_train.system.terminal import is_reader_gone
+from zeco_train.system.terminal import is_reader_gone, repeat_below_launcher, report_to_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,12 @@ class Job:
         dist.broadcast_object_list(start, src=0)
         self._postmortem.open(log, start[0])
 
+    def report_stop(self, line: str) -> None:
+        """Have `line`, which the user has seen, come last on the screen, below torchrun's own report."""
+        report_to_launcher(line)
+        if self.launch.rank == 0:
+            repeat_below_launcher(line)
+
     def finish(self, code: int) -> None:
         """Shut down regularly with exit code `code`. Collective once the process group exists."""
         self.closing.close()
@@ -186,8 +193,10 @@ class Job:
         if not isinstance(expected, OutOfMemoryError) and is_communication_failure(error):
             self._abandon(error)
         if expected is None:
+            report_to_launcher("".join(traceback.format_exception(error)).rstrip())
             self.watchdog.report_failure(f"{type(error).__name__}: {_first_line(error)}")
             return None
+        report_to_launcher(expected.line)
         # At info level the traceback goes to the log file only; the terminal gets one line.
         logger.info("ending", exc_info=error)
         # Stored before the wait in `_print_once`: peers that notice first should find the reason.
@@ -277,9 +286,13 @@ class Job:
         logger.info("%s", explained)
         self.watchdog.report_leaving()
         if explained.exit_code != TERMINATED:
+            report_to_launcher(explained.line)
             self._postmortem.write()
             if self.watchdog.claim_reporting():
                 _print(explained)
+                # torchrun's report ends with the lost rank, of which it has only the signal.
+                if not _is_restarted():
+                    repeat_below_launcher(explained.line)
         _leave(explained.exit_code)
 
 
@@ -295,6 +308,7 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
             die_with_launcher()
         job = Job(launch, advice)
     except ZecoError as error:
+        report_to_launcher(error.line)
         # There is no store yet to elect the reporting rank: one rank a node prints.
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OwnRankError):
             _print(error)
@@ -326,6 +340,12 @@ def _print(error: ZecoError) -> None:
         # Above a progress bar, if there is one.
         tqdm.write(error.line, file=sys.stderr)
         sys.stderr.flush()
+
+
+def _is_restarted() -> bool:
+    # Whether torchrun starts the ranks again after they have failed.
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most
 
 
 def _leave(code: int) -> NoReturn:

@@ -7,7 +7,8 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeco_train.config.overrides import describe_settings, load_settings
+from zeco_train.config.help import describe_groups, describe_settings
+from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import Config, group_options, load_given
 from zeco_train.errors import ConfigError
 from zeco_train.plan.devices import Gpu
@@ -26,14 +27,14 @@ class PlanSettings:
         headroom: fraction of the memory that stays free, for fragmentation.
         matmul_tflops: achieved by matrix products, instead of the assumption for the device.
         bandwidth_gbps: achieved memory bandwidth of a device, GB/s.
-        link_gbps, node_gbps: achieved bandwidth between devices of a node, and of different nodes, GB/s per device and
+        link_gbps, node_gbps: achieved bandwidth between devices of a node, and of different nodes; GB/s per device and
             direction.
-        scan_alpha_us, scan_gbps: of the scan's messages in a node: α in µs, and 1/β in GB/s, instead of the measured
-            values.
+        scan_alpha_us: α of the scan's messages in a node, in µs; instead of the measured value.
+        scan_gbps: 1/β of these messages, in GB/s; instead of the measured value.
         scan_node_alpha_us, scan_node_gbps: the same between nodes, instead of the assumed values.
         token_budget: tokens of a whole training run, to estimate its hours; null is train.steps.
-        dry_run: also build a rank of the run without its peers, by torch's fake process group, and run a step of it for
-            shapes; on a CPU with few tokens.
+        dry_run: also build a rank of the run without its peers; by torch's fake process group. It runs a step for
+            shapes, on a CPU with few tokens.
         rank: of the dry run.
         json: output file for the plan.
     """
@@ -110,7 +111,6 @@ def parse(arguments: Sequence[str]) -> Request:
 
 def describe() -> str:
     """The text of `--help`."""
-    groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
     return (
         "usage: python -m zeco_train.plan [KEY=VALUE ...]\n\n"
         "Says what a run of train.py with the same overrides would take of memory, wire and time; starts nothing.\n"
@@ -120,5 +120,5 @@ def describe() -> str:
         "  python -m zeco_train.plan +experiment=gla_1b_16k sp.size=256 data.seq_len=4194304 token_budget=100e9\n"
         "data.seq_len is the whole sequence: 16k tokens a GPU on 256 GPUs are 256 times 16384.\n"
         "Keys of train.py (all of them: python train.py --help), with these groups:\n"
-        f"{groups}\n\nThe planner's own keys:\n\n{describe_settings(PlanSettings)}"
+        f"{describe_groups(group_options())}\n\nThe planner's own keys:\n\n{describe_settings(PlanSettings)}"
     )

@@ -40,13 +40,13 @@ class AllScanConfig:
 
     Attributes:
         algorithm: algorithm of the scan; `auto` is the fastest by the cost model.
-        transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
-            `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
-        blocks: number of pieces in which a state flows through `chain`: an integer, which needs algorithm=chain (under
+        transport: link of the scan. `symmetric` is one kernel over memory that all ranks map, within an NVLink domain;
+            `p2p` is `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
+        blocks: number of pieces in which a state flows through `chain`; an integer, which needs algorithm=chain (under
             `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in
             one kernel means blocks of 16,384 elements.
-        ranks_per_node: ranks of the sequence on each machine, which is the unit of `lane` and of the cost model; null
-            finds them by host names.
+        ranks_per_node: ranks of the sequence on each machine; the unit of `lane` and of the cost model. null finds them
+            by host names.
     """
 
     algorithm: AllScanAlgorithm = AllScanAlgorithm.auto

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import select
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 # Characters that move the cursor, change colours, titles or the clipboard, or reorder the displayed text: C0, C1, and
@@ -84,3 +89,54 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[object]], al
 
 def _cell(text: str, style: str) -> str:
     return format(text, style.partition(":")[0])
+
+
+def report_to_launcher(text: str) -> None:
+    """Leave the reason of this rank's end to torchrun, whose report ends with that of the first rank that failed.
+
+    In the format of `torch.distributed.elastic`'s `record`, which writes tracebacks only. Without torchrun: nothing.
+    """
+    if (name := os.environ.get("TORCHELASTIC_ERROR_FILE")) is None:
+        return
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    # torchrun cannot end properly with half a file, as one of a rank that is killed meanwhile.
+    partial = Path(f"{name}.{os.getpid()}")
+    with suppress(OSError):
+        partial.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+        partial.replace(name)
+
+
+# Waits for the end of the process that is its first argument, and prints the second one.
+_REPEAT = """
+import os, select, sys
+try:
+    poll = select.poll()
+    poll.register(os.pidfd_open(int(sys.argv[1])), select.POLLIN)
+    has_ended = bool(poll.poll(60_000))
+except OSError as error:
+    has_ended = isinstance(error, ProcessLookupError)
+if has_ended:
+    os.write(2, os.fsencode(sys.argv[2]))
+"""
+
+
+def repeat_below_launcher(line: str) -> None:
+    """Print a line again on stderr as soon as torchrun has ended, which prints a traceback of its own after its ranks.
+
+    By a process that survives the ranks' session, for a minute at most. Under other launchers, or none: nothing.
+    """
+    if is_below_torchrun():
+        command = [sys.executable, "-I", "-S", "-c", _REPEAT, str(os.getppid()), f"{line}\n"]
+        with suppress(OSError):
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def is_below_torchrun() -> bool:
+    """Whether torchrun itself, not a launcher built on its agent, has started this process as a rank."""
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    # `python torchrun …`, `python -m torch.distributed.run …`.
+    names = {b"torchrun", b"torchrun.py", b"torch.distributed.run", b"run.py"}
+    return "TORCHELASTIC_RUN_ID" in os.environ and any(part.rpartition(b"/")[2] in names for part in command[:4])

@@ -39,12 +39,14 @@ class LoggerConfig:
 
     Attributes:
         kind: the tracker.
-        project, entity: as in W&B; `entity` (a user or team) None is the account's default.
-        group: None for MODEL-LENGTH, such as gla_1b-1M, which groups runs that differ in their parallelism.
+        project: W&B's project.
+        entity: W&B's user or team; null: the account's default.
+        group: W&B's group of runs; null: MODEL-LENGTH, such as gla_1b-1M, of runs that differ in their parallelism.
         job_type: W&B's job type.
-        tags: added to the automatic ones: sp=…, sp.size=…, seq_len=…, model=…, strategy=…, devices=….
-        mode: `offline` by default.
-        timeout_seconds: maximum wait for W&B's server at the start, after which the run is tracked offline, and at the
+        tags: W&B's tags of the run; added to the automatic ones: sp=…, sp.size=…, seq_len=…, model=…, strategy=…,
+            devices=….
+        mode: whether W&B sends data while the run lasts; `offline` by default: `wandb sync` sends them later.
+        timeout_seconds: longest wait for W&B's server; at the start, after which the run is tracked offline, and at the
             end, after which unsent data stays in the run's folder.
     """
 

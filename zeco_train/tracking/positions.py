@@ -77,12 +77,20 @@ class ValidationLoss:
         mean: over all stores with their training weights; the training loss estimates the same quantity.
         by_store: per store of a mixture; empty for a single store.
         error: standard error of `mean` over sequences; None if a store has only one sequence.
+        sequences, tokens: that it is of; `tokens` are those with a label that counts.
     """
 
     mean: float
     by_position: PositionLosses
     by_store: dict[str, float] = field(default_factory=dict)
     error: float | None = None
+    sequences: int = 0
+    tokens: int = 0
+
+    @property
+    def extent(self) -> str:
+        """Sequences and tokens, for printed lines."""
+        return f"of {self.sequences:,} sequence{'s' * (self.sequences != 1)}, {self.tokens:,} tokens"
 
     @property
     def perplexity(self) -> float:
@@ -91,6 +99,7 @@ class ValidationLoss:
 
     def as_dict(self) -> dict[str, Any]:
         own = {"loss": self.mean, "error": self.error, "perplexity": self.perplexity, "by_store": self.by_store}
+        own |= {"sequences": self.sequences, "tokens": self.tokens}
         return own | {"by_position": self.by_position.as_dict()}
 
 
@@ -110,6 +119,11 @@ class PositionSums:
                 # Sums of slices: adding by index is not deterministic on GPUs.
                 self._sums[0, rows, bucket] += scores.losses[:, piece].sum(1, dtype=torch.float64)
                 self._sums[1, rows, bucket] += (scores.predictions[:, piece] != IGNORE_INDEX).sum(1)
+
+    @property
+    def labels(self) -> int:
+        """Number of labels."""
+        return int(self._sums[1].sum())
 
     def reduce(self) -> None:
         """All-reduce the sums over all ranks. Collective."""

@@ -67,14 +67,16 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
-    def report(self, row: Mapping[str, Any]) -> None:
-        """Show a row of metrics (`StepMetrics.as_dict()`)."""
+    def report(self, row: Mapping[str, Any], validated: str = "") -> None:
+        """Show a row of metrics (`StepMetrics.as_dict()`); `validated` is what its `val_loss` is of."""
         step, parts = row["step"], dict[str, str]()
         for column in fields(StepMetrics):
             name, facts = column.name, column.metadata
             if name in row and "shown" in facts and (self._bar is None or not facts.get("in_lines_only")):
                 place = facts.get("behind", name)
                 parts[place] = parts.get(place, "") + facts["shown"](row[name])
+                if name == "val_loss" and validated and self._bar is None:
+                    parts[place] += f" ({validated})"
         text = "  ".join([*parts.values(), f"ETA {clock(self._seconds_left(row))}"])
         if self._bar is not None:
             self.advance(step)
@@ -121,10 +123,11 @@ class ProgressDisplay:
             self._stream = None
 
 
-def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path, rate: float) -> str:
+def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path, rate: float, validated: str = "") -> str:
     """One-line summary of a run: steps, first → last loss, throughput, results folder.
 
-    `rate`: tokens/s of this start, over all its time; beside it stands the median of the steps' rates.
+    `rate`: tokens/s of this start, over all its time; beside it stands the median of the steps' rates. `validated`: as
+    of `ProgressDisplay.report`.
     """
     where = f"results in {run_dir}"
     if not rows:
@@ -135,6 +138,6 @@ def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path, rate: f
     losses = [math.nan if row.get("loss") is None else row["loss"] for row in rows]
     loss = f"loss {losses[0]:.2f} → {losses[-1]:.2f}"
     if last.get("val_loss") is not None:
-        loss += f" (validation {last['val_loss']:.2f})"
+        loss += f" (validation {last['val_loss']:.2f}{f' {validated}' if validated else ''})"
     in_steps = median(row.get("tokens_per_second") or 0.0 for row in rows)
     return f"{steps}, {loss}, {rate:,.0f} tokens/s ({in_steps:,.0f} within steps), {where}"

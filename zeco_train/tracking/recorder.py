@@ -104,6 +104,8 @@ class Recorder:
         self._flops, self._hardware_flops, self._dtype = flops_per_token, hardware_flops_per_token, dtype
         self._writer: LineWriter | None = None
         self._validations: LineWriter | None = None
+        # What the last validation loss is of.
+        self._validated = ""
         self._since_row: list[StepResult] = []
         self._spent = defaultdict[str, float](float)
         self._started = self._row_written = time.monotonic()
@@ -209,9 +211,10 @@ class Recorder:
         assert self._writer is not None
         self._writer.append(row)
         if validation is not None:
+            self._validated = validation.extent
             self._validations = self._validations or LineWriter(self._run_dir / VALIDATION_FILE)
             self._validations.append({"step": row["step"], **validation.as_dict()})
-        self._display.report(row)
+        self._display.report(row, self._validated)
         self._tracker.log(row["step"], row)
 
     def close(self) -> None:
@@ -234,7 +237,7 @@ class Recorder:
         plot_run(self._run_dir)
         plot_validations(self._run_dir)
         rate = self._steps_done * self._tokens_per_step / (time.monotonic() - self._started)
-        return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir, rate)
+        return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir, rate, self._validated)
 
     def _most(self, **values: float | None) -> dict[str, Any]:
         # Over the ranks that have a value.

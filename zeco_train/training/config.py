@@ -68,21 +68,23 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps of the whole run.
-        matmul: of the blocks' linear layers: `bf16` is the compute dtype, for `fp8` see `zeco_train.ops.linear`.
+        matmul: dtype of the products of the blocks' linear layers; `bf16` is the compute dtype, `fp8` needs a GPU with
+            it.
         log_every: steps between two rows of metrics.jsonl.
         eval_every: steps between two validation losses (0: only at the end).
         eval_sequences: largest number of held-out sequences for a validation loss (0: no validation).
-        segments: parts of a sequence, run one after another, each from the last state of the one before. Memory is that
-            of one part; the gradient is that of the whole sequence.
-        recompute: activations that the backward pass recomputes.
-        kernels: of calls that kernels on GPUs do not serve; see `Kernels`.
-        deterministic: runs repeat their bits on GPUs. The compiler of the blocks does not choose by measurement between
-            kernels that round differently, and FlashAttention adds up the gradients of queries in one order. Its
-            backward pass takes more time, and memory: in fp32 the gradients of a layer's queries several times (132
-            over the rank's heads on an H100 or H200).
-        nonfinite: for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips up to N
-            such steps in a row; data, step and learning rate advance, weights do not change.
-        profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
+        segments: parts of a sequence, run one after another; each goes on from the last state of the one before. Memory
+            is that of one part; the gradient is that of the whole sequence.
+        recompute: which activations the backward pass recomputes, to save memory.
+        kernels: what happens with calls that kernels on GPUs do not serve; auto: a warning, require: an error.
+        deterministic: runs repeat their bits on GPUs, in more time. The compiler of the blocks does not choose by
+            measurement between kernels that round differently, and FlashAttention adds up the gradients of queries in
+            one order. Its backward pass takes more time, and memory: in fp32 the gradients of a layer's queries several
+            times (132 over the rank's heads on an H100 or H200).
+        nonfinite: what happens at a loss or gradient norm that is NaN or infinite. `stop` ends the run. `skip:N` skips
+            up to N such steps in a row; data, step and learning rate advance, weights do not change.
+        profile: START:STOP, the steps (counted from 1, STOP included) to profile; null: none.
+        profile_ranks: ranks that are profiled.
     """
 
     steps: int = 1000

@@ -14,7 +14,7 @@ from zeco_train.errors import ConfigError
 
 
 class ScheduleKind(Enum):
-    """`wsd`: warm-up, stable, decay. `cosine`: warm-up, then half a cosine. `constant`: warm-up only."""
+    """See `ScheduleConfig`."""
 
     wsd = "wsd"
     cosine = "cosine"
@@ -26,6 +26,8 @@ class ScheduleConfig:
     """Shape of the learning rate over a run.
 
     Attributes:
+        kind: shape of the curve. `wsd`: warm-up, stable, decay. `cosine`: warm-up, then half a cosine. `constant`:
+            warm-up only.
         warmup_steps: steps of linear growth from 0 to the peak; a shorter run warms up to its end.
         decay_fraction: `wsd` only, the last fraction of the run, in which the rate decays linearly.
         min_ratio: the last step's learning rate, relative to the peak; `wsd` and `cosine` only, and in a run longer

@@ -76,6 +76,8 @@ class Validation:
             PositionLosses.of_sums(sums, weights),
             {name: loss.item() for name, (loss, _) in zip(names, wholes, strict=True)} if names else {},
             None if error.isnan() else error.item(),
+            sum(self._taken(reader) for reader in self._readers),
+            sum(of_store.labels for of_store in sums),
         )
 
     def _taken(self, reader: Reader) -> int:

@@ -1,4 +1,4 @@
-"""The command `python -m zeco_train.verify`: settings in, table out."""
+"""The command `python -m zeco_train.verify`: settings in; failures, summary and, on request, the table out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
+from zeco_train.system.terminal import report_to_launcher
 from zeco_train.verify import report
 from zeco_train.verify.cases import Verification
 from zeco_train.verify.config import VerifyConfig, describe
@@ -63,20 +64,35 @@ def _verify(arguments: list[str], job: Job) -> int:
         versions = f"torch {machine['packages']['torch']}, python {machine['python']}"
         of = "" if config.operator in (None, DEFAULT) else f", operator {config.operator}"
         print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
-        print(report.header(), flush=True)
     rows: list[VerifyRow] = []
     for row in verification.rows():
         if launch.rank == 0:
-            if row.on_own_ranks and not (rows and rows[-1].on_own_ranks):
-                print(f"\n{report.header(own_ranks=True)}", flush=True)
-            print(report.line(row), flush=True)
+            _show(row, is_first=not rows or row.on_own_ranks != rows[-1].on_own_ranks, has_table=config.table)
         rows.append(row)
     verification.drain()
+    failed = any(row.failures for row in rows)
+    if failed:
+        report_to_launcher(report.summary(rows))
     if launch.rank == 0:
         if everything:
             print("\nnot covered here:", *not_covered(rows, device, launch), sep="\n- ", flush=True)
+        else:
+            print("\nnot covered here: what these settings leave out; without settings all runs", flush=True)
         print(f"\n{report.summary(rows)}, {time.monotonic() - started:.0f} s", flush=True)
         if config.out is not None:
             results = {"machine": machine, "config": to_plain(config), "rows": [row.as_dict() for row in rows]}
             write_json_result(Path(config.out), results)
-    return 1 if any(row.failures for row in rows) else 0
+    return 1 if failed else 0
+
+
+def _show(row: VerifyRow, *, is_first: bool, has_table: bool) -> None:
+    if has_table:
+        if is_first:
+            print(f"{chr(10) * row.on_own_ranks}{report.header(own_ranks=row.on_own_ranks)}", flush=True)
+        print(report.line(row), flush=True)
+        return
+    if is_first:
+        where = "ranks of its own, on the CPU" if row.on_own_ranks else "the launched ranks"
+        print(f"comparing on {where} (table=true shows each comparison) …", flush=True)
+    if row.failures:
+        print(report.failure(row), flush=True)

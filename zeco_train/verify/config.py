@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from zeco_train.collectives.scan_registry import ALL_SCANS
-from zeco_train.config.overrides import describe_settings
+from zeco_train.config.help import describe_settings
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
@@ -51,7 +51,7 @@ METHODS: dict[str, MethodSpec] = {
     "all_gather:unpaired": dataclasses.replace(ALL_GATHER, build=partial(AllGather, paired=False)),
 }
 # Settings that select no cases.
-_OF_ALL_CASES = ("seed", "device", "timeout", "out")
+_OF_ALL_CASES = ("seed", "device", "timeout", "table", "out")
 # Settings without effect on softmax attention, and those that only softmax attention has.
 _OF_STATES, _OF_SOFTMAX = ("backends", "value_dim", "carry"), ("methods", "key_heads", "window")
 
@@ -75,13 +75,14 @@ class VerifyConfig:
         key_heads: heads of keys and values in softmax attention; null: half as many as of queries, if that is possible.
         window: keys that a query of softmax attention reads at most, itself among them; 0: no limit; null: no limit,
             and one and a half times `tokens`.
-        documents: packed documents that straddle ranks (true), one document (false), or both (null).
+        documents: packed documents that straddle ranks (true), one document (false), both (null).
         carry: the sequence has an initial state and returns its final state. null: only without packed documents.
         kernels: of dtypes and shapes that kernels on GPUs do not serve, as `train.kernels`.
-        huge: instead of the other cases, values and chunk states of more than 2³¹ elements, on each GPU separately.
+        huge: values and chunk states of more than 2³¹ elements; instead of the other cases, on each GPU separately.
         seed: of all inputs on the launched ranks.
         device: auto takes CUDA devices if there are any.
         timeout: seconds that a rank waits for another, including the others' float64 reference.
+        table: show each comparison, with the error of each tensor, in a table 220 columns wide; else those that failed.
         out: a JSON file for the results.
     """
 
@@ -104,6 +105,7 @@ class VerifyConfig:
     seed: int = 0
     device: Device = Device.auto
     timeout: float = 300.0
+    table: bool = False
     out: str | None = None
 
     def validate(self) -> None:

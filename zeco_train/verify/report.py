@@ -207,6 +207,11 @@ def line(row: VerifyRow) -> str:
     return format_row(first | cells, columns, gap="")
 
 
+def failure(row: VerifyRow) -> str:
+    """A row that failed, without the table."""
+    return f"FAILED: {row.dtype} {row.sp_size} × {row.tokens:,} {row.layout} {row.backend}: {'; '.join(row.failures)}"
+
+
 def summary(rows: list[VerifyRow]) -> str:
     """The last line."""
     failed = [row for row in rows if row.failures]

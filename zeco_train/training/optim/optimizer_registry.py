@@ -30,7 +30,11 @@ class OptimizerName(Enum):
 
 @dataclass
 class OptimConfig(OptimizerSettings):
-    """`OptimizerSettings`, and `name`: which optimizer."""
+    """`OptimizerSettings`, and the choice of the optimizer.
+
+    Attributes:
+        name: which optimizer.
+    """
 
     name: OptimizerName = OptimizerName["adamw"]
 

@@ -49,10 +49,15 @@ class OptimizerSettings:
 
     Attributes:
         lr: peak learning rate.
-        betas, eps, weight_decay: as in `torch.optim.AdamW`; the decay applies to the weights of linear layers, of the
-            embedding and of convolutions only.
+        betas: decay rates of AdamW's two moments.
+        eps: added to the root of AdamW's second moment.
+        weight_decay: decoupled weight decay; of the weights of linear layers, of the embedding and of convolutions
+            only.
         grad_clip: largest global gradient norm; 0 clips nothing.
-        momentum, nesterov, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`.
+        momentum: Muon's momentum; it and the next three as in `torch.optim.Muon`.
+        nesterov: whether Muon's momentum is Nesterov's.
+        ns_steps: Newton–Schulz iterations of Muon's orthogonalization.
+        adjust_lr_fn: how Muon scales the learning rate by a matrix's shape.
         ns_dtype: dtype of Muon's matrix products.
         adamw_lr: peak learning rate of the parameters that Muon updates with AdamW; None: `lr`.
     """
