@@ -195,7 +195,8 @@ def twin_groups(
     group: dist.ProcessGroup, timeout: timedelta, names: Sequence[str], *, urgent: bool = False
 ) -> list[dist.ProcessGroup]:
     """More groups of the ranks of `group`, by its backend, one for each name. Collective over these ranks only."""
-    settings = {"backend": str(dist.get_backend_config(group)), "timeout": timeout, "use_local_synchronization": True}
+    settings: dict[str, Any] = {"timeout": timeout, "use_local_synchronization": True}
+    settings["backend"] = str(dist.get_backend_config(group))
     options, members = _urgent(timeout) if urgent else None, dist.get_process_group_ranks(group)
     return [dist.new_group(members, pg_options=options, group_desc=name, **settings) for name in names]
 
