@@ -15,6 +15,13 @@ from zeco_train.__main__ import COMMANDS, describe
 
 pytestmark = pytest.mark.processes
 TINY = ["model.num_layers=1", "model.hidden_size=32", "data.seq_len=64", "train.eval_sequences=0", "train.steps=2"]
+FROM_PYTHON = """
+import sys, torch, zeco_train
+model = zeco_train.load(sys.argv[1])
+assert model.loss("some text") > 0
+zeco_train.functional.gla(*(torch.zeros(1, 3, 1, 2) for _ in range(4)))
+print(len(model.generate("a", max_tokens=3)[0].tokens))
+"""
 
 
 def _run(
@@ -38,6 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("zeco_train-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.startswith(("tests", "lab", "launch", "docs"))]
+        assert {"zeco_train/functional.pyi", "zeco_train/py.typed"} <= {*archive.namelist()}
     command = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile", "--target"]
     done = subprocess.run([sys.executable, *command, str(folder / "site"), str(wheel)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -65,6 +73,14 @@ def test_wheel_trains_generates_and_exports(site: Path, home: Path) -> None:
         done = _run(home, site, "-m", "zeco_train", *arguments)
         assert done.returncode == 0, (arguments, done.stderr)
     assert (home / "exported" / "model.safetensors").exists()
+    (home / "elsewhere").mkdir()
+    for path in ("../runs/default", "../exported"):
+        done = _run(home / "elsewhere", site, "-c", FROM_PYTHON, path)
+        assert (done.returncode, done.stderr, done.stdout) == (0, "", "3\n"), done
+    done = _run(home, site, "-c", FROM_PYTHON, "runs/default")
+    assert done.returncode == 1
+    line = f"package=data: {home / 'data' / '__init__.py'} is in the way of this project's package data; "
+    assert done.stderr.splitlines()[-1].startswith(f"zeco_train.errors.ConfigError: {line}")
 
 
 @pytest.mark.campaign

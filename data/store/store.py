@@ -33,10 +33,10 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from data.tokenizer import BYTES, TOKENIZER_FOLDER, info_problem
-from zeco_train import __version__
 from zeco_train.errors import DataError, check_open_files
 from zeco_train.system.files import FILES_OF_A_PROCESS, OPEN_SHARDS, allow_open_files, read_errors, sha256_of
 from zeco_train.system.small_files import check_regular, read_json
+from zeco_train.version import __version__
 
 FORMAT = "zeco-train token store"
 VERSION = 2

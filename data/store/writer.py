@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from data.store.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, StoreMeta, shard_name, token_dtype
 from data.tokenizer import Tokenizer
-from zeco_train import __version__
 from zeco_train.errors import DataError
 from zeco_train.system.files import sha256_of, write_durably
+from zeco_train.version import __version__
 
 SHARD_TOKENS = 1 << 28
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from zeco_train import __version__
 from zeco_train.errors import CheckpointError, ConfigError, check_open_files
 from zeco_train.system.files import IDENTITY_FILE, METRICS_FILE, sha256_of, take_lock, write_durably, write_locked
 from zeco_train.system.paths import is_plain_name
 from zeco_train.system.small_files import read_json
+from zeco_train.version import __version__
 
 # Of a run's folder (in identity.json) and of its checkpoints (in run.json). Version 0.2 wrote no number, which means 1.
 RUN_FORMAT = 2

@@ -39,6 +39,22 @@ def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.de
     return device
 
 
+def pick_device(wanted: str | torch.device) -> torch.device:
+    """The device of a name as torch's, or of "auto", for a process that has no launcher; ConfigError: there is none."""
+    available = torch.cuda.device_count()
+    try:
+        found = torch.device(("cuda" if available else "cpu") if wanted == "auto" else wanted)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda") or (found.type == "cuda" and (found.index or 0) >= available):
+        last = f", cuda or cuda:N with N < {available}" if available else "; there are no CUDA devices here"
+        raise ConfigError("device", wanted, f"must be auto, cpu{last}")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    use_private_caches()
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
 def total_memory(device: torch.device) -> tuple[int, str]:
     """Bytes of memory, free or not, and whose they are."""
     if device.type == "cuda":

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from data.loader.batches import DataSplit
 from zeco_train.collectives.topology import Topology, find_topology
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.join import Launch, check_same, gather, join, setup
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.numbers import divisors
+
+if TYPE_CHECKING:
+    from data.loader.batches import DataSplit
 
 T = TypeVar("T")
 
@@ -67,6 +69,9 @@ class ProcessMesh:
         labels_across_documents: bool = True,
     ) -> DataSplit:
         """The part of each sequence that this rank reads; arguments and errors as of `DataSplit`."""
+        # Not above: functions over ranks serve projects whose packages have this name, too.
+        from data.loader.batches import DataSplit
+
         place = self.dp_rank, self.dp_size, self.sp_rank, self.sp_size
         return DataSplit(seq_len, micro_batch, *place, documents, segments, labels_across_documents)
 
@@ -99,6 +104,22 @@ def init_mesh(
     groups = _scan_groups(devices, device, timeout, "scan")
     topology = topology or find_topology(devices.get_group("sp"))
     return ProcessMesh(launch.rank, launch.world_size, device, devices, groups, timeout, topology)
+
+
+class _LoneMesh(ProcessMesh):
+    @property
+    def dp_size(self) -> int:
+        return 1
+
+    @property
+    def sp_size(self) -> int:
+        return 1
+
+
+def lone_mesh(device: torch.device) -> ProcessMesh:
+    """Of this process alone, which communicates with no other; there need not be a process group."""
+    nothing: Any = None
+    return _LoneMesh(0, 1, device, nothing, nothing, timedelta(), Topology.one_node(1))
 
 
 def halo_groups(mesh: ProcessMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
@@ -157,14 +178,27 @@ def world_mesh(device: str, world_size: int, name: str, timeout: timedelta) -> D
 def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool = False) -> dist.ProcessGroup:
     # Create the groups of these ranks, of which every rank of the world is in one; returns this rank's. Collective.
     # Flight recorders show `name`; with `urgent`, NCCL uses high-priority streams.
-    options = None
-    if urgent:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # The group's own timeout counts, but torch warns if that of the options differs.
-        options._timeout = timeout
+    options = _urgent(timeout) if urgent else None
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options, group_desc=name)
     assert group is not None
     return group
+
+
+def _urgent(timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # The group's own timeout counts, but torch warns if that of the options differs.
+    options._timeout = timeout
+    return options
+
+
+def twin_groups(
+    group: dist.ProcessGroup, timeout: timedelta, names: Sequence[str], *, urgent: bool = False
+) -> list[dist.ProcessGroup]:
+    """More groups of the ranks of `group`, by its backend, one for each name. Collective over these ranks only."""
+    settings: dict[str, Any] = {"timeout": timeout, "use_local_synchronization": True}
+    settings["backend"] = str(dist.get_backend_config(group))
+    options, members = _urgent(timeout) if urgent else None, dist.get_process_group_ranks(group)
+    return [dist.new_group(members, pg_options=options, group_desc=name, **settings) for name in names]
 
 
 def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:

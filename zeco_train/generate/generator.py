@@ -26,6 +26,7 @@ from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.generate.text import StopTexts, TextStream
+from zeco_train.lifecycle.join import gather
 from zeco_train.ops.seam import Exchange
 
 _STEPS_BETWEEN_MEETINGS = 16
@@ -216,8 +217,7 @@ class Generator:
         # A rank without work keeps meeting: the others would wait for it in their next all-reduce.
         while not self._meetings.meet(in_batch=False, finished=True).all_finished:
             pass
-        everyone = [done] * self._mesh.world_size
-        dist.all_gather_object(everyone, done)
+        everyone = gather(done, self._mesh.world_size)
         return sorted((c for part in everyone for c in part), key=lambda c: (c.prompt, c.sample))
 
     def cache_bytes(self, prompts: Sequence[Tensor], limits: Limits, samples: int = 1) -> int:

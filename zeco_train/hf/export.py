@@ -17,7 +17,6 @@ import torch
 
 from data.tokenizer import ByteTokenizer
 from models.spec import spec_of
-from zeco_train import __version__
 from zeco_train.checkpoint.files import HF_CONFIG_FILE, is_hf_folder, read_progress, write_checksums
 from zeco_train.checkpoint.weights import problem_of
 from zeco_train.config.schema import Config, to_plain
@@ -32,6 +31,7 @@ from zeco_train.system.files import atomic_folder, sha256_of, write_durably
 from zeco_train.system.numbers import check_least, compact
 from zeco_train.system.paths import check_output_folder, is_utf8
 from zeco_train.training.config import Dtype
+from zeco_train.version import __version__
 
 # The byte tokenizer's <pad>.
 _PAD_OF_BYTES = 0

@@ -18,7 +18,6 @@ from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import cast
 from models.spec import spec_of
-from zeco_train import __version__
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
 from zeco_train.config.composing import stored_class
 from zeco_train.config.overrides import as_override
@@ -38,6 +37,7 @@ from zeco_train.system.paths import check_path
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.run_folder import read_identity
 from zeco_train.training.config import Dtype
+from zeco_train.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -112,19 +112,19 @@ class Trained:
         return load_config(overrides, base)
 
 
-def find_trained(path: str) -> Trained:
+def find_trained(path: str, field: str = "RUN") -> Trained:
     """Find a trained model: a run's newest checkpoint, a given checkpoint, or an export. Reads no weights.
 
-    Names and shapes of the stored weights are compared with the configuration.
+    Names and shapes of the stored weights are compared with the configuration. `field` is what messages call the path.
 
     Raises:
         ZecoError: there is none, or its files are damaged or unsupported.
     """
-    check_path("RUN", path)
+    check_path(field, path)
     folder = Path(path)
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "no such folder"
-        raise ConfigError("RUN", path, f"{problem}; name a run's folder, a step_… folder of one, or an export")
+        raise ConfigError(field, path, f"{problem}; name a run's folder, a step_… folder of one, or an export")
     if (folder / PROGRESS_FILE).is_file():
         # Resolved, since `latest` may be relinked at any moment.
         return _of_checkpoint(folder.resolve())
@@ -133,9 +133,9 @@ def find_trained(path: str) -> Trained:
     if (folder / "config.yaml").is_file():
         checkpoints = complete_checkpoints(folder)
         if not checkpoints:
-            raise ConfigError("RUN", path, "is a run without a complete checkpoint; let it go on until it has one")
+            raise ConfigError(field, path, "is a run without a complete checkpoint; let it go on until it has one")
         return _of_checkpoint(checkpoints[-1])
-    raise ConfigError("RUN", path, "holds no model; name a run's folder, a step_… folder of one, or an export")
+    raise ConfigError(field, path, "holds no model; name a run's folder, a step_… folder of one, or an export")
 
 
 def load_trained(
@@ -159,7 +159,7 @@ def load_trained(
     model.tie_weights()
     if strategy is not None:
         parallelize(model, model.sharding_units(), strategy, dtype.compute, mesh, shard_size)
-    load_weights(trained.path, model, mesh, host_group(mesh))
+    load_weights(trained.path, model, mesh, host_group(mesh) if mesh.world_size > 1 else None)
     return model.eval().requires_grad_(False)
 
 

@@ -23,10 +23,10 @@ from zeco_train.hf.folder import ORIGIN_FILE, StoredTensors, checked_tensors
 from zeco_train.lifecycle.join import check_same
 
 
-def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:
+def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup | None) -> None:
     """Load the weights of a checkpoint or a Hugging Face folder in place, converted to the model's dtype. Collective.
 
-    The model may be parallelised; `group` is a CPU process group of all ranks.
+    The model may be parallelised; `group` is a CPU process group of all ranks; None: one rank.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
@@ -49,7 +49,7 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
 
 # Each rank reads its shards. Tensors that are no parameter as they stand are read whole, a layer's at a time.
 def _read_folder(
-    path: Path, model_state: Mapping[str, Any], stored: Sequence[StoredTensors], group: dist.ProcessGroup
+    path: Path, model_state: Mapping[str, Any], stored: Sequence[StoredTensors], group: dist.ProcessGroup | None
 ) -> None:
     single = {one.names[0]: model_state[one.tensors.ours[0]] for one in stored if one.tensors.is_one}
     read_state(single, path, group, HuggingFaceStorageReader(str(path)))
@@ -59,7 +59,7 @@ def _read_folder(
 
 
 def _read_joined(
-    path: Path, model_state: Mapping[str, Any], stored: Sequence[StoredTensors], group: dist.ProcessGroup
+    path: Path, model_state: Mapping[str, Any], stored: Sequence[StoredTensors], group: dist.ProcessGroup | None
 ) -> None:
     whole = {
         name: torch.empty(shape, dtype=model_state[one.tensors.ours[0]].dtype)

@@ -205,7 +205,9 @@ def record_communication() -> None:
 def gather(value: T, world_size: int) -> list[T]:
     """All-gather a picklable value; returns the values by rank. Collective over all ranks."""
     values = [value] * world_size
-    dist.all_gather_object(values, value)
+    # A process alone need not have a process group.
+    if world_size > 1:
+        dist.all_gather_object(values, value)
     return values
 
 

@@ -151,6 +151,7 @@ class Operator:
     one_token: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]  # (H, K, V) → FLOPs per token
     recomputed_flops: Callable[[int, int, int], float]  # the same, of what the backward pass recomputes
+    about: str = ""  # for `help`: a line, and the formula
     output: int = 2  # position of the operand whose shape and dtype the outputs have
     has_scale: bool = True  # outputs have a factor; otherwise the only scale is 1
     # A shard's state depends on its last tokens only: it takes the scan of halos (`Exchange.halo`).

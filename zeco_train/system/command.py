@@ -6,6 +6,7 @@ import argparse
 import ast
 import functools
 import gc
+import importlib.util
 import inspect
 import os
 import sys
@@ -13,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, ParamSpec
 
 from zeco_train.errors import ConfigError, ZecoError
@@ -28,13 +30,50 @@ def put_own_packages_first() -> None:
     Exits with a one-line error if `python -m data.NAME` has imported such a module before this project's.
     """
     for name in {*_OWN} & sys.modules.keys():
-        path = getattr(sys.modules[name], "__file__", None) or f"a folder {name}"
-        if Path(path).resolve().parents[1:2] != (_ROOT,):
+        if (path := _other(sys.modules[name])) is not None:
             remedy = "take the name that nothing hides: python -m zeco_train COMMAND, or zeco-train COMMAND"
             print(ConfigError("package", name, f"{path} hides this project's; {remedy}").line, file=sys.stderr)
             sys.exit(ConfigError.exit_code)
     if sys.path[:1] != [str(_ROOT)]:
         sys.path.insert(0, str(_ROOT))
+
+
+def import_own_packages() -> None:
+    """Import `data` and `models` of this project into a program of others, whose `sys.path` stays as it is.
+
+    A folder of these names without `__init__.py` is not in the way, unless it has been imported.
+
+    Raises:
+        ConfigError: names a module of the program that has, or would get, the name of one of these packages.
+    """
+    for name in _OWN:
+        module = sys.modules.get(name)
+        spec = importlib.util.find_spec(name) if module is None else None
+        path = None if module is None else _other(module)
+        # A namespace package has no origin.
+        if spec is not None and spec.origin is not None and not _is_own(spec.origin):
+            path = spec.origin
+        if path is not None:
+            remedy = "rename it, or work in another folder (zeco_train.functional needs neither)"
+            raise ConfigError("package", name, f"{path} is in the way of this project's package {name}; {remedy}")
+    # The finder of an editable install would come after a namespace package of the program.
+    sys.path.insert(0, str(_ROOT))
+    try:
+        for name in _OWN:
+            importlib.import_module(name)
+    finally:
+        sys.path.remove(str(_ROOT))
+
+
+# Where a module comes from if it is none of this project's packages.
+def _other(module: ModuleType) -> str | None:
+    path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), None)
+    path = path or f"a folder {module.__name__}"
+    return None if _is_own(path) else path
+
+
+def _is_own(path: str) -> bool:
+    return Path(path).resolve().parents[1:2] == (_ROOT,)
 
 
 @contextmanager

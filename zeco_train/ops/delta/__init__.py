@@ -97,6 +97,11 @@ def _cuda_gated() -> Passes:
     return CUDA_GATED
 
 
+_FORMULA = (
+    "; keys must have norm 1.\n\n"
+    "    S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ,    o_t = scale · q_tᵀ S_t"
+)
+
 DELTA = Operator(
     operands=("q", "k", "v", "beta"),
     dims=("BTGK", "BTGK", "BTHV", "BTH"),
@@ -106,6 +111,8 @@ DELTA = Operator(
     one_token=delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    about="The delta rule of DeltaNet (Yang et al. 2024, arXiv 2406.06484); keys must have norm 1.\n\n"
+    "    S_t = (I − β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ,    o_t = scale · q_tᵀ S_t",
     cuda=_cuda_delta,
     kernels=_KERNELS,
     time=_GATED_TIME,  # not measured; the most like it
@@ -121,6 +128,7 @@ GATED_DELTA = Operator(
     one_token=gated_delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    about=f"The gated delta rule, a decay a head (Yang et al. 2024, arXiv 2412.06464){_FORMULA}",
     cuda=_cuda_gated,
     kernels=_KERNELS,
     time=_GATED_TIME,
@@ -131,6 +139,7 @@ GATED_DELTA = Operator(
 KDA = replace(
     GATED_DELTA,
     dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"),
+    about=f"Kimi Delta Attention, a decay for each channel of the keys (2025, arXiv 2510.26692){_FORMULA}",
     time=OperatorTime("kda", 1.06e-8, 0.31, 128, 128),
     peers=(PeerFunction("fla.ops.kda", "chunk_kda", takes_context=True),),
 )

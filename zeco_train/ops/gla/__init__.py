@@ -77,6 +77,8 @@ GLA = Operator(
     one_token=recurrent_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    about="Gated linear attention, a decay for each channel of the keys (Yang et al. 2023, arXiv 2312.06635)."
+    "\n\n    S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t",
     cuda=_cuda,
     kernels=KernelRule(),
     step_kernels=STEP_KERNELS,

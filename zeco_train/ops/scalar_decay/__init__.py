@@ -84,6 +84,8 @@ def _cuda_fixed() -> Passes:
     return CUDA_FIXED
 
 
+_FORMULA = "\n\n    S_t = exp({}) S_{{t-1}} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t"
+
 SCALAR_DECAY = Operator(
     operands=("q", "k", "v", "g"),
     dims=("BTGK", "BTGK", "BTHV", "BTH"),
@@ -93,6 +95,7 @@ SCALAR_DECAY = Operator(
     one_token=scalar_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    about="Linear attention with one decay a head and token, as of Mamba-2." + _FORMULA.format("g_t"),
     cuda=_cuda_scalar,
     kernels=_KERNELS,
     # 16,384 tokens and 16 heads: 0.186 + 0.742 ms.
@@ -109,6 +112,7 @@ FIXED_DECAY = Operator(
     one_token=fixed_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    about="Linear attention with one decay a head for all tokens, as of RetNet." + _FORMULA.format("log_decay"),
     cuda=_cuda_fixed,
     kernels=_KERNELS,
     time=FIXED_TIME,

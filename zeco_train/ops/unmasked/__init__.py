@@ -109,6 +109,8 @@ UNMASKED = Operator(
     one_token=refuse_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    about="Unmasked linear attention: each token reads all tokens (Sun et al. 2025, arXiv 2502.07563)."
+    "\n\n    o_i = scale · q_iᵀ Σ_j k_j v_jᵀ,    over the whole sequence",
     reads_whole=True,
     time=FIXED_TIME,  # not measured; the most like it
 )

@@ -1,0 +1,257 @@
+"""`zeco_train.functional`: every operator, alone and over ranks, against its recurrence token by token."""
+
+from __future__ import annotations
+
+import itertools
+import pydoc
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from tests.support.recurrence import recurrence
+from zeco_train import functional
+from zeco_train.errors import ConfigError
+from zeco_train.ops.operator import Kind
+from zeco_train.ops.operator_registry import OPERATORS
+from zeco_train.ops.oracle import exact_softmax
+from zeco_train.sp.backend_registry import SHARING
+from zeco_train.sp.functions import stub
+
+pytestmark = pytest.mark.numeric
+
+SIZES = {"B": 2, "H": 4, "G": 2, "K": 6, "V": 5, "D": 6, "C": 7, "W": 4, "1": 1}
+LENGTHS = 17, 9, 20
+# Of the two sequences, over whatever ranks there are: over an edge, at one, of one token; and one document.
+STARTS = (5, 15, 16, 17, 24), ()
+# Sums of up to 50 terms near 1, each rounded by 2^-53.
+TOLERANCE = 1e-12
+# Constants.
+WITHOUT_GRADIENT = ("log_decay",)
+
+
+def relative(x: Tensor, wanted: Tensor) -> float:
+    assert x.shape == wanted.shape
+    return ((x - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def random(dims: str, num_tokens: int, seed: str) -> Tensor:
+    generator = torch.Generator().manual_seed(len(seed) * 1000 + sum(map(ord, seed)))
+    return torch.randn([(SIZES | {"T": num_tokens})[x] for x in dims], generator=generator, dtype=torch.float64)
+
+
+def operands_of(name: str, num_tokens: int) -> dict[str, Tensor]:
+    operator, found = OPERATORS[name], {}
+    for operand, dims in operator.dims_of.items():
+        x = random(dims, num_tokens, operand)
+        if operand in ("g", "log_decay"):
+            x = -0.2 * x.abs()
+        elif operand == "beta":
+            x = 2 * x.sigmoid()
+        elif operand == "k" and operator.kind is Kind.matrix:
+            x = torch.nn.functional.normalize(x, dim=-1)
+        found[operand] = x
+    return found
+
+
+def cases(name: str) -> list[tuple[bool, bool]]:
+    """With documents, and with states before and after; an operator that reads the whole sequence has neither."""
+    if OPERATORS[name].reads_whole:
+        return [(False, False)]
+    return [(False, False), (True, False), (False, True), (True, True)]
+
+
+@cache
+def expected(name: str, num_tokens: int, with_documents: bool, with_states: bool) -> dict[str, Tensor]:
+    """Sequence by sequence."""
+    operator, operands = OPERATORS[name], operands_of(name, num_tokens)
+    do = random(operator.dims[operator.output], num_tokens, "do")
+    states = [torch.randn_like(do.new_empty(operator.state_shape([*operands.values()]))) for _ in range(2)]
+    for number, state in enumerate(states):
+        state.copy_(torch.sin(torch.arange(state.numel(), dtype=state.dtype) + number).view(state.shape))
+    rows = []
+    for row, starts in enumerate(STARTS):
+        cut = {x: t[row : row + 1] if "B" in operator.dims_of[x] else t for x, t in operands.items()}
+        carries = [state[row : row + 1] for state in states] if with_states else [None, None]
+        starts = [start for start in starts if with_documents and start < num_tokens]
+        rows.append(recurrence(name, cut, do[row : row + 1], starts, *carries))
+    found = {"do": do, "state": states[0], "dstate": states[1], **operands}
+    for what in rows[0]:
+        parts = [row[what] for row in rows]
+        is_shared = what.startswith("d") and "B" not in operator.dims_of.get(what[1:], "B")
+        found[f"wanted {what}"] = parts[0] + parts[1] if is_shared else torch.cat(parts)
+    return found
+
+
+def check(
+    name: str, ranks: functional.Ranks | None, lengths: Sequence[int], with_documents: bool, with_states: bool
+) -> None:
+    operator, bounds = OPERATORS[name], [*itertools.accumulate(lengths, initial=0)]
+    whole = expected(name, bounds[-1], with_documents, with_states)
+    start, stop = bounds[0 if ranks is None else ranks.rank :][:2]
+
+    def own(x: Tensor, dims: str) -> Tensor:
+        return x[:, start:stop] if "T" in dims else x
+
+    leaves = {
+        x: own(whole[x], dims).clone().requires_grad_(x not in WITHOUT_GRADIENT) for x, dims in operator.dims_of.items()
+    }
+    options: dict[str, Any] = {}
+    if with_documents:
+        rows = [[start for start in starts if start < bounds[-1]] for starts in STARTS]
+        options |= {"documents": [[0, *row, bounds[-1]] for row in rows], "bounds": bounds}
+    if with_states:
+        options |= {"initial_state": whole["state"].clone().requires_grad_(), "output_final_state": True}
+    o, state = getattr(functional, name)(**leaves, **options, ranks=ranks)
+    assert (state is not None) == with_states
+    outputs, grads = [o], [own(whole["do"], operator.dims[operator.output])]
+    inputs = {f"d{x}": leaf for x, leaf in leaves.items() if leaf.requires_grad}
+    if with_states:
+        outputs, grads = [o, state], [*grads, whole["dstate"]]
+        inputs["dcarry_in"] = options["initial_state"]
+    found = dict(zip(inputs, torch.autograd.grad(outputs, [*inputs.values()], grads), strict=True))
+    found |= {"o": o.detach()} | ({"carry_out": state.detach()} if with_states else {})
+    assert o.dtype == torch.float64
+    for what, x in found.items():
+        dims = "" if "carry" in what else operator.dims_of.get(what[1:], operator.dims[operator.output])
+        if dims and "T" not in dims and ranks is not None:
+            dist.all_reduce(x)
+        error = relative(x, own(whole[f"wanted {what}"], dims or "BHKV"))
+        assert error <= TOLERANCE, f"{name} {what}: {error:.1e}, {with_documents=}, {with_states=}, {ranks}"
+
+
+def over_ranks(rank: int, world_size: int, whole: bool) -> None:
+    """Every operator with documents and states by one backend each; or every case of each by every backend."""
+    connected = {backend: functional.connect(backend=backend) for backend in SHARING}
+    for number, name in enumerate(OPERATORS):
+        of_case = cases(name) if whole else cases(name)[-1:]
+        for case in of_case:
+            for backend in SHARING if whole else [SHARING[number % len(SHARING)]]:
+                ranks = connected[backend]
+                assert (ranks.rank, ranks.size, ranks.backend) == (rank, world_size, backend)
+                check(name, ranks, LENGTHS[:world_size], *case)
+    softmax_over_ranks(rank, world_size)
+    # Also over a part of the ranks, which the others need not know of.
+    if world_size == 3:
+        group = dist.new_group([1, 2])
+        if rank != 0:
+            check("kda", functional.connect(group), LENGTHS[:2], True, True)
+        else:
+            with pytest.raises(ConfigError, match="group"):
+                functional.connect(group)
+    dist.barrier()  # keep ranks alive until their peers have received everything
+
+
+def softmax_over_ranks(rank: int, world_size: int) -> None:
+    ranks = functional.connect()
+    bounds = [*itertools.accumulate(LENGTHS[:world_size], initial=0)]
+    for dims, window in (("BTGD", None), ("BTHD", 7)):
+        q, k, v, do = (random(of, bounds[-1], x) for x, of in (("q", "BTHD"), ("k", dims), ("v", dims), ("do", "BTHD")))
+        borders = [[0, 5, 15, bounds[-1]]] * 2
+        wanted = exact_softmax(q, k, v, do, borders=torch.tensor(borders[0]), window=window)
+        leaves = [x[:, bounds[rank] : bounds[rank + 1]].clone().requires_grad_() for x in (q, k, v)]
+        options = {"window": window, "documents": borders, "bounds": bounds, "ranks": ranks}
+        o = functional.softmax_attention(*leaves, **options)
+        grads = torch.autograd.grad(o, leaves, do[:, bounds[rank] : bounds[rank + 1]])
+        for what, x in zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True):
+            assert relative(x, wanted[what][:, bounds[rank] : bounds[rank + 1]]) <= TOLERANCE, (what, dims)
+    with pytest.raises(ValueError, match="bounds"):
+        functional.softmax_attention(*leaves, ranks=ranks)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_function_alone_equals_the_recurrence(name: str) -> None:
+    for case in cases(name):
+        check(name, None, [23], *case)
+
+
+def test_functions_over_ranks_equal_the_recurrence() -> None:
+    run_distributed(over_ranks, 2, False)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.campaign), 3])
+@pytest.mark.slow
+def test_functions_over_ranks_equal_the_recurrence_with_every_backend(world_size: int) -> None:
+    run_distributed(over_ranks, world_size, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_outputs_and_gradients_have_the_dtypes_of_their_operands(name: str, dtype: torch.dtype) -> None:
+    wide = ("g", "log_decay", "beta")
+    leaves = {
+        x: (t.float() if x in wide else t.to(dtype)).requires_grad_(x != "log_decay")
+        for x, t in operands_of(name, 70).items()
+    }
+    o, _ = getattr(functional, name)(**leaves)
+    o.float().sum().backward()
+    assert o.dtype == dtype
+    assert all(x.grad is not None and x.grad.dtype == x.dtype for x in leaves.values() if x.requires_grad)
+    exact, _ = getattr(functional, name)(**{x: t.detach().double() for x, t in leaves.items()})
+    # Rounding of the operands' products and of the outputs: 2^-24 and 2^-8, times a few.
+    assert relative(o.detach().double(), exact) <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def gla(**changes: Any) -> Any:
+    return functional.gla(**{**operands_of("gla", 8), **changes})
+
+
+q, g = torch.randn(2, 8, 4, 6, dtype=torch.float64), torch.zeros(2, 8, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"q": q[0]}, "q: expected a tensor of shape [B, T, H, K], got [8, 4, 6]"),
+        ({"q": [1.0]}, "q: expected a tensor of shape [B, T, H, K], got list"),
+        ({"k": q[:, :7]}, "k: expected shape"),
+        ({"k": q.float()}, "k: expected a floating point dtype, that of q; got torch.float32"),
+        ({"q": q.long()}, "q: expected a floating point dtype"),
+        ({"g": g.bfloat16()}, "g: expected float32 or float64"),
+        ({"v": q.to("meta")}, "v: is on meta, q on cpu"),
+        ({"initial_state": q}, "initial_state: expected shape [2, 4, 6, 5] in torch.float64 on cpu"),
+        ({"documents": [[0, 9]] * 2}, "documents: expected borders that rise from 0 to 8"),
+        ({"documents": [[0, 8]]}, "position: has the documents of 1 sequences, not of 2"),
+        ({"bounds": [0, 4, 8]}, "bounds: expected 2 positions"),
+        ({"bounds": [0, 9]}, "bounds: [0, 9] give rank 0 9 tokens, it has 8"),
+        ({"ranks": 2}, "ranks: expected the result of connect(group), got int"),
+    ],
+)
+def test_what_does_not_fit_is_named_in_one_line(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is compared below
+        gla(**changes)
+    assert str(raised.value).startswith(field)
+    assert "\n" not in str(raised.value)
+
+
+def test_arguments_are_python_s() -> None:
+    with pytest.raises(TypeError, match="'g'"):
+        functional.gla(q, q, q)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="initial_state"):
+        functional.unmasked(q, q, q, initial_state=q)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("backend", "field"), [("dp", "backend"), ("zeco2", "backend"), ("zeco", "group")])
+def test_connect_refuses_in_one_line(backend: str, field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        functional.connect(backend=backend)
+    assert raised.value.field == field
+
+
+def test_every_operator_has_a_function_that_help_and_editors_show() -> None:
+    assert {*OPERATORS} < {*functional.__all__}
+    path = Path(functional.__file__).with_suffix(".pyi")
+    assert path.read_text() == stub(), "python -m zeco_train.functional > zeco_train/functional.pyi"
+    for name, operator in OPERATORS.items():
+        text = pydoc.render_doc(getattr(functional, name), renderer=pydoc.plaintext)
+        assert operator.about.partition("\n")[0]
+        assert all(
+            part in text
+            for part in (operator.about.partition("\n")[0], f"{name}(", "_t = " if name != "unmasked" else "o_i")
+        )
