@@ -138,7 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = parser.add_argument_group("text and tokens")
     text.add_argument("--text-field", metavar="NAME", help="field of .jsonl, column of tables (default: text)")
-    text.add_argument("--tokenizer", metavar="NAME", help="bytes (default), or a Hugging Face tokenizer: path or name")
+    text.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="bytes (default), a folder with a tokenizer.json, that file, or a name on the Hugging Face hub",
+    )
+    text.add_argument("--eos", metavar="TOKEN", help="its token that ends a document, where no settings do")
     text.add_argument(
         "--control-strings", metavar="RULE", help="what </s> and the like in a document become: text (default), or ids"
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zeco_train.errors import DataError, check_open_files
+from zeco_train.errors import ConfigError, DataError, check_open_files
 from zeco_train.system.files import read_errors
 from zeco_train.system.paths import is_within, path_problem, shown
 from zeco_train.system.small_files import LARGEST_BYTES, read_json, read_small
@@ -37,6 +37,8 @@ _PROBES = ("", "a", " Two  words, 1234 and 5.6\n\n\tx = y;\r\n ", "naïve ﬁ �
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 # A path has at most 4,096 bytes, the rest less than 200.
 _INFO_CHARACTERS = 4500
+# In a message.
+_TOKENS_SHOWN = 8
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # Subfolder of token stores and runs with the tokenizer's files.
 TOKENIZER_FOLDER = "tokenizer"
@@ -123,7 +125,7 @@ def announce_hub(name: str) -> None:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers, from a local folder or by its hub name.
+    """A tokenizer of transformers, from a local folder or tokenizer.json, or by its hub name.
 
     Where there is a tokenizer.json, exactly that encodes and decodes: many classes of transformers build another
     normalizer or pre-tokenizer than the file's, and drop or add tokens.
@@ -132,15 +134,17 @@ class HuggingFaceTokenizer:
         name: the path or the hub name.
         local: do not access the hub: `name` is a path, or in the hub's local cache.
         remedy: advice in the message if it cannot be loaded.
+        eos: the token that ends documents, instead of the one that its settings name.
 
     Raises:
         DataError: it cannot be loaded, or has no end-of-sequence token.
+        ConfigError: it has no token `eos`.
     """
 
-    def __init__(self, name: str, local: bool = True, remedy: str = "") -> None:
+    def __init__(self, name: str, local: bool = True, remedy: str = "", eos: str | None = None) -> None:
         import huggingface_hub.utils
         import transformers
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         # Problems are reported as one-line DataErrors instead.
         transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
@@ -151,23 +155,21 @@ class HuggingFaceTokenizer:
             announce_hub(name)
         with _failures(name, "transformers cannot load a tokenizer from it", remedy):
             # Without trust_remote_code=False, transformers asks on stdin whether to run the folder's code.
-            self._loaded: Any = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+            self._loaded: Any
+            if Path(name).is_file():
+                self._loaded = PreTrainedTokenizerFast(tokenizer_file=name)
+            else:
+                self._loaded = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
             self._backend = _backend(self._loaded, name)
             vocabulary: dict[str, int] = (self._loaded if self._backend is None else self._backend).get_vocab()
-            eos = self._loaded.eos_token
-        if eos is None or eos not in vocabulary:
-            problem = "no end-of-sequence token" if eos is None else f"an end-of-sequence token without an id, {eos!r}"
-            remedy = "set eos_token in its tokenizer_config.json: every document ends with it"
-            raise DataError(name, f"the tokenizer has {problem}", remedy)
+        self._name_tokens(name, vocabulary, eos)
+        eos = self._loaded.eos_token
         self.eos_id = vocabulary[eos]
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(vocabulary), max(vocabulary.values()) + 1)
         self.open_ids: Container[int] = ()
         # The unknown token stands for text.
-        added = [*self._loaded.added_tokens_decoder.values()]
-        if self._backend is not None:
-            added += self._backend.get_added_tokens_decoder().values()
-        special = {str(token) for token in added if token.special} & vocabulary.keys() - {str(self._loaded.unk_token)}
+        special = self._special(vocabulary) - {str(self._loaded.unk_token)}
         self.control_ids: Mapping[int, str] = {vocabulary[token]: token for token in sorted({*special, eos})}
         # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
         contents = json.dumps(sorted(vocabulary.items()))
@@ -177,6 +179,27 @@ class HuggingFaceTokenizer:
         digest = hashlib.sha256(contents.encode("utf-8", errors="surrogatepass")).hexdigest()
         place = str(Path(name).resolve()) if Path(name).exists() else name
         self.info = {"kind": "huggingface", "path": place, "sha256": digest}
+
+    def _name_tokens(self, name: str, vocabulary: Mapping[str, int], eos: str | None) -> None:
+        some = ", ".join(map(visible, sorted(self._special(vocabulary))[:_TOKENS_SHOWN])) or "none"
+        if eos is not None:
+            if eos not in vocabulary:
+                raise ConfigError("--eos", eos, f"is no token of {visible(name)}; its control tokens: {some}")
+            self._loaded.eos_token = eos
+            if self._backend is not None and self._loaded.unk_token is None:
+                # A tokenizer.json without settings beside it names no end token, but may name this one.
+                self._loaded.unk_token = getattr(self._backend.model, "unk_token", None)
+        own = self._loaded.eos_token
+        if own is None or own not in vocabulary:
+            problem = "no end-of-sequence token" if own is None else f"an end-of-sequence token without an id, {own!r}"
+            remedy = "set eos_token in its tokenizer_config.json, or give data.prepare --eos TOKEN: every document ends"
+            raise DataError(name, f"the tokenizer has {problem}", f"{remedy} with it; its control tokens: {some}")
+
+    def _special(self, vocabulary: Mapping[str, int]) -> set[str]:
+        added = [*self._loaded.added_tokens_decoder.values()]
+        if self._backend is not None:
+            added += self._backend.get_added_tokens_decoder().values()
+        return {str(token) for token in added if token.special} & vocabulary.keys()
 
     def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens] int64."""
@@ -247,8 +270,11 @@ def _backend(loaded: Any, name: str) -> tokenizers.Tokenizer | None:
     import tokenizers
     from transformers.utils import cached_file
 
-    # Loading has put the files into the hub's cache, this one for every class.
-    file = cached_file(name, TOKENIZER_FILE, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    if Path(name).is_file():
+        file: str | None = name
+    else:
+        # Loading has put the files into the hub's cache, this one for every class.
+        file = cached_file(name, TOKENIZER_FILE, local_files_only=True, _raise_exceptions_for_missing_entries=False)
     backend = getattr(loaded, "backend_tokenizer", None) if file is None else tokenizers.Tokenizer.from_file(file)
     if backend is not None:
         backend.no_truncation()
@@ -300,24 +326,30 @@ def _failures(name: str, problem: str, remedy: str = "") -> Iterator[None]:
         raise DataError(name, f"{problem} ({reason})", remedy) from error
 
 
-def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
+def load_tokenizer(name: str, download: bool = False, eos: str | None = None) -> Tokenizer:
     """The byte tokenizer for "bytes", else the Hugging Face tokenizer at a local path or with that hub name.
 
-    Without `download`, a hub name must be in the local cache.
+    A path is that of a folder, or of a tokenizer.json. Without `download`, a hub name must be in the local cache.
+    `eos`: the token that ends documents, if its settings name none or another.
 
     Raises:
         DataError: no such path, not loadable by transformers, or a tokenizer without an end-of-sequence token.
+        ConfigError: the tokenizer has no token `eos`, or is of bytes.
     """
     if name == BYTES:
+        if eos is not None:
+            raise ConfigError("--eos", eos, "would be ignored; documents of bytes end with an id of their own")
         return ByteTokenizer()
     if (problem := path_problem(name)) is not None:
         raise DataError(f"tokenizer {shown(name)!r}", problem)
     if Path(name).exists():
-        return HuggingFaceTokenizer(name)
-    remedy = "give 'bytes', the folder of a tokenizer on this machine, or a name that the hub knows"
-    if not _HUB_NAME.fullmatch(name):
+        return HuggingFaceTokenizer(name, eos=eos)
+    remedy = "give the folder or file of a tokenizer on this machine, 'bytes', or a name that the hub knows"
+    # What can only be a path on this machine is looked up nowhere else.
+    is_path = name.endswith(".json") or (os.sep in name and Path(name).parent.is_dir())
+    if is_path or not _HUB_NAME.fullmatch(name):
         raise DataError(name, "no such tokenizer", remedy)
-    return HuggingFaceTokenizer(name, local=not download, remedy=remedy)
+    return HuggingFaceTokenizer(name, local=not download, remedy=remedy, eos=eos)
 
 
 def info_problem(info: object) -> str | None:

@@ -23,7 +23,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 if [ -z "${RUN:-}" ]; then
   RUN="$out/run"
-  "$PYTHON" train.py name=check_export run_dir="'$RUN'" "${small[@]}" "${settings[@]}"
+  "$PYTHON" train.py name=check_export run_dir="$RUN" "${small[@]}" "${settings[@]}"
 fi
 "$PYTHON" -m zeco_train.export "$RUN" "$out/export"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 0 ]; then
@@ -35,7 +35,7 @@ else
   shape='import json, sys
 for key, value in json.load(open(sys.argv[1]))["config"]["model"].items(): print(f"model.{key}={json.dumps(value)}")'
   mapfile -t model < <("$PYTHON" -c "$shape" "$out/export/zeco_train.json")
-  "$PYTHON" train.py name=check_import run_dir="'$out/on'" "${small[@]}" "${settings[@]}" "${model[@]}" \
-    train.steps=1 checkpoint.load="'hf:$out/export'"
+  "$PYTHON" train.py name=check_import run_dir="$out/on" "${small[@]}" "${settings[@]}" "${model[@]}" \
+    train.steps=1 checkpoint.load="hf:$out/export"
 fi
 echo "results in $out"

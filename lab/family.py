@@ -130,7 +130,7 @@ class Case:
         own = ["+experiment=quickstart", f"model={self.mixer}_{options.size}", f"train.dtype={options.dtype}"]
         own += [f"model.attn.every={self.every}"] if self.every else []
         own += ["sched=constant", f"train.steps={options.steps}", "train.log_every=1", *options.settings]
-        return [*own, f"sp={self.backend}", f"name={self.name}", f"run_dir='{self.run_dir}'"]
+        return [*own, f"sp={self.backend}", f"name={self.name}", f"run_dir={self.run_dir}"]
 
     def check(self) -> Config:
         """Load and check the run's configuration.

@@ -31,7 +31,7 @@ stage() { # NAME FROM PAIRS QUERIES SEQ_LEN STEPS SETTINGS…
   local task=(data.synthetic.facts="$3" data.synthetic.keys="$3" data.synthetic.queries="$4" data.seq_len="$5" train.steps="$6")
   shift 6
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py +experiment=gla_recall \
-    "name=$name" "run_dir='$run_dir/$name'" ${load:+"checkpoint.load='$run_dir/$load'"} "${task[@]}" "$@"
+    "name=$name" "run_dir=$run_dir/$name" ${load:+"checkpoint.load=$run_dir/$load"} "${task[@]}" "$@"
 }
 
 stage stage_1 "" 2 1 16 400 "$@"

@@ -127,8 +127,8 @@ class Case:
         task = [f"data.seq_len={stage.length}", f"data.synthetic.facts={stage.pairs}", f"train.steps={stage.steps}"]
         task += [f"data.global_batch={stage.batch}", f"data.micro_batch={stage.batch}"]
         task += [f"data.synthetic.keys={stage.keys}"] if stage.keys else []
-        own = [f"seed={self.seed}", f"name={self.name}", f"run_dir='{self.run_dir(stage.length)}'"]
-        own += [f"checkpoint.load='{self.run_dir(before)}'"] if before else []
+        own = [f"seed={self.seed}", f"name={self.name}", f"run_dir={self.run_dir(stage.length)}"]
+        own += [f"checkpoint.load={self.run_dir(before)}"] if before else []
         return [*MODELS[self.model], *SHARED.split(), *task, *self.options.settings, *own]
 
     def check(self) -> Config:

@@ -36,7 +36,7 @@ for backend in $backends; do
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py train.log_every=1 \
     ${anew[@]+"${anew[@]}"} "$@" \
     sp="$sp" ${algorithm:+sp.all_scan.algorithm="$algorithm"} ${transport:+sp.all_scan.transport="$transport"} \
-    name="$(basename "$folder")" run_dir="'$folder'"
+    name="$(basename "$folder")" run_dir="$folder"
   [ "${CHECKPOINTS:-}" = keep ] || rm -rf "$folder/checkpoints"
 done
 "$PYTHON" -m zeco_train.compare "${folders[@]}" --out "$run_dir" ${MAX_DIFFERENCE:+--max-difference "$MAX_DIFFERENCE"}

@@ -43,7 +43,7 @@ for stage in $stages; do
   name="stage_${count}_$seq_len"
   echo "== stage $count: $seq_len tokens, $steps steps of $batch sequences${load:+, from the weights of $load}"
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py "${settings[@]}" \
-    name="$name" run_dir="'$run_dir/$name'" data.seq_len="$seq_len" data.global_batch="$batch" train.steps="$steps" \
-    train.segments="${segments:-1}" sp.size="${sp_size:--1}" ${load:+checkpoint.load="'$load'"}
+    name="$name" run_dir="$run_dir/$name" data.seq_len="$seq_len" data.global_batch="$batch" train.steps="$steps" \
+    train.segments="${segments:-1}" sp.size="${sp_size:--1}" ${load:+checkpoint.load="$load"}
   load="$run_dir/$name"
 done

@@ -21,9 +21,11 @@ for setting in "$@"; do
 done
 for setting in "$@"; do
   case "$setting" in
-    run_dir=*) run_dir="${setting#run_dir=}" run_dir="${run_dir#[\'\"]}" run_dir="${run_dir%[\'\"]}" ;;
+    run_dir=*) run_dir="${setting#run_dir=}" ;;
   esac
 done
+# A value wholly in quotes loses them, as for train.py.
+case "$run_dir" in \'*\' | \"*\") run_dir="${run_dir:1:-1}" ;; esac
 prompt="def main("
 sample=(python -m zeco_train.generate "$run_dir" --max-tokens 200 --temperature 0.7)
 printf '\n%s --prompt "%s"\n%s' "${sample[*]}" "$prompt" "$prompt"

@@ -64,10 +64,10 @@ for setting in "$@"; do
 done
 name="${SLURM_JOB_NAME//[^A-Za-z0-9._-]/_}"
 run_dir="${RUN_DIR:-runs/$name-$SLURM_JOB_ID}"
-run_dir="${run_dir#[\'\"]}" run_dir="${run_dir%[\'\"]}"
+case "$run_dir" in \'*\' | \"*\") run_dir="${run_dir:1:-1}" ;; esac
 [[ "$run_dir" = /* ]] || run_dir="$SLURM_SUBMIT_DIR/$run_dir"
 [[ " $*" = *" name="* ]] || settings+=("name=$(basename "$run_dir")")
-settings+=("run_dir='$run_dir'")
+settings+=("run_dir=$run_dir")
 [ ! -L "$run_dir/slurm" ] || fail "run_dir=$run_dir: slurm is a link, and this script's files would go elsewhere; remove it"
 
 # Set by --gpus-per-node or by --gres; the first may have a GPU type before the number.

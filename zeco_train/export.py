@@ -9,6 +9,7 @@ if __name__ == "__main__":
     run_command("zeco_train.export")
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from zeco_train.config.help import describe_settings
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"usage: {_USAGE}\n\nRUN: a run's folder, or one of its checkpoints. OUT: a new folder.\n")
         print(describe_settings(ExportSettings))
         return 0
-    if len(arguments) < 2 or any("=" in name for name in arguments[:2]):
+    # A name may have a =, but a forgotten OUT does not make a folder of a setting.
+    settings_names = {entry.name for entry in fields(ExportSettings)}
+    if len(arguments) < 2 or {name.partition("=")[0] for name in arguments[:2] if "=" in name} & settings_names:
         raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
     settings = load_settings(ExportSettings, arguments[2:])
     print(visible(export(arguments[0], Path(arguments[1]), settings)))

@@ -34,14 +34,14 @@ PART_CHARACTERS = 1 << 23
 _ENCODE_CHARACTERS = 1 << 18
 _ENCODE_DOCUMENTS = 256
 
-_tokenizers: dict[str, Tokenizer] = {}
+_tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
 
 
-def cached_tokenizer(name: str, download: bool = False) -> Tokenizer:
+def cached_tokenizer(name: str, eos: str | None, download: bool = False) -> Tokenizer:
     """`load_tokenizer`, cached per process."""
-    if name not in _tokenizers:
-        _tokenizers[name] = load_tokenizer(name, download)
-    return _tokenizers[name]
+    if (name, eos) not in _tokenizers:
+        _tokenizers[name, eos] = load_tokenizer(name, download, eos)
+    return _tokenizers[name, eos]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class PrepareOptions:
     dataset: DatasetSpec | None = None  # instead of `sources`, a hub or local data set, loaded by `datasets`
     split: str = "train"  # of a folder of save_to_disk
     tokenizer: str = BYTES  # or the local path of a Hugging Face tokenizer, or its name on the hub
+    eos: str | None = None  # the token that ends documents; None for the one that the tokenizer's settings name
     control_strings: str = "text"  # what control strings in a document become, such as "</s>"; or "ids", control ids
     text_field: str = "text"  # of .jsonl lines, column of .parquet and .arrow files and of data sets
     # The last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
@@ -105,7 +106,7 @@ class UnitTokenizer:
 
     def __init__(self, job: Job) -> None:
         self._job, self._with_control = job, job.options.control_strings == "ids"
-        self._tokenizer = cached_tokenizer(job.options.tokenizer)
+        self._tokenizer = cached_tokenizer(job.options.tokenizer, job.options.eos)
         self._is_control = np.zeros(self._tokenizer.vocab_size, dtype=bool)
         self._is_control[list(self._tokenizer.control_ids)] = True
         self._open: dict[int, tuple[int, Iterator[Document]]] = {}

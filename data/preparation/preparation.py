@@ -71,7 +71,7 @@ def prepare_store(options: PrepareOptions) -> Prepared:
     """
     _check_options(options)
     out = options.out.resolve()
-    tokenizer = cached_tokenizer(options.tokenizer, download=True)
+    tokenizer = cached_tokenizer(options.tokenizer, options.eos, download=True)
     arguments = _arguments(options)
     recorded = arguments | {"tokenizer": tokenizer.info}
     # A resume needs these, too: the saved state counts units and shards of these sizes.
@@ -276,6 +276,7 @@ def _arguments(options: PrepareOptions) -> dict[str, Any]:
         source["split"] = options.split
     if options.dataset is not None:
         source = {key: value for key, value in asdict(options.dataset).items() if value is not None}
+    source |= {} if options.eos is None else {"eos": options.eos}
     names = ("text_field", "control_strings", "min_tokens", "max_document_bytes", "max_tokens", "validation_fraction")
     return {**dict(options.about), **source, **{name: getattr(options, name) for name in names}}
 

@@ -52,8 +52,12 @@ CONFIG = ConfigError.exit_code
         ("train.steps", ["argument=train.steps: must be KEY=VALUE"]),
         ("--steps=3", ["argument=--steps=3: must be KEY=VALUE"]),
         ("", ["must be KEY=VALUE"]),
-        ("train.steps=[1", ["argument=train.steps=[1: ", "needs quotes: \"train.steps='[1'\""]),
-        ("name=x(1)", ["needs quotes: \"name='x(1)'\""]),
+        ("train.steps=[1", ["train.steps=[1: must be a whole number"]),
+        ("logger.tags=[a(]", ["logger.tags=[a(]: must be a list [text, …]; text with special characters needs quotes"]),
+        (
+            "data.stores=[{path:a(}]",
+            ["data.stores=[{path:a(}]: must be a list ", "; text with special characters needs"],
+        ),
         ("~train.steps", ["argument=~train.steps: nothing can be deleted"]),
         ("train.steps=1,2", ["train.steps=1,2: takes one value"]),
         ("name=${nope}", ["name=${nope}: ", "'nope' not found"]),
@@ -79,7 +83,6 @@ CONFIG = ConfigError.exit_code
             ["data.stores.0.weight=3: does not fit what it changes, as a number beyond the end of a list"],
         ),
         ("data.stores.0.wight=3", ["data.stores.0.wight=3: unknown key"]),
-        ("checkpoint.load=[a]", ["checkpoint.load=[a]: must be text or null"]),
         # Ranges.
         ("seed=-1", ["seed=-1: must be ≥ 0"]),
         ("name=", ["name=: must not be empty"]),

@@ -20,14 +20,18 @@ from tests.support.stores import write_store
 from tests.support.waiting import ENOUGH
 from zeco_train import compare, export
 from zeco_train.bench import __main__ as bench
+from zeco_train.config.overrides import load_settings
+from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
+from zeco_train.generate.options import parse as parse_generate
 from zeco_train.plan import __main__ as plan
 from zeco_train.report import __main__ as report
 from zeco_train.system.files import lock_path
 from zeco_train.system.paths import path_problem
 from zeco_train.verify import command as verify
+from zeco_train.verify.config import VerifyConfig
 
 CONFIG = ConfigError.exit_code
 LOAD = "checkpoint.load"
@@ -74,16 +78,16 @@ def _generate(*arguments: str) -> Outcome:
 
 
 READERS: dict[str, Callable[[str], Outcome]] = {
-    "data.path": lambda path: _train(f"data.path='{path}'"),
-    "data.validation_path": lambda path: _train(f"data.validation_path='{path}'", "train.eval_sequences=1"),
+    "data.path": lambda path: _train(f"data.path={path}"),
+    "data.validation_path": lambda path: _train(f"data.validation_path={path}", "train.eval_sequences=1"),
     "data.stores.0.path": lambda path: train_here("data=mixture", f"data.stores=[{{path:'{path}'}}]", "run_dir=new"),
-    "data.cache_dir": lambda path: train_here(f"data.cache_dir='{path}'", "run_dir=new"),
+    "data.cache_dir": lambda path: train_here(f"data.cache_dir={path}", "run_dir=new"),
     "data.synthetic.tokenizer": lambda path: train_here(
-        "data=synthetic", "data.synthetic.task=needle", f"data.synthetic.tokenizer='{path}'", "run_dir=new"
+        "data=synthetic", "data.synthetic.task=needle", f"data.synthetic.tokenizer={path}", "run_dir=new"
     ),
-    LOAD: lambda path: _train(f"checkpoint.load='{path}'"),
-    f"{LOAD}=hf:": lambda path: _train(f"checkpoint.load='hf:{path}'"),
-    "run_dir": lambda path: _train(f"run_dir='{path}'"),
+    LOAD: lambda path: _train(f"checkpoint.load={path}"),
+    f"{LOAD}=hf:": lambda path: _train(f"checkpoint.load=hf:{path}"),
+    "run_dir": lambda path: _train(f"run_dir={path}"),
     "RUN": lambda path: run_here(evaluate.main, path),
     "RUN of generate": _generate,
     "RUN of export": lambda path: run_here(export.main, path, "new"),
@@ -104,9 +108,9 @@ WRITERS: dict[str, Callable[[str], Outcome]] = {
     "--out of report": lambda path: run_here(report.main, "run", "--out", path),
     "--png": lambda path: run_here(inspect.main, "store", "--png", path),
     "--json": lambda path: _generate("run", "--json", path),
-    "out": lambda path: run_here(verify.main, f"out='{path}'"),
-    "out of bench": lambda path: run_here(bench.main, "collectives", f"out='{path}'"),
-    "json": lambda path: run_here(plan.main, f"json='{path}'"),
+    "out": lambda path: run_here(verify.main, f"out={path}"),
+    "out of bench": lambda path: run_here(bench.main, "collectives", f"out={path}"),
+    "json": lambda path: run_here(plan.main, f"json={path}"),
 }
 
 
@@ -119,9 +123,75 @@ def test_impossible_paths_are_reported(name: str, here: Path) -> None:
         assert len(outcome.err) < 1300
 
 
+# Characters with a meaning to Hydra's grammar, to argparse or to a shell.
+ODD = 'it\'s "a" = [b], {c: d} (e) 1e3 \\ #~$ü日本'
+OVERRIDES: dict[str, Callable[[str], object]] = {
+    "name": lambda text: load_config([f"name={text}"]).name,
+    "run_dir": lambda text: load_config([f"run_dir={text}"]).run_dir,
+    "data.path": lambda text: load_config(["data=tokens", f"data.path={text}"]).data.path,
+    "data.stores.0.path": lambda text: (
+        load_config(["data=mixture", "data.stores=[{path:a,name:n}]", f"data.stores.0.path={text}"]).data.stores[0].path
+    ),
+    LOAD: lambda text: load_config([f"{LOAD}={text}"]).checkpoint.load,
+    "out": lambda text: load_settings(VerifyConfig, [f"out={text}"]).out,
+    "RUN": lambda text: evaluate.parse([text]).path,
+    "RUN of generate": lambda text: parse_generate([text, "--prompt", "a"]).run,
+    "SOURCE": lambda text: prepare._parse([text, "--out", "a"]).sources[0],
+    "--out": lambda text: prepare._parse(["a", f"--out={text}"]).out,
+    "--tokenizer": lambda text: prepare._parse(["a", "--out=a", f"--tokenizer={text}"]).tokenizer,
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_names_and_paths_arrive_as_typed(name: str) -> None:
+    """Without quotes beside those of the shell; a positional argument that begins with - would be an option."""
+    signs = ",=+[]{}()'\"\\#~$ü" + "-" * (name.partition(" ")[0] not in ("RUN", "SOURCE"))
+    for text in (
+        ODD,
+        *(sign + "a" for sign in signs),
+        *("a" + sign for sign in signs),
+        "range(1,3)",
+        "{a: b}",
+        "[a, b]",
+    ):
+        assert str(OVERRIDES[name](text)) == text
+
+
+def test_values_wholly_in_quotes_lose_them() -> None:
+    for text, value in (("'a, b'", "a, b"), ('"a"', "a"), ("null", None), ("'null'", "null"), ("\"'a'\"", "'a'")):
+        assert load_config([f"{LOAD}={text}"]).checkpoint.load == value
+
+
+@pytest.mark.slow
+def test_commands_take_names_with_any_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (folder := Path(ODD)).mkdir()
+    (folder / "a.txt").write_text("some text\n" * 100)
+    model, store, run = f"./{ODD}/-model", f"{ODD}/-store", f"{ODD}/,run"
+    data = ["data=tokens", f"data.path={store}", "train.steps=1"]
+
+    def check(outcome: Outcome) -> None:
+        assert outcome.code == 0, outcome
+
+    check(run_here(prepare.main, f"{ODD}/a.txt", f"--out={store}"))
+    check(run_here(inspect.main, store))
+    check(train_here(*data, f"name={ODD}"))
+    check(train_here(*data, f"run_dir={run}", f"{LOAD}=runs/{ODD}", f"name=-{ODD}"))
+    check(run_here(evaluate.main, run, f"--out={ODD}/results", f"data.validation_path={store}"))
+    check(run_here(export.main, run, model))
+    check(run_here(generate.main, model, "--prompt", "a", "--max-tokens", "1"))
+    assert {"-model", "-store", ",run", "results"} <= {path.name for path in folder.iterdir()}
+    assert Path("runs", ODD, "checkpoints").is_dir()
+
+
+def test_name_that_looks_like_an_option_is_explained(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", "-texts", "--out", "new"])
+    check_line(READERS["SOURCE"]("-texts"), CONFIG, "-texts", "a name that begins with - is written ./-NAME")
+
+
 @pytest.mark.parametrize("name", ["run_dir", "name", "model.name", "data.path", "data.stores.0.path"])
 def test_bytes_that_are_no_utf8_are_refused_before_anything_is_written(name: str, here: Path) -> None:
-    command = READERS.get(name, lambda path: _train(f"{name}='{path}'"))
+    command = READERS.get(name, lambda path: _train(f"{name}={path}"))
     check_line(
         command("x\udcff"), CONFIG, f"{name}=x\\udcff: stored configurations are UTF-8, and this has other bytes"
     )

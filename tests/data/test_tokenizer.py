@@ -12,11 +12,14 @@ import tokenizers
 from tokenizers import Regex, decoders, models, processors, trainers
 from tokenizers import pre_tokenizers as split
 
+from data import prepare
 from data.config import DataConfig, DataKind, StoreConfig
 from data.loader.opening import open_data
 from data.preparation import PrepareOptions, prepare_store
-from data.tokenizer import HuggingFaceTokenizer
-from zeco_train.errors import DataError
+from data.store import read_meta
+from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from tests.support.commands import check_line, run_here
+from zeco_train.errors import ConfigError, DataError
 
 TEXT = "hello world, we need to add 9123 and 6\n\n    indented code(x) = y\n\n\nend\n"
 SETTINGS = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
@@ -125,3 +128,67 @@ def test_stores_of_older_digests_are_told_by_their_files(tmp_path: Path) -> None
 def test_class_that_transformers_cannot_build_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="transformers cannot load a tokenizer from it"):
         HuggingFaceTokenizer(str(folder_of(byte_pairs(), tmp_path / "hub", model_type="rag")))
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_file_of_the_tokenizers_library_needs_only_its_end_token(is_file: bool, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    byte_pairs().save(str(file := tmp_path / "own" / "tokenizer.json"))
+    place = str(file if is_file else file.parent)
+    (source := tmp_path / "a.txt").write_text(TEXT * 20)
+    arguments = [str(source), "--out", str(tmp_path / "store"), "--tokenizer", place]
+    outcome = run_here(prepare.main, *arguments)
+    check_line(
+        outcome, DataError.exit_code, f"{place}: the tokenizer has no end-of-sequence token", "--eos", "</s>, <s>"
+    )
+    outcome = run_here(prepare.main, *arguments, "--eos", "<end>")
+    check_line(outcome, ConfigError.exit_code, f"--eos=<end>: is no token of {place}; its control tokens: </s>, <s>")
+    assert run_here(prepare.main, *arguments, "--eos", "</s>").code == 0
+    store = read_meta(tmp_path / "store")
+    assert (store.eos_id, store.vocab_size) == (2, byte_pairs().get_vocab_size())
+    # What lies in the store says it by itself.
+    saved = HuggingFaceTokenizer(str(tmp_path / "store" / "tokenizer"))
+    assert (saved.eos_id, saved.info["sha256"]) == (2, store.tokenizer["sha256"])
+    assert saved.decode(saved.encode([TEXT])[0]) == TEXT
+
+
+def test_end_token_of_settings_gives_way_to_the_named_one(tmp_path: Path) -> None:
+    place = str(folder_of(byte_pairs(), tmp_path / "hub"))
+    assert [load_tokenizer(place, eos=eos).eos_id for eos in (None, "<s>")] == [2, 1]
+    with pytest.raises(ConfigError, match="--eos=</s>: would be ignored"):
+        load_tokenizer("bytes", eos="</s>")
+
+
+@pytest.mark.parametrize("name", ["mistyped.json", "here/mistyped", "./mistyped", "../mistyped"])
+def test_mistyped_paths_are_looked_up_nowhere_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    with pytest.raises(DataError, match="no such tokenizer; give the folder or file of a tokenizer on this machine"):
+        load_tokenizer(name, download=True)
+
+
+def test_files_that_are_no_tokenizer_are_refused_in_a_line(tmp_path: Path) -> None:
+    byte_pairs().save(str(whole := tmp_path / "whole.json"))
+    text = whole.read_text()
+    contents = {
+        "empty": b"",
+        "cut": text[: len(text) // 2].encode(),
+        "binary": bytes(range(256)),
+        "deep": b"[" * 100_000,
+        "list": b"[]",
+        "pickle": b"cos\nsystem\n(S'touch ran'\ntR.",
+        "other": json.dumps(
+            {**json.loads(text), "model": {"type": "BPE", "vocab": {"a": 2**40}, "merges": []}}
+        ).encode(),
+    }
+    for name, content in contents.items():
+        (file := tmp_path / f"{name}.json").write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            load_tokenizer(str(file), eos="</s>")
+        assert str(caught.value).startswith(f"{file}: transformers cannot load a tokenizer from it ("), name
+        assert "\n" not in str(caught.value)
+    with (tmp_path / "huge.json").open("wb") as huge:
+        huge.truncate(1 << 40)
+    with pytest.raises(DataError, match="files of a tokenizer have at most"):
+        load_tokenizer(str(tmp_path / "huge.json"), eos="</s>")

@@ -116,7 +116,7 @@ def test_failed_runs_and_other_settings_are_reported(tmp_path: Path, capsys: pyt
         (["--minutes", "nan"], "error: --minutes=nan: must be > 0"),
         (["--limit", "nan"], "error: --limit=nan: must be ≥ 0"),
         (["--size", "2b"], "error: gla-dp: model=gla_2b: must be one of"),
-        (["--folder", "it's"], "must have no ' in its path; name another folder"),
+        (["--folder", "a${b}"], "must have no ${ in its path; name another folder"),
         (["--fast"], "error: argument="),
         (["--", "sp=lasp2"], "error: sp=lasp2: is set by lab/family.py; see --help"),
         (["--", "train.stepz=5"], "error: gla-dp: train.stepz"),

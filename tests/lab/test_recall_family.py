@@ -111,7 +111,7 @@ def test_stages_follow_each_other_and_finished_ones_are_kept(
         (["--lengths", "96"], "error: --lengths=96: must be different ones of 64, 128, 256, 512"),
         (["--seeds", "-1"], "error: --seeds=-1: must be different numbers ≥ 0"),
         (["--minutes", "nan"], "error: --minutes=nan: must be > 0"),
-        (["--out", "it's"], "must have no ' in its path; name another folder"),
+        (["--out", "a${b}"], "must have no ${ in its path; name another folder"),
         (["--fast"], "error: argument="),
         (["--", "data.seq_len=64"], "error: data.seq_len=64: is set by lab/recall_family.py; see --help"),
         (["--", "train.stepz=5"], "error: gla-0: train.stepz"),

@@ -103,15 +103,15 @@ def test_invalid_options_are_refused_before_submission(
 
 
 def test_folder_names_are_quoted_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Folder names with special characters are passed on exactly, or refused."""
-    for name in ('a "b', "a $b%j=,b"):
+    """Folder names with special characters are passed on exactly; only an interpolation is refused."""
+    for name in ('a "b', "a $b%j=,b", "it's", "a\\'b"):
         commands, _ = dry_run(tmp_path / name, capsys, "--lengths", "1k", "--backends", "dp")
         config = load_config(commands[0][commands[0].index("--") + 1 :])
         assert config.run_dir == str(tmp_path / name / "dp-1k-1n")
-    for name, sign in (("it's", "'"), ("a\\'b", "\\"), ("${seed}", "${")):
-        assert main(["--dry-run", "--lengths", "1k", "--folder", str(tmp_path / name)]) == 2
-        line = f"error: --folder={tmp_path / name}: must have no {sign} in its path; name another folder\n"
-        assert capsys.readouterr() == ("", line)
+    folder = tmp_path / "${seed}"
+    assert main(["--dry-run", "--lengths", "1k", "--folder", str(folder)]) == 2
+    line = f"error: --folder={folder}: must have no ${{ in its path; name another folder\n"
+    assert capsys.readouterr() == ("", line)
 
 
 def test_interrupted_local_sweep_waits_for_current_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
-"""Provenance of results: the commit is that of this project's own source tree."""
+"""Provenance of results: the commit is that of this project's own source tree. And the threads of a process."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from zeco_train.system import environment
+from zeco_train.system import command, environment
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -62,3 +63,60 @@ def test_commit_of_repository_with_a_copy_is_not_recorded(repository: Path, monk
     git(repository, "add", ".")
     git(repository, "commit", "-m", "copy")
     assert environment.installation()["commit"] == ""
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process that may use 12 cores, whose user has set nothing."""
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "LOCAL_WORLD_SIZE")
+    for name in (*names, "TORCHELASTIC_RUN_ID"):
+        # Set first, so that what the function sets is gone after the test.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
+    monkeypatch.setattr(command, "_CONTROL_GROUP", Path("none"))
+    return monkeypatch
+
+
+def chosen() -> tuple[str | None, str | None]:
+    command.choose_threads()
+    return os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY")
+
+
+def test_ranks_divide_the_cores_that_they_may_use(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert chosen() == ("12", "passive")
+    for ranks, threads in (("5", "2"), ("20", "1"), ("0", "12"), ("x", "12")):
+        variables.delenv("OMP_NUM_THREADS")
+        variables.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert chosen() == (threads, "passive")
+    variables.setattr(command, "_CONTROL_GROUP", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    for name, text, cores in (
+        ("cpu/cpu.cfs_period_us", "100000\n", 12),
+        ("cpu/cpu.cfs_quota_us", "-1\n", 12),
+        ("cpu/cpu.cfs_quota_us", "650000\n", 6),
+        ("cpu.max", "max 100000\n", 6),
+        ("cpu.max", "250000 100000\n", 2),
+        ("cpu.max", "50000 100000\n", 1),
+    ):
+        (tmp_path / name).write_text(text)
+        assert command.available_cores() == cores, (name, text)
+
+
+def test_settings_of_the_user_stay(variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("OMP_NUM_THREADS", "3")
+    variables.setenv("GOMP_SPINCOUNT", "7")
+    assert chosen() == ("3", None)
+
+
+@pytest.mark.parametrize(("own", "threads"), [({}, "6"), ({"OMP_NUM_THREADS": "1"}, "1")])
+def test_one_thread_of_torchrun_is_no_setting_of_the_user(
+    own: dict[str, str], threads: str, variables: pytest.MonkeyPatch
+) -> None:
+    """torchrun sets it for its ranks where its own environment has none."""
+    with subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], **own}) as launcher:
+        variables.setattr(os, "getppid", lambda: launcher.pid)
+        for name, value in (("OMP_NUM_THREADS", "1"), ("TORCHELASTIC_RUN_ID", "a"), ("LOCAL_WORLD_SIZE", "2")):
+            variables.setenv(name, value)
+        assert chosen() == (threads, "passive")
+        launcher.kill()

@@ -1,6 +1,8 @@
 """Validates command-line overrides one by one, before Hydra composes them; also builds settings without Hydra.
 
 Hydra's own errors take several lines and seldom list the allowed values, and an unknown key behind a `+` raises none.
+Its grammar gives many characters a meaning. Names and paths may have any: a key of type text takes what follows the
+first `=` as it was typed, except that `null`, `${…}` and a value wholly in quotes mean what they mean to Hydra.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,6 +29,7 @@ from zeco_train.errors import ConfigError
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _INT64_LIMIT = 1 << 63
 _EXAMPLE = "train.steps=100"
+_ASSIGNMENT = re.compile(r"(\+{0,2}[\w.]+)=(.+)", re.S)
 # Keys of earlier versions, with what replaces each: setting one gives this line.
 REMOVED = {
     "data.verify_changed": "went in 0.3: a token file that changed is refused until data.verify=true has read all once",
@@ -62,7 +65,7 @@ def parse_settings(schema: type[C], arguments: Sequence[str]) -> C:
     # An example for error messages; a bool is no whole number.
     number = next(entry.name for entry in dataclasses.fields(schema) if type(settings[entry.name]) is int)
     example = f"{number}={settings[number]}"
-    check_groups(arguments, {}, (), example)
+    check_groups(arguments, {}, (), schema, example)
     apply_overrides(arguments, settings, (), example)
     config = OmegaConf.to_object(settings)
     assert isinstance(config, schema)
@@ -81,11 +84,16 @@ def as_override(value: Any) -> str:
 
 
 def check_groups(
-    overrides: Sequence[str], groups: Mapping[str, Collection[str]], sections: Collection[str], example: str = _EXAMPLE
+    overrides: Sequence[str],
+    groups: Mapping[str, Collection[str]],
+    sections: Collection[str],
+    schema: Any,
+    example: str = _EXAMPLE,
 ) -> None:
     """Check the form of each override, and the files of `configs/` that some choose.
 
-    `groups` has the options of each configuration group; `sections` are those with a file that is chosen by default.
+    `groups` has the options of each configuration group; `sections` are those with a file that is chosen by default;
+    `schema`, a dataclass, the types of keys.
 
     Raises:
         ConfigError: names the override and the allowed values.
@@ -95,8 +103,8 @@ def check_groups(
         key, shown = override.key_or_group, text.partition("=")[2]
         if override.is_delete():
             raise ConfigError("argument", text, "nothing can be deleted; set a value with KEY=VALUE")
-        if override.is_sweep_override():
-            raise ConfigError(key, shown, f"takes one value (as text: \"{key}='{shown}'\"); sweeps are not run here")
+        if override.is_sweep_override() and not _takes_text(key, schema):
+            raise ConfigError(key, shown, "takes one value; sweeps are not run here")
         if override.package is not None:
             raise ConfigError("argument", text, f"groups stay where they are; write {key}={shown}")
         if key in groups and not isinstance(override.value(), dict):
@@ -119,20 +127,31 @@ def find_value(overrides: Sequence[str], key: str) -> Any:
 
 def set_keys(overrides: Sequence[str], groups: Collection[str]) -> set[str]:
     """The keys that checked overrides set, without groups."""
-    return {key for key, *_ in _values(overrides, groups, _EXAMPLE)}
+    parsed = [_parse(text, _EXAMPLE) for text in overrides]
+    leaves = [leaf for one in parsed for leaf in _leaves(one.key_or_group, one.value())]
+    return {key for key, value in leaves if key not in groups}
 
 
 def _values(
-    overrides: Sequence[str], groups: Collection[str], example: str
+    overrides: Sequence[str], groups: Collection[str], schema: Any, example: str
 ) -> Iterator[tuple[str, Any, Any, Override]]:
     # Of each key that overrides set: its name, the value, the value as it was written, and the override.
     for text in overrides:
         override = _parse(text, example)
-        key, value = override.key_or_group, override.value()
+        key, value, shown = override.key_or_group, override.value(), text.partition("=")[2]
         if key in groups and not isinstance(value, dict):
             continue
+        if _takes_text(key, schema):
+            is_quoted = isinstance(value, str) and shown[:1] in ("'", '"')
+            yield key, value if value is None or is_quoted else shown, shown, override
+            continue
         for name, part in _leaves(key, value):
-            yield name, part, text.partition("=")[2] if name == key else part, override
+            yield name, part, shown if name == key else part, override
+
+
+def _takes_text(key: str, schema: Any) -> bool:
+    kind = _type_of(key, schema)
+    return str in (kind, *typing.get_args(kind)) and typing.get_origin(kind) is not list
 
 
 def apply_overrides(
@@ -147,7 +166,7 @@ def apply_overrides(
         ConfigError: names the key, its value and what is allowed.
     """
     values = {}
-    for key, value, shown, override in _values(overrides, groups, example):
+    for key, value, shown, override in _values(overrides, groups, OmegaConf.get_type(settings), example):
         _check_value(key, value, shown, settings, groups)
         if override.type is OverrideType.ADD:
             raise ConfigError(f"+{key}", shown, f"the key exists; write {key}={shown}")
@@ -158,13 +177,14 @@ def apply_overrides(
 @lru_cache(maxsize=1024)
 def _parse(text: str, example: str) -> Override:
     # Once what several checks read: the parser takes a millisecond.
+    parser = OverridesParser.create()
     try:
-        return OverridesParser.create().parse_override(text)
+        return parser.parse_override(text)
     except HydraException as error:
-        allowed = f"must be KEY=VALUE, as in {example}"
-        if match := re.match(r"(\+{0,2}[\w.]+)=(.+)", text):
-            allowed = f"a value with special characters needs quotes: \"{match[1]}='{match[2]}'\""
-        raise ConfigError("argument", text, allowed) from error
+        if (match := _ASSIGNMENT.fullmatch(text)) is None:
+            raise ConfigError("argument", text, f"must be KEY=VALUE, as in {example}") from error
+        # As text, which keys of other types refuse.
+        return parser.parse_override(f"{match[1]}={QuotedString(match[2], Quote.single).with_quotes()}")
 
 
 def _check_group(override: Override, shown: str, options: Collection[str], has_default: bool) -> None:
@@ -202,13 +222,10 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Collec
         return
     if OmegaConf.select(settings, key.rpartition(".")[0] or "") is None:
         raise ConfigError(key, shown, "does not fit what it changes, as a number beyond the end of a list")
-    if str in (kind, *typing.get_args(kind)) and isinstance(value, int | float) and isinstance(shown, str):
-        # A commit hash such as 1234e56 is not a number.
-        value = shown
     try:
         OmegaConf.update(settings, key, value, merge=True)
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(key, shown, f"must be {_allowed(kind)}") from error
+        raise ConfigError(key, shown, f"must be {_allowed(kind)}{_inner_quotes(value)}") from error
     numbers = typing.get_args(kind) if typing.get_origin(kind) is tuple else None
     if numbers is not None and isinstance(value, list) and len(value) != len(numbers):
         raise ConfigError(key, shown, f"must be {_allowed(kind)}")
@@ -223,7 +240,8 @@ def _check_sections(key: str, value: Any, shown: Any, section: Any, settings: An
     kinds = typing.get_type_hints(section)
     names = ", ".join(kinds)
     if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
-        raise ConfigError(key, shown, f"must be a list [{{{next(iter(kinds))}:…}}, …] of sections with {names}")
+        allowed = f"must be a list [{{{next(iter(kinds))}:…}}, …] of sections with {names}{_inner_quotes(value)}"
+        raise ConfigError(key, shown, allowed)
     OmegaConf.update(settings, key, [{} for _ in value])
     for number, element in enumerate(value):
         for name, part in element.items():
@@ -233,6 +251,11 @@ def _check_sections(key: str, value: Any, shown: Any, section: Any, settings: An
             if isinstance(part, float) and str in (kinds[name], *typing.get_args(kinds[name])):
                 raise ConfigError(field, part, "is a number; text that looks like one needs quotes of its own")
             _check_value(field, part, part, settings, ())
+
+
+def _inner_quotes(value: Any) -> str:
+    is_list = isinstance(value, str) and value[:1] in ("[", "{")
+    return "; text with special characters needs quotes inside [ ] and { }" if is_list else ""
 
 
 def _type_of(key: str, schema: Any) -> Any:

@@ -203,7 +203,7 @@ def _compose(overrides: list[str], base: Config | None = None) -> tuple[Config, 
     # An unknown mixer comes before all else, since the meaning of the other keys depends on it.
     if (asked := find_value(overrides, MIXER)) is not None:
         config_class(asked)
-    check_groups(overrides, groups, [section.name for section in dataclasses.fields(Config)])
+    check_groups(overrides, groups, [section.name for section in dataclasses.fields(Config)], Config)
     if base is None:
         file, chosen, below = "train", choose_files(overrides, groups), {}
     else:

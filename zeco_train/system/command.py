@@ -1,4 +1,4 @@
-"""What every command does first: imports of this project's packages, its command line, and errors as one line."""
+"""What every command does first: threads, imports of this project's packages, its command line, errors as one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, ParamSpec
@@ -22,6 +22,7 @@ from zeco_train.system.paths import path_problem, shown
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OWN = ("zeco_train", "data", "models")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def put_own_packages_first() -> None:
@@ -108,6 +109,44 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
+def choose_threads() -> None:
+    """Set how many threads this process's operations take and how they wait, where its user has set neither.
+
+    To be called before torch is imported. Ranks divide the cores among them; torchrun would give each rank one thread.
+    """
+    # GNU OpenMP's threads spin at the end of every operation. Beside any other process that takes the time of the very
+    # threads that they wait for: measured with two cores, a factor of 10 and more.
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+    if "OMP_NUM_THREADS" not in os.environ or _is_of_torchrun("OMP_NUM_THREADS"):
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        each = available_cores() // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
+        os.environ["OMP_NUM_THREADS"] = str(max(1, each))
+
+
+def available_cores() -> int:
+    """The cores that this process may use, by its affinity and by the quota of its control group (of a container)."""
+    cores = len(os.sched_getaffinity(0))
+    # Of versions 2 and 1.
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with suppress(OSError, ValueError):
+            quota, period = " ".join((_CONTROL_GROUP / name).read_text() for name in names).split()
+            if int(quota) > 0:
+                cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _is_of_torchrun(name: str) -> bool:
+    # Whether torchrun has set a variable for its ranks, not its user: then it is not among those it was started with.
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    try:
+        started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return False
+    return not any(entry.startswith(f"{name}=".encode()) for entry in started_with.split(b"\0"))
+
+
 def _missing(package: str) -> ConfigError:
     own = _ROOT / ".venv"
     # Created by launch/environment.sh.
@@ -139,6 +178,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises usage errors as `ConfigError`, which are printed as one line."""
 
     def error(self, message: str) -> NoReturn:
+        if any(word[:1] == "-" and word[1:2] not in ("-", "") for word in sys.argv[1:]):
+            message += "; a name that begins with - is written ./-NAME"
         raise ConfigError("argument", shown(" ".join(sys.argv[1:])), f"{message}; --help lists all")
 
 
