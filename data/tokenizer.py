@@ -162,14 +162,15 @@ class HuggingFaceTokenizer:
                 self._loaded = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
             self._backend = _backend(self._loaded, name)
             vocabulary: dict[str, int] = (self._loaded if self._backend is None else self._backend).get_vocab()
-        self._name_tokens(name, vocabulary, eos)
+            special = self._special(vocabulary)
+        self._name_tokens(name, vocabulary, special, eos)
         eos = self._loaded.eos_token
         self.eos_id = vocabulary[eos]
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(vocabulary), max(vocabulary.values()) + 1)
         self.open_ids: Container[int] = ()
         # The unknown token stands for text.
-        special = self._special(vocabulary) - {str(self._loaded.unk_token)}
+        special -= {str(self._loaded.unk_token)}
         self.control_ids: Mapping[int, str] = {vocabulary[token]: token for token in sorted({*special, eos})}
         # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
         contents = json.dumps(sorted(vocabulary.items()))
@@ -180,8 +181,8 @@ class HuggingFaceTokenizer:
         place = str(Path(name).resolve()) if Path(name).exists() else name
         self.info = {"kind": "huggingface", "path": place, "sha256": digest}
 
-    def _name_tokens(self, name: str, vocabulary: Mapping[str, int], eos: str | None) -> None:
-        some = ", ".join(map(visible, sorted(self._special(vocabulary))[:_TOKENS_SHOWN])) or "none"
+    def _name_tokens(self, name: str, vocabulary: Mapping[str, int], special: set[str], eos: str | None) -> None:
+        some = ", ".join(map(visible, sorted(special)[:_TOKENS_SHOWN])) or "none"
         if eos is not None:
             if eos not in vocabulary:
                 raise ConfigError("--eos", eos, f"is no token of {visible(name)}; its control tokens: {some}")
