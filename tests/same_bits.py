@@ -159,7 +159,9 @@ class Worker:
             if path.suffix in (".safetensors", ".json", ".model", ".txt"):
                 content = path.read_bytes()
                 if path.name == "zeco_train.json":  # names the version that wrote it
-                    kept = {key: value for key, value in json.loads(content).items() if key not in ("format", "version")}
+                    kept = {
+                        name: value for name, value in json.loads(content).items() if name not in ("format", "version")
+                    }
                     content = json.dumps(kept, sort_keys=True).encode()
                 self.lines.append(f"export {path.relative_to(out)} {_digest(content)}")
 
