@@ -157,13 +157,9 @@ class Worker:
         self._command(1, ["zeco_train.export", str(run), str(out)])
         for path in sorted(out.rglob("*")):
             if path.suffix in (".safetensors", ".json", ".model", ".txt"):
-                content = path.read_bytes()
-                if path.name == "zeco_train.json":  # names the version that wrote it
-                    kept = {
-                        name: value for name, value in json.loads(content).items() if name not in ("format", "version")
-                    }
-                    content = json.dumps(kept, sort_keys=True).encode()
-                self.lines.append(f"export {path.relative_to(out)} {_digest(content)}")
+                # Which version and settings it is from; both may differ.
+                if path.name != "zeco_train.json":
+                    self.lines.append(f"export {path.relative_to(out)} {_digest(path.read_bytes())}")
 
     def _read_run(self, run: Path) -> None:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
