@@ -156,10 +156,9 @@ class Worker:
         self.lines.append(f"generate {text['tokens']} {text['text']!r}")
         self._command(1, ["zeco_train.export", str(run), str(out)])
         for path in sorted(out.rglob("*")):
-            if path.suffix in (".safetensors", ".json", ".model", ".txt"):
-                # Which version and settings it is from; both may differ.
-                if path.name != "zeco_train.json":
-                    self.lines.append(f"export {path.relative_to(out)} {_digest(path.read_bytes())}")
+            # zeco_train.json says of which version and settings it is; both may differ.
+            if path.suffix in (".safetensors", ".json", ".model", ".txt") and path.name != "zeco_train.json":
+                self.lines.append(f"export {path.relative_to(out)} {_digest(path.read_bytes())}")
 
     def _read_run(self, run: Path) -> None:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
