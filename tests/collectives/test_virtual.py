@@ -95,6 +95,7 @@ def test_every_scan_takes_states_of_any_shape(name: str) -> None:
             check_tensor("carry_out", carry, pairs.incoming(topology.ranks, reverse), case)
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_the_modelled_time_over_nodes(name: str) -> None:
     """Nodes of 8 and of one rank, and a single one."""

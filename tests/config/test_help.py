@@ -91,6 +91,7 @@ def _check(settings: Any) -> None:
         assert all(len(line) <= WIDTH or "=" in line for line in key.whole.splitlines()), key.whole
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_every_key_of_training_has_a_line(mixer: str) -> None:
     config = load_config([f"model.mixer={mixer}"])

@@ -114,7 +114,7 @@ WRITERS: dict[str, Callable[[str], Outcome]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(5, quick=3)
 @pytest.mark.parametrize("name", [*READERS, *WRITERS])
 def test_impossible_paths_are_reported(name: str, here: Path) -> None:
     for path, problem in IMPOSSIBLE.items():

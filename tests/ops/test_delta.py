@@ -152,7 +152,7 @@ def test_orthogonal_keys_make_gated_linear_attention() -> None:
 # Chunks
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @EACH
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 130])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -168,7 +168,7 @@ def test_every_grouping_of_heads_equals_recurrence(rule: str, groups: int, batch
     check(rule, make(rule, 70, groups=groups, batch=batch), [0, 20, 70])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @EACH
 @pytest.mark.parametrize("edges", [[0, 100, 140], [0, 1, 65, 140], [0, 64, 128, 192], [0, 3, 67, 130, 140]])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -185,7 +185,7 @@ def test_more_than_eight_chunks_a_rank_equal_recurrence(rule: str) -> None:
     check(rule, case, [0, 580, 590])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @EACH
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 200], [0, 65, 66, 150, 200]])

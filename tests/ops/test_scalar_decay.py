@@ -112,7 +112,7 @@ def test_every_grouping_of_heads_equals_recurrence(operator: Operator, groups: i
     check(operator, make(operator, 70, groups=groups, batch=batch), [0, 20, 70])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=3)
 @BOTH
 @pytest.mark.parametrize("edges", [[0, 100, 200], [0, 1, 65, 200], [0, 64, 128, 192], [0, 3, 67, 190, 200]])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -126,7 +126,7 @@ def test_more_than_eight_chunks_a_rank_equal_recurrence(operator: Operator) -> N
     check(operator, make(operator, 700, "weak"), [0, 650, 700])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @BOTH
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 200], [0, 65, 66, 150, 200]])
@@ -135,6 +135,7 @@ def test_documents_equal_recurrence(operator: Operator, documents: str, edges: l
     check(operator, make(operator, 200, decay), edges, DOCUMENTS[documents])
 
 
+@pytest.mark.few(quick=2)
 @BOTH
 @pytest.mark.parametrize("loud", [slice(0, 70), slice(70, 150)])
 def test_no_value_or_gradient_crosses_restart(operator: Operator, loud: slice) -> None:
@@ -190,6 +191,7 @@ def test_fixed_decay_equals_scalar_decay_of_equal_tokens() -> None:
         assert torch.equal(x, scalar[name]), name
 
 
+@pytest.mark.few(quick=3)
 @BOTH
 @pytest.mark.parametrize("decay", ["none", "mixed", "strong"])
 def test_fp32_error_is_bounded(operator: Operator, decay: str) -> None:
