@@ -135,6 +135,7 @@ def test_a_section_or_key_is_explained_in_full() -> None:
     assert "data" in str(found.value)
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixers_are_explained_by_paper_layer_and_recurrence(name: str) -> None:
     text = describe(["model", f"model.mixer={name}"])

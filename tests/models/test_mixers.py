@@ -83,6 +83,7 @@ def _ranks_against_one(rank: int, world_size: int, name: str) -> float:
     return abs(packed - plain) / plain
 
 
+@pytest.mark.slow
 @ONE_OF_A_FAMILY
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     """Also with documents, of which one straddles the ranks."""

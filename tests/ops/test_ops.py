@@ -252,6 +252,7 @@ def test_sharded_ranks_equal_recurrence(edges: list[int], decay: str) -> None:
     check(make_case(edges[-1], decay), edges)
 
 
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 560, 590]])
 def test_more_than_eight_chunks_a_rank_equal_recurrence(cu_seqlens: list[int] | None) -> None:
     check(make_case(590, "weak", cu_seqlens=cu_seqlens), [0, 580, 590])

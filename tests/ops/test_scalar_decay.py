@@ -163,7 +163,7 @@ def test_decay_matrix_is_the_product_of_the_decays_between_tokens() -> None:
         torch.testing.assert_close(found[0, 0, :, :, i, j], between, rtol=1e-14, atol=0)
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize("groups", [2, 6])
 @pytest.mark.parametrize("documents", [None, [0, 3, 70, 150]])
 def test_scalar_decay_equals_gla_with_expanded_decays(groups: int, documents: list[int] | None) -> None:
@@ -205,6 +205,7 @@ def test_fp32_error_is_bounded(operator: Operator, decay: str) -> None:
         assert (found[name] - x).norm() <= 4e-6 * x.norm(), name
 
 
+@pytest.mark.few(quick=1)
 @BOTH
 def test_bf16_tokens_are_computed_in_fp32(operator: Operator) -> None:
     operands, state, do, grad = make(operator, 100)
