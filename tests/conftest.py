@@ -93,17 +93,20 @@ def pytest_configure(config: pytest.Config) -> None:
 # The first compilation of a process takes 4 s: one worker has them all.
 COMPILING = {"models/test_decay_mixers", "models/test_feature_maps", "ops/test_gated_norm_kernel", "ops/test_loss"}
 COMPILING |= {"ops/test_selection", "ops/test_short_conv", "training/test_compile"}
+TOGETHER = dict.fromkeys(COMPILING, "compiling")
+# The first import of fla's models takes 5 s.
+TOGETHER |= dict.fromkeys(("hf/test_fla_checkpoints", "hf/test_hybrid_checkpoints", "hf/test_linear_attention"), "fla")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute the tests by file, and the files of `COMPILING` as if they were one."""
+    """Distribute the tests by file, and files that `TOGETHER` gives one name as if they were one."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = super()._split_scope(nodeid)
-            return "compiling" if path.removeprefix("tests/").removesuffix(".py") in COMPILING else path
+            return TOGETHER.get(path.removeprefix("tests/").removesuffix(".py"), path)
 
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 

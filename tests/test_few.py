@@ -41,6 +41,14 @@ def test_others_are_of_a_campaign(request: pytest.FixtureRequest, first: str, se
         assert (request.node.get_closest_marker(mark) is not None) == (first not in "ac")
 
 
+@pytest.mark.few(3, quick=2)
+@pytest.mark.parametrize("value", [*range(6)])
+def test_few_that_are_not_quick_are_slow(request: pytest.FixtureRequest, value: int) -> None:
+    """The few are 0, 2 and 4."""
+    assert (request.node.get_closest_marker("campaign") is not None) == (value % 2 == 1)
+    assert (request.node.get_closest_marker("slow") is not None) == (value not in (0, 2))
+
+
 def test_without_parameters_it_is_refused(request: pytest.FixtureRequest) -> None:
     request.node.add_marker(pytest.mark.few)
     with pytest.raises(pytest.UsageError, match="few needs parametrize"):

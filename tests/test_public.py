@@ -102,6 +102,7 @@ except zeco_train.ZecoError as error:
 """
 
 
+@pytest.mark.few(4, quick=2)
 @pytest.mark.parametrize("name", ["data/__init__.py", "models/__init__.py", "data.py", "models.py"])
 @pytest.mark.parametrize("imported", [False, True])
 def test_module_of_the_user_is_named_that_is_in_the_way(name: str, imported: bool, tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ def test_required_kernels_refuse_a_cpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert line.startswith("error: kernels=require: there are no kernels on CPUs")
 
 
+@pytest.mark.slow
 def test_peer_is_measured_where_it_is_right(tmp_path: Path) -> None:
     results = _run_with_peer(tmp_path, "fixed_decay", lambda o: o, "decay=none")
     rows = [row for row in results["rows"] if row["variant"] == "fla"]

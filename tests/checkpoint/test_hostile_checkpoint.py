@@ -250,6 +250,7 @@ def test_inconsistent_metadata_is_refused(change: Callable[[Metadata], None], pr
     check_line(_export(run, run / "out"), CHECKPOINT, ".metadata" if "has" not in problem else "", problem)
 
 
+@pytest.mark.few(quick=5)
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

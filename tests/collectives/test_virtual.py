@@ -77,6 +77,7 @@ def test_message_that_nobody_sends_is_an_error() -> None:
         Network(Topology((2,)), COSTS).take(torch.empty(1), 0, 1, 7)
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_states_of_any_shape(name: str) -> None:
     """In any number of blocks, which cut heads, or also the columns of each: two nodes of two ranks."""
@@ -95,6 +96,7 @@ def test_every_scan_takes_states_of_any_shape(name: str) -> None:
             check_tensor("carry_out", carry, pairs.incoming(topology.ranks, reverse), case)
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_the_modelled_time_over_nodes(name: str) -> None:
     """Nodes of 8 and of one rank, and a single one."""

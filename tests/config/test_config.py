@@ -22,7 +22,7 @@ from zeco_train.training.config import Dtype
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(5, quick=3)
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {

@@ -91,6 +91,7 @@ def _check(settings: Any) -> None:
         assert all(len(line) <= WIDTH or "=" in line for line in key.whole.splitlines()), key.whole
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_every_key_of_training_has_a_line(mixer: str) -> None:
     config = load_config([f"model.mixer={mixer}"])
@@ -134,6 +135,7 @@ def test_a_section_or_key_is_explained_in_full() -> None:
     assert "data" in str(found.value)
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixers_are_explained_by_paper_layer_and_recurrence(name: str) -> None:
     text = describe(["model", f"model.mixer={name}"])

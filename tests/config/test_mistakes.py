@@ -27,7 +27,7 @@ from zeco_train.training.checks import join_ranks
 CONFIG = ConfigError.exit_code
 
 
-@pytest.mark.few(34)
+@pytest.mark.few(34, quick=17)
 @pytest.mark.parametrize(
     ("override", "parts"),
     [

@@ -155,7 +155,7 @@ def test_experiments_choose_mixer_and_size(toys: Path) -> None:
     assert (model.name, model.hidden_size, model.slots) == ("toy_1b", 1024, 4)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(4, quick=2)
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

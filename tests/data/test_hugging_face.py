@@ -62,7 +62,7 @@ def prepare(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, quick=1)
 @pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"])
 def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) -> None:

@@ -82,6 +82,7 @@ def test_documents_are_decoded_with_tokenizer_of_store(
     assert f"| [9, 70002, 7, 1] … (not decoded: {copy}: no such tokenizer" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_control_ids_inside_documents_are_counted(
     control_tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

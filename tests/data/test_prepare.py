@@ -52,6 +52,7 @@ def corpus(tmp_path: Path) -> tuple[Path, list[str]]:
     return folder, expected
 
 
+@pytest.mark.slow
 def test_byte_tokenizer_ids_equal_byt5() -> None:
     from transformers import ByT5Tokenizer
 

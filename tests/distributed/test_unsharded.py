@@ -278,6 +278,7 @@ def _failures(rank: int, world_size: int, dtype: torch.dtype) -> None:
         assert _agree(_gradients(model), expected), (dtype, name, number, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_pass_after_one_that_failed_has_the_right_bits(dtype: torch.dtype) -> None:
     run_distributed(_failures, 1, dtype)

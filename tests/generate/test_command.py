@@ -170,6 +170,7 @@ def test_signals_end_reading_of_prompts(run: Path) -> None:
     assert found == [signal.SIG_DFL]
 
 
+@pytest.mark.few(quick=10)
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [

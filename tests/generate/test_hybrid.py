@@ -112,7 +112,7 @@ def expected_logits(model: LanguageModel) -> Tensor:
     return torch.stack([whole_logits(model, text[None])[0, -STEPS - 1 :] for text in texts()])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, quick=2)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("tokens", [40, 100_000])
 def test_pieces_and_steps_equal_the_whole_sequence(mesh: ProcessMesh, name: str, tokens: int) -> None:
@@ -190,7 +190,7 @@ def test_a_prompt_goes_on_from_given_states_with_a_larger_capacity(mesh: Process
         assert all(torch.equal(*pair) for pair in zip(first[1], kept, strict=True))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, quick=2)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_segments_with_documents_equal_the_whole_sequence(name: str) -> None:
     """Of any sizes; documents begin in segments, and go on in later ones."""

@@ -107,6 +107,7 @@ def of_decoder(name: str, folder: Path) -> tuple[Tokenizer, dict[str, int]]:
     return load_tokenizer(str(folder)), vocabulary
 
 
+@pytest.mark.few(quick=6)
 @pytest.mark.parametrize("name", DECODERS)
 def test_pieces_join_to_decoded_text_of_any_decoder(name: str, tmp_path: Path) -> None:
     """After any context: runs of bytes, whole characters or not, between words and within the window's borders."""
@@ -188,6 +189,7 @@ def test_greedy_settings_draw_likeliest_token() -> None:
     assert draws(Sampling(top_p=1e-9), LOGITS, 3).tolist() == [1, 1, 1]
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize(
     ("sampling", "allowed"),
     [

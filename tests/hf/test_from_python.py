@@ -17,6 +17,7 @@ from tests.support.notebook import code_cells, execute
 DOCS = REPOSITORY / "docs"
 
 
+@pytest.mark.slow
 def test_code_of_the_page_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "quickstart").symlink_to(run)

@@ -103,6 +103,7 @@ def test_failed_runs_and_other_settings_are_reported(tmp_path: Path, capsys: pyt
     assert "name another --folder" in capsys.readouterr().err
 
 
+@pytest.mark.few(quick=7)
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -33,6 +33,7 @@ def fail_with(error: BaseException, closed: list[str]) -> int:
     return run_job(command, ADVICE)
 
 
+@pytest.mark.few(quick=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["evaluate", "generate", "export"])
 def test_interrupt_during_torch_import_is_silent(name: str, tmp_path: Path) -> None:

@@ -220,6 +220,7 @@ def test_sequences_of_a_batch_step_at_their_own_positions() -> None:
             assert_close(together[row], alone[0], f"row {row}")
 
 
+@pytest.mark.few(quick=2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_shards_joined_by_their_state_equal_the_whole_sequence(name: str) -> None:
     mixer, x, bounds = build(CONFIGS[name])

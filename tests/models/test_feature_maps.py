@@ -178,7 +178,7 @@ def test_second_shard_continues_the_first(name: str) -> None:
             assert_close(y, whole[:, token : token + 1], f"step {token}")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(4, quick=2)
 @pytest.mark.parametrize("name", CASES)
 def test_documents_are_independent(name: str) -> None:
     """cosFormer's positions count from the start of the sequence: only their differences matter."""
@@ -222,7 +222,7 @@ def test_normaliser_has_exact_gradients(compiled: bool, monkeypatch: pytest.Monk
     assert with_ones(o).shape[-1] == 16
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(4, quick=1)
 @pytest.mark.parametrize("name", CASES)
 def test_traced_form_equals_the_eager_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a compiler the maps and the normaliser are plain operations."""

@@ -69,6 +69,7 @@ def test_linear_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch, recom
     )
 
 
+@pytest.mark.slow
 def test_linear_flops_with_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
     flops = flops_of(config, Recompute.full, 1)

@@ -71,6 +71,7 @@ def test_zero_centred_norms_begin_at_zero_and_do_not_decay() -> None:
     assert torch.equal(norm(x, torch.float32), torch.full((1, 4), 1 + 2**-9) * (1 + 1e-6) ** -0.5)
 
 
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_norms_after_act_on_outputs(recompute: Recompute) -> None:
     """Against the formula, built of the block's own parts under plain autograd; recomputed ones alike."""

@@ -49,7 +49,7 @@ def _saving_like(kernels: Passes, plain: Passes) -> Passes:
     return kernels._replace(forward=forward)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, quick=1)
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
 @pytest.mark.parametrize("name", OTHERS)
 def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:

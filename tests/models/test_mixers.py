@@ -83,6 +83,7 @@ def _ranks_against_one(rank: int, world_size: int, name: str) -> float:
     return abs(packed - plain) / plain
 
 
+@pytest.mark.slow
 @ONE_OF_A_FAMILY
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     """Also with documents, of which one straddles the ranks."""
@@ -127,7 +128,7 @@ def test_sums_of_gradients_are_not_rounded_to_bf16(name: str) -> None:
         assert (of_many.double() / copies - of_one.double()).norm() <= 4e-3 * of_one.double().norm(), parameter
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, quick=1)
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
 @pytest.mark.parametrize("name", MIXERS)

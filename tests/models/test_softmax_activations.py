@@ -39,6 +39,7 @@ def _config(**attn: Any) -> GLAConfig:
     return GLAConfig(num_layers=1, attn=AttnConfig(**{"every": 1, **attn}))
 
 
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize(
     ("variant", "dtype", "compiled", "recompute"),
     [

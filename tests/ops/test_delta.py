@@ -152,7 +152,7 @@ def test_orthogonal_keys_make_gated_linear_attention() -> None:
 # Chunks
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @EACH
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 130])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -160,7 +160,7 @@ def test_one_rank_equals_recurrence(rule: str, num_tokens: int, decay: str) -> N
     check(rule, make(rule, num_tokens, decay), [0, num_tokens])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=2)
 @EACH
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 2])
@@ -168,7 +168,7 @@ def test_every_grouping_of_heads_equals_recurrence(rule: str, groups: int, batch
     check(rule, make(rule, 70, groups=groups, batch=batch), [0, 20, 70])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @EACH
 @pytest.mark.parametrize("edges", [[0, 100, 140], [0, 1, 65, 140], [0, 64, 128, 192], [0, 3, 67, 130, 140]])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -185,7 +185,7 @@ def test_more_than_eight_chunks_a_rank_equal_recurrence(rule: str) -> None:
     check(rule, case, [0, 580, 590])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @EACH
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 200], [0, 65, 66, 150, 200]])
@@ -242,6 +242,7 @@ def test_reverse_scan_without_transposition_is_wrong() -> None:
     assert all(found[name] > WRONG for name in ("initial_grad", "dk", "dv", "dg", "dbeta")), found
 
 
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize("rule", ["gated_delta", "kda"])
 def test_gradient_of_decays_without_the_term_of_the_last_state_is_wrong(rule: str) -> None:
     case, edges = make(rule, 48, "weak"), [0, 16, 32, 48]
@@ -270,6 +271,7 @@ def test_fp32_error_is_bounded(rule: str, decay: str) -> None:
         assert (found[name] - x).norm() <= 4e-6 * (max(x.norm(), term) if name == "dg" else x.norm()), name
 
 
+@pytest.mark.few(quick=1)
 @EACH
 def test_bf16_tokens_are_computed_in_fp32(rule: str) -> None:
     operands, state, do, grad = make(rule, 100)

@@ -238,7 +238,7 @@ def test_chunk_is_smallest_size_that_fits_up_to_64(num_tokens: int, chunk: int) 
     assert chunked.intra_scores(case.q, case.k, case.g, None, 1.0).shape[-2:] == (chunk, chunk)
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=6)
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 130, 200])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong", "strongest"])
 def test_one_rank_equals_recurrence(num_tokens: int, decay: str) -> None:
@@ -252,11 +252,13 @@ def test_sharded_ranks_equal_recurrence(edges: list[int], decay: str) -> None:
     check(make_case(edges[-1], decay), edges)
 
 
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 560, 590]])
 def test_more_than_eight_chunks_a_rank_equal_recurrence(cu_seqlens: list[int] | None) -> None:
     check(make_case(590, "weak", cu_seqlens=cu_seqlens), [0, 580, 590])
 
 
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize("edges", [[0, 150], [0, 20, 150]])
 def test_batches_heads_and_odd_dims_equal_recurrence(edges: list[int]) -> None:
     check(make_case(150, batch=2, heads=3, key_dim=33, value_dim=17), edges)
@@ -281,14 +283,14 @@ def test_documents_equal_recurrence(documents: str, decay: str) -> None:
     check(make_case(200, decay, cu_seqlens=DOCUMENTS[documents]), [0, 200])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 90, 200], [0, 64, 128, 200], [0, 1, 63, 200], [0, 65, 66, 150, 200]])
 def test_sharded_documents_equal_recurrence(documents: str, edges: list[int]) -> None:
     check(make_case(200, cu_seqlens=DOCUMENTS[documents]), edges)
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=2)
 @pytest.mark.parametrize(
     ("cu_seqlens", "edges"),
     [
@@ -304,7 +306,7 @@ def test_documents_straddling_shards_equal_recurrence(cu_seqlens: list[int], edg
     check(make_case(260, decay, cu_seqlens=cu_seqlens), edges)
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize("edges", [[0, 150], [0, 70, 150]])
 @pytest.mark.parametrize("loud", [slice(0, 70), slice(70, 150)])
 def test_no_value_or_gradient_crosses_restart(edges: list[int], loud: slice) -> None:
@@ -333,7 +335,7 @@ def test_log_decay_of_a_restart_is_minus_infinity() -> None:
 # Precision
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 60, 61, 170, 300]])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong", "strongest"])
 def test_fp32_error_is_bounded(decay: str, cu_seqlens: list[int] | None) -> None:
@@ -341,6 +343,7 @@ def test_fp32_error_is_bounded(decay: str, cu_seqlens: list[int] | None) -> None
     check(make_case(300, decay, cu_seqlens=cu_seqlens, dtype=torch.float32), [0, 100, 300], tolerance=4e-6)
 
 
+@pytest.mark.few(quick=2)
 @pytest.mark.parametrize("decay", ["none", "mixed", "strong"])
 def test_bf16_error_is_bounded(decay: str) -> None:
     # bf16 inputs are exact in fp64, arithmetic and states are fp32, so only the rounding of the results to bf16 is left

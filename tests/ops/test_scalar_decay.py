@@ -112,7 +112,7 @@ def test_every_grouping_of_heads_equals_recurrence(operator: Operator, groups: i
     check(operator, make(operator, 70, groups=groups, batch=batch), [0, 20, 70])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=3)
 @BOTH
 @pytest.mark.parametrize("edges", [[0, 100, 200], [0, 1, 65, 200], [0, 64, 128, 192], [0, 3, 67, 190, 200]])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -126,7 +126,7 @@ def test_more_than_eight_chunks_a_rank_equal_recurrence(operator: Operator) -> N
     check(operator, make(operator, 700, "weak"), [0, 650, 700])
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=4)
 @BOTH
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 200], [0, 65, 66, 150, 200]])
@@ -135,6 +135,7 @@ def test_documents_equal_recurrence(operator: Operator, documents: str, edges: l
     check(operator, make(operator, 200, decay), edges, DOCUMENTS[documents])
 
 
+@pytest.mark.few(quick=2)
 @BOTH
 @pytest.mark.parametrize("loud", [slice(0, 70), slice(70, 150)])
 def test_no_value_or_gradient_crosses_restart(operator: Operator, loud: slice) -> None:
@@ -162,7 +163,7 @@ def test_decay_matrix_is_the_product_of_the_decays_between_tokens() -> None:
         torch.testing.assert_close(found[0, 0, :, :, i, j], between, rtol=1e-14, atol=0)
 
 
-@pytest.mark.few
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize("groups", [2, 6])
 @pytest.mark.parametrize("documents", [None, [0, 3, 70, 150]])
 def test_scalar_decay_equals_gla_with_expanded_decays(groups: int, documents: list[int] | None) -> None:
@@ -190,6 +191,7 @@ def test_fixed_decay_equals_scalar_decay_of_equal_tokens() -> None:
         assert torch.equal(x, scalar[name]), name
 
 
+@pytest.mark.few(quick=3)
 @BOTH
 @pytest.mark.parametrize("decay", ["none", "mixed", "strong"])
 def test_fp32_error_is_bounded(operator: Operator, decay: str) -> None:
@@ -203,6 +205,7 @@ def test_fp32_error_is_bounded(operator: Operator, decay: str) -> None:
         assert (found[name] - x).norm() <= 4e-6 * x.norm(), name
 
 
+@pytest.mark.few(quick=1)
 @BOTH
 def test_bf16_tokens_are_computed_in_fp32(operator: Operator) -> None:
     operands, state, do, grad = make(operator, 100)

@@ -84,7 +84,7 @@ REPLAYED_CASES: list[tuple[list[str], float, float | None]] = [
 STEPS = {2048: (42.22, 41.71), 4096: (66.15, 60.75), 16384: (214.55, 176.93)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, quick=1)
 @pytest.mark.parametrize(
     ("arguments", "peak_gb", "seconds"),
     [*REPLAYED_CASES, *(([*arguments, "train.cuda_graphs=off"], *found) for arguments, *found in LAUNCHED_CASES)],

@@ -331,7 +331,7 @@ def test_activation_bytes_equal_saved_tensors(
 
 
 def test_activation_bytes_with_full_recompute() -> None:
-    case = make_case(*GLA_1B, "train.recompute=full", "world_size=1")
+    case = make_case(*GLA_1B, EAGER, "train.recompute=full", "world_size=1")
     assert case.measured("gla").kept == (2 * case.config.model.hidden_size, 0)
 
 

@@ -264,6 +264,7 @@ def test_results_of_other_kinds_are_left_out_with_a_note(tmp_path: Path) -> None
     assert [note.partition(": ")[0] for note in found.notes].count("left out") == 2
 
 
+@pytest.mark.slow
 def test_many_runs_leave_room_for_their_curves(tmp_path: Path) -> None:
     """14 runs of two layouts: legends beside the axes, names at the bars, one point for all runs of a layout."""
     for number in range(14):

@@ -228,6 +228,7 @@ def repeated(rank: int, world_size: int, bounds: dict[torch.dtype, float]) -> No
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bounds",
     [{torch.bfloat16: 2e-2}, pytest.param({torch.float32: 1e-5}, marks=pytest.mark.slow)],

@@ -197,6 +197,7 @@ def in_bf16(name: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: x.float() if key in wide else x.bfloat16() for key, x in values.items()}
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_has_the_bits_that_it_has_alone(name: str) -> None:
     check_same_bits(name, in_bf16(name, tensors(name, 9)))

@@ -165,6 +165,7 @@ def softmax_over_ranks(rank: int, world_size: int) -> None:
         functional.softmax_attention(*leaves, ranks=ranks)
 
 
+@pytest.mark.few(quick=4)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_function_alone_equals_the_recurrence(name: str) -> None:
     for case in cases(name):
@@ -181,6 +182,7 @@ def test_functions_over_ranks_equal_the_recurrence_with_every_backend(world_size
     run_distributed(over_ranks, world_size, True)
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_outputs_and_gradients_have_the_dtypes_of_their_operands(name: str, dtype: torch.dtype) -> None:

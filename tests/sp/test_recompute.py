@@ -80,6 +80,7 @@ def kept(recompute: Recompute, tokens: int) -> int:
     return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
 
 
+@pytest.mark.slow
 def test_kept_activations_by_recompute_setting() -> None:
     tokens, width = 100, TINY.hidden_size
     none, selective, full = (kept(recompute, tokens) for recompute in Recompute)

@@ -9,7 +9,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 
-def is_among_few(axes: Sequence[tuple[Sequence[str], Sequence[Any]]], values: Mapping[str, Any], number: int) -> bool:
+def is_among_few(
+    axes: Sequence[tuple[Sequence[str], Sequence[Any]]], values: Mapping[str, Any], number: int, quick: int = 0
+) -> bool:
     """Whether a case is one of the few.
 
     These are the cases in which the k-th values of all axes meet, for k up to the length of the longest axis; shorter
@@ -20,12 +22,15 @@ def is_among_few(axes: Sequence[tuple[Sequence[str], Sequence[Any]]], values: Ma
         axes: names and values of each `parametrize` of the test.
         values: of the case, by name.
         number: if it is not 0, only as many of the few, evenly spaced, the first among them.
+        quick: the same, of those.
     """
-    quick = [[_values(row, names) for row in rows if not _is_slow(row)] for names, rows in axes]
+    plain = [[_values(row, names) for row in rows if not _is_slow(row)] for names, rows in axes]
     found = [[values[name] for name in names] for names, _ in axes]
-    longest = max(map(len, quick))
-    chosen = range(longest) if not number else (step * longest // number for step in range(number))
-    return any(all(_same(rows[k % len(rows)], own) for rows, own in zip(quick, found, strict=True)) for k in chosen)
+    longest = max(map(len, plain))
+    chosen: Sequence[int] = range(longest)
+    for count in filter(None, (number, quick)):
+        chosen = [chosen[step * len(chosen) // count] for step in range(count)]
+    return any(all(_same(rows[k % len(rows)], own) for rows, own in zip(plain, found, strict=True)) for k in chosen)
 
 
 def one_of(cases: Iterable[str], kept: str) -> list[Any]:
@@ -36,7 +41,9 @@ def one_of(cases: Iterable[str], kept: str) -> list[Any]:
 
 
 def mark_others(item: pytest.Item) -> None:
-    """Mark a case of a test with `@pytest.mark.few` that is not among the few `campaign`, and all of campaigns `slow`.
+    """Apply `@pytest.mark.few(number=0, quick=0)`: mark a case that is not among the few `campaign`.
+
+    Of the few those that are not among the quick ones become `slow`, and so do all of campaigns.
 
     Raises:
         pytest.UsageError: the test is not parametrized.
@@ -45,8 +52,11 @@ def mark_others(item: pytest.Item) -> None:
         parametrized = [(_names(each.args[0]), [*each.args[1]]) for each in item.iter_markers("parametrize")]
         if not parametrized:
             raise pytest.UsageError(f"{item.nodeid}: few needs parametrize")
-        if not is_among_few(parametrized, item.callspec.params, *mark.args or (0,)):  # type: ignore[attr-defined]
+        values, number = item.callspec.params, mark.args[0] if mark.args else 0  # type: ignore[attr-defined]
+        if not is_among_few(parametrized, values, number):
             item.add_marker(pytest.mark.campaign)
+        elif not is_among_few(parametrized, values, number, **mark.kwargs):
+            item.add_marker(pytest.mark.slow)
     if item.get_closest_marker("campaign"):
         item.add_marker(pytest.mark.slow)
 

@@ -75,7 +75,7 @@ READERS: list[Callable[[Path], Outcome]] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, quick=1)
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [

@@ -30,6 +30,7 @@ def test_gpu_without_fp8_products_is_refused_by_name(monkeypatch: pytest.MonkeyP
     check_machine(load_config(["name=x"]), device)
 
 
+@pytest.mark.few(quick=3)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -175,6 +175,7 @@ def update(step: TrainingStep, loss: float = 1.0) -> StepNumbers[float]:
     return step.update().read()
 
 
+@pytest.mark.few(quick=2)
 @pytest.mark.parametrize("grad_clip", [0.0, 1e-3, 0.5, 1e9])
 def test_updates_equal_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> None:
     """Against clipping followed by AdamW, the clip factor in fp32, as in the fused optimizer, and in fp64."""
