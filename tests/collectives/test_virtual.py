@@ -77,7 +77,6 @@ def test_message_that_nobody_sends_is_an_error() -> None:
         Network(Topology((2,)), COSTS).take(torch.empty(1), 0, 1, 7)
 
 
-@pytest.mark.few(quick=3)
 @pytest.mark.parametrize("name", SCANS)
 def test_every_scan_takes_states_of_any_shape(name: str) -> None:
     """In any number of blocks, which cut heads, or also the columns of each: two nodes of two ranks."""
