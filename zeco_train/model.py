@@ -21,6 +21,7 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.trained import Trained, find_trained, load_trained
+from zeco_train.ops.documents import checked_borders
 from zeco_train.ops.operator import Target
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.slow_paths import find_slow_paths, warn_of
@@ -112,11 +113,14 @@ class Model:
         if not self._trained.model.causal:
             raise ConfigError("model.causal", "false", "a model that reads in both directions has no next-token loss")
         if isinstance(text_or_ids, str):
+            if not text_or_ids:
+                raise ConfigError("text", "", "is empty")
             eos = torch.tensor([self._tokenizer.eos_id])
             text_or_ids = torch.cat([eos, self.encode(text_or_ids)])
         rows = self._checked(text_or_ids, least=2)
         inputs, labels = rows[:, :-1], rows[:, 1:].contiguous()
         if documents is not None:
+            documents = _checked_documents(documents, rows.shape[1])
             documents = [_without_last(borders) for borders in documents]
         return float(self._run(inputs, documents, labels)) / labels.numel()
 
@@ -177,6 +181,8 @@ class Model:
 
     def _run(self, ids: Tensor, documents: Documents, labels: Tensor | None) -> Any:
         num_tokens = ids.shape[1]
+        if documents is not None:
+            documents = _checked_documents(documents, num_tokens)
         position = SequencePosition((0, num_tokens), documents=documents, exchange=self._exchange)
         if documents is None:
             check_document(self.module.config, "tokens", num_tokens)
@@ -205,6 +211,14 @@ class Model:
         if len(wrong):
             raise ConfigError("ids", int(wrong[0]), f"must be from 0 to {self.vocab_size - 1}, the model's vocabulary")
         return found
+
+
+def _checked_documents(documents: Any, num_tokens: int) -> list[Tensor]:
+    try:
+        return [checked_borders("documents", borders, num_tokens) for borders in documents]
+    except (TypeError, ValueError) as error:
+        problem = f"must have for each sequence borders that rise from 0 to {num_tokens}, as [[0, {num_tokens}]]"
+        raise ConfigError("documents", f"{documents!r:.100}", problem) from error
 
 
 def _without_last(borders: Sequence[int] | Tensor) -> list[int]:

@@ -44,7 +44,7 @@ OFFSETS_FILE = "doc_offsets.npy"
 META_FILE = "meta.json"
 VALIDATION_FOLDER = "validation"
 COPY_AGAIN = "copy the store again or prepare it again"
-PREPARE_HINT = "prepare one with: python -m data.prepare SOURCE --out STORE"
+PREPARE_HINT = "prepare one with: python -m zeco_train.prepare SOURCE --out STORE"
 
 _VERSION_1_TOKENS = "tokens.bin"
 # Five digits or more, as `shard_name` pads to five and does not limit the number.
@@ -181,10 +181,11 @@ class TokenStore:
         """Return tokens [start, stop) as [stop − start] int64; reads only these bytes.
 
         Raises:
-            DataError: a shard is missing, changed since the store was opened, cannot be read, or has an id beyond the
-                vocabulary in meta.json; names the shard and the bytes.
+            DataError: the range is not within the store; or a shard is missing, changed since the store was opened,
+                cannot be read, or has an id beyond the vocabulary in meta.json; names the shard and the bytes.
         """
-        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise DataError(self.path, f"no tokens from {start} to {stop}; it has those from 0 to {self.num_tokens}")
         tokens = np.empty(stop - start, dtype=self._dtype)
         for index in self.shards_of(start, stop):
             shard_start, shard_stop = self.shard_range(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -128,7 +129,9 @@ class StoreWriter:
         if first >= self.num_documents:
             last = self.num_tokens - int(offsets[-2])
             problem = f"its last document has {last} of {self.num_tokens} tokens, more than {fraction:g} of them"
-            raise DataError("the validation part", f"would be empty: {problem}", "use a larger --validation-fraction")
+            least = math.ceil(1000 * last / self.num_tokens) / 1000
+            remedy = f"documents stay whole; use --validation-fraction {least:g} or more, or none"
+            raise DataError("the validation part", f"would be empty: {problem}", remedy)
         keep = int(offsets[first])
         return WriterState(keep, first, tuple(self._full_shards[: keep // self.shard_tokens]))
 

@@ -115,6 +115,9 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: model.logits([0.5]), "ids=[1] torch.float32: must be integers [T] or [B, T]"),
     (lambda model: model.logits("abc"), "ids='abc': must be integers [T] or [B, T]"),  # type: ignore[arg-type]
     (lambda model: model.loss([3]), "ids=[1, 1]: needs at least 2 tokens of each sequence"),
+    (lambda model: model.loss(""), "text=: is empty"),
+    (lambda model: model.loss([3, 4, 5], documents=[[0, 2]]), "documents=[[0, 2]]: must have for each sequence"),
+    (lambda model: model.logits([3, 4], documents=[0, 2]), "documents=[0, 2]: must have"),  # type: ignore[list-item]
     (lambda model: model.encode(3), "text=int: must be a str"),  # type: ignore[arg-type]
     (lambda model: model.generate([]), "prompts=[]: must be a text, or several"),
     (lambda model: model.generate(3), "prompts=3: must be a text, or several"),  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import check_kernels, warn_of
-from zeco_train.sp.exchange import connect_model
+from zeco_train.sp.of_model import connect_model
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest
 
