@@ -10,12 +10,9 @@
 
 from __future__ import annotations
 
-from zeco_train.sp.functions import FUNCTIONS, Ranks, connect, stub
+from zeco_train.sp.functions import FUNCTIONS, Ranks, connect
 
 __all__ = ["Ranks", "connect"]
 # Not one by one: the registry has the names. Editors and type checkers read functional.pyi.
 __all__ += FUNCTIONS
 globals().update(FUNCTIONS)
-
-if __name__ == "__main__":
-    print(stub(), end="")

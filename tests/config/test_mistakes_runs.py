@@ -75,7 +75,7 @@ def _half(store: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "overrides", "code", "parts"),
     [
-        (_remove, [], DATA, ["no such token store", "data.prepare"]),
+        (_remove, [], DATA, ["no such token store", "zeco_train.prepare"]),
         (_empty, [], DATA, ["an empty folder, not a token store"]),
         (_foreign, [], DATA, ["not a token store (no meta.json)"]),
         (_half, [], DATA, ["not a token store (no meta.json)"]),

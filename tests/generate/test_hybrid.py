@@ -163,7 +163,7 @@ NAMES = ("gla, GQA, window in a piece", "mamba2, first, GQA, norm")
     ("world_size", "names"),
     [
         (2, [*NAMES]),
-        pytest.param(2, [*HYBRIDS], marks=pytest.mark.slow),
+        pytest.param(2, [*HYBRIDS], marks=pytest.mark.campaign),
         pytest.param(3, [*HYBRIDS], marks=pytest.mark.campaign),
     ],
 )

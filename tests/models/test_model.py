@@ -153,7 +153,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.few(2, quick=1)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "plain")
 def test_logits_loss_and_gradients_equal_the_reference(variant: dict[str, Any]) -> None:
     config = dataclasses.replace(SMALL, **variant)

@@ -30,6 +30,7 @@ torch.save([o.detach(), end.detach(), *found], sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_rule_and_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
     """Also over simulated ranks, which their function does not know."""
     operands, state, do, grad = make("gated_delta", 200)

@@ -249,7 +249,7 @@ def test_connect_refuses_in_one_line(backend: str, field: str) -> None:
 def test_every_operator_has_a_function_that_help_and_editors_show() -> None:
     assert {*OPERATORS} < {*functional.__all__}
     path = Path(functional.__file__).with_suffix(".pyi")
-    assert path.read_text() == stub(), "python -m zeco_train.functional > zeco_train/functional.pyi"
+    assert path.read_text() == stub(), "docs/extending.md has the command that writes it"
     for name, operator in OPERATORS.items():
         text = pydoc.render_doc(getattr(functional, name), renderer=pydoc.plaintext)
         assert operator.about.partition("\n")[0]

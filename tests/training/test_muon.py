@@ -196,7 +196,7 @@ def _on_ranks(rank: int, world_size: int, store: str, sp_size: int, reference: b
 @pytest.mark.parametrize(
     ("world_size", "sp_size"),
     [
-        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.campaign),
         pytest.param(4, 4, marks=pytest.mark.campaign),
         pytest.param(4, 2, marks=pytest.mark.campaign),
     ],

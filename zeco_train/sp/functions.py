@@ -1,7 +1,7 @@
 """Every operator as a plain differentiable function, on one rank or over the ranks of a process group.
 
 Signatures and docstrings are made from the registry's facts; `zeco_train.functional` offers the functions by name, and
-its stub, which `python -m zeco_train.functional` prints, shows them to editors and type checkers.
+its stub, which is the text of `stub`, shows them to editors and type checkers.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 def stub() -> str:
     """The text of `zeco_train/functional.pyi`."""
     head = [
-        '"""Every operator as a differentiable function. Made by `python -m zeco_train.functional`; do not edit."""',
+        '"""Every operator as a differentiable function. Made by `zeco_train.sp.functions.stub`; do not edit."""',
         "",
         "from collections.abc import Sequence",
         "",
