@@ -134,7 +134,7 @@ class HuggingFaceTokenizer:
         name: the path or the hub name.
         local: do not access the hub: `name` is a path, or in the hub's local cache.
         remedy: advice in the message if it cannot be loaded.
-        eos: the token that ends documents, instead of the one that its settings name.
+        eos: end-of-document token, in place of the tokenizer's own.
 
     Raises:
         DataError: it cannot be loaded, or has no end-of-sequence token.
@@ -330,8 +330,8 @@ def _failures(name: str, problem: str, remedy: str = "") -> Iterator[None]:
 def load_tokenizer(name: str, download: bool = False, eos: str | None = None) -> Tokenizer:
     """The byte tokenizer for "bytes", else the Hugging Face tokenizer at a local path or with that hub name.
 
-    A path is that of a folder, or of a tokenizer.json. Without `download`, a hub name must be in the local cache.
-    `eos`: the token that ends documents, if its settings name none or another.
+    A path names a folder or a tokenizer.json. Without `download`, a hub name must be in the local cache.
+    `eos`: end-of-document token, in place of the tokenizer's own.
 
     Raises:
         DataError: no such path, not loadable by transformers, or a tokenizer without an end-of-sequence token.

@@ -53,7 +53,7 @@ class PrepareOptions:
     dataset: DatasetSpec | None = None  # instead of `sources`, a hub or local data set, loaded by `datasets`
     split: str = "train"  # of a folder of save_to_disk
     tokenizer: str = BYTES  # or the local path of a Hugging Face tokenizer, or its name on the hub
-    eos: str | None = None  # the token that ends documents; None for the one that the tokenizer's settings name
+    eos: str | None = None  # end-of-document token; None: the tokenizer's own
     control_strings: str = "text"  # what control strings in a document become, such as "</s>"; or "ids", control ids
     text_field: str = "text"  # of .jsonl lines, column of .parquet and .arrow files and of data sets
     # The last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.

@@ -168,7 +168,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step", colors: Mapping[str, str] | None = None) -> None:
-    """Each run's losses over a column of its rows, with a cross where they stop to be finite; running means if long.
+    """Each run's losses over a column of its rows, with a cross where they stop being finite; running means if long.
 
     `colors` by name of the run replace those by place.
     """

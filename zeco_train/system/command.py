@@ -115,7 +115,7 @@ def choose_threads() -> None:
     To be called before torch is imported. Ranks divide the cores among them; torchrun would give each rank one thread.
     """
     # GNU OpenMP's threads spin at the end of every operation. Beside any other process that takes the time of the very
-    # threads that they wait for: measured with two cores, a factor of 10 and more.
+    # threads that they wait for.
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
         os.environ["OMP_WAIT_POLICY"] = "passive"
     if "OMP_NUM_THREADS" not in os.environ or _is_of_torchrun("OMP_NUM_THREADS"):
