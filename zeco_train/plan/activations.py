@@ -40,7 +40,7 @@ class BlockMemory:
 
     Attributes:
         kept: for the backward pass, without states that cross ranks and have one size for all lengths.
-        backward: beyond that in the backward pass, without gradients of parameters.
+        backward: beyond that in the backward pass, with the gradients of its parameters as computed.
         forward_traffic, backward_traffic: bytes of elementwise work; recomputation is in the backward pass.
         widest: the largest tensor.
         attending: as `backward`, in softmax attention alone.
@@ -122,11 +122,11 @@ def _prepare(config: LanguageModelConfig, setting: Setting, recompute: Recompute
 
 
 def _eager(config: LanguageModelConfig, setting: Setting, recompute: Recompute) -> BlockMemory:
-    block, x, run = _prepare(config, setting, recompute)
+    _, x, run = _prepare(config, setting, recompute)
     with Allocations(setting) as seen:
         y, *crossings = run()
         forward = seen.traffic
-        seen.begin(block.parameters())
+        seen.begin()
         crossing = {x.untyped_storage()._cdata: setting.amount(x.untyped_storage().nbytes()) for x in crossings}
         # States are counted by the step's segments, since they have one size for all lengths.
         states = sum((x for x in crossing.values() if x.fixed), Bytes())

@@ -91,10 +91,9 @@ class Allocations(TorchDispatchMode):
         self.live = self.widest = Bytes()
         self.begin()
 
-    def begin(self, parameters: Iterable[Tensor] = ()) -> None:
-        """Begin a pass. Gradients of the parameters, known by their size, are counted by FSDP's units."""
+    def begin(self) -> None:
+        """Begin a pass."""
         self._free()
-        self._uncounted = {parameter.nbytes for parameter in parameters}
         self.peak, self.attending, self.traffic = Peak([self.live]), Peak(), Bytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +122,7 @@ class Allocations(TorchDispatchMode):
 
     def _track(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        if storage._cdata in (self._there.keys() | self._seen.keys()) or storage.nbytes() in self._uncounted:
+        if storage._cdata in self._there.keys() | self._seen.keys():
             return False
         amount = self._setting.amount(storage.nbytes())
         self._seen[storage._cdata] = StorageWeakRef(storage), amount

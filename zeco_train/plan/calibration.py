@@ -14,8 +14,9 @@ from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 
 # Tokens whose logits exist at a time, on CPUs and on GPUs (`zeco_train/ops/loss.py`).
 LOSS_CHUNK = {True: 2048, False: 8192}
-# Of libraries through torch (cuBLAS); outside of torch's statistics: CUDA context, NCCL's buffers, symmetric memory.
-WORKSPACE_BYTES, OUTSIDE_BYTES = 0.2e9, 2.0e9
+# cuBLAS's through torch, 32 MiB for each of two streams. Outside of torch's statistics: CUDA context, NCCL's buffers,
+# symmetric memory.
+WORKSPACE_BYTES, OUTSIDE_BYTES = 0.07e9, 2.0e9
 # A CPU process with torch imported. glibc cannot reuse all freed tensors of up to 32 MB: its overhead relative to the
 # activations of each pass, if a step has several.
 PROCESS_BYTES = 0.6e9

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from models.spec import Shape
@@ -69,44 +70,38 @@ class Memory:
 def plan_memory(case: Case, headroom: float) -> Memory:
     """The memory of the rank with the highest peak."""
     mixers = [case.config.model.mixer_of(layer) for layer in range(case.config.model.num_layers)]
-    first, last = mixers[0], mixers[-1]
-    # The last layer of each other kind.
-    others = sorted((at, name) for name, at in {name: at for at, name in enumerate(mixers)}.items() if name != last)
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
     # Master weights of this rank; its reduced gradients take as much again.
     parameters = parameter_bytes(case, case.master_bytes)
     # Gradients of earlier passes of a step exist when the next one begins; those of replayed steps have their place.
-    carried = parameters if case.passes > 1 or case.is_replayed else 0.0
+    carried = case.passes > 1 or case.is_replayed
 
     everywhere = {
         "weights": parameters + _gathered_bytes(case),
         "optimizer": optimizer_bytes(case),
         "states": _state_bytes(case),
-        "buffers": _buffer_bytes(case),
         "workspace": calibration.WORKSPACE_BYTES,
     }
-    kept = sum(block.count * kept_bytes(case, name) for name, block in case.spec.blocks.items())
-    whole, passing_back = kept + 16.0 * case.tokens, _passing_back(case, last)
+    whole, passing_back = kept_bytes(case, mixers) + 16.0 * case.tokens, _passing_back(case, mixers[-1])
     if case.machine.is_cpu:
         everywhere["workspace"] = calibration.PROCESS_BYTES
         largest = max(case.measured(name).widest.at(case.tokens) for name in case.spec.blocks)
         if case.passes > 1 and largest < calibration.HEAP_TENSOR:
             everywhere["workspace"] += calibration.HEAP_SHARE * (whole + passing_back)
     updating = case.master_bytes * case.config.optim.spec.working(case.spec.parameters)
+    # The last layer of each kind, in the order of the backward pass.
+    last_of_kind = {name: at for at, name in enumerate(mixers)}
+    names = {at: f"layer {at}, {name}" for name, at in sorted(last_of_kind.items(), key=lambda pair: -pair[1])}
+    names |= {len(mixers) - 1: "the last block", 0: "the first block"}
     phases = {
-        "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
-        "backward of the last block": {
+        "loss": {
             **everywhere,
-            # Largest unit.
-            "gradients": max(carried, max(unit_bytes(case, case.master_bytes)) / case.shards),
-            "activations": whole + passing_back,
+            "gradients": parameters if carried else 0.0,
+            "activations": whole + 3 * hidden,
+            "logits": head,
+            "buffers": _buffer_bytes(case) if carried else 0.0,
         },
-        **{f"backward of layer {at}, {name}": {**everywhere, **_back_to(case, at)} for at, name in reversed(others)},
-        "backward of the first block": {
-            **everywhere,
-            "gradients": parameters,
-            "activations": kept_bytes(case, first) + 16.0 * case.tokens + _passing_back(case, first),
-        },
+        **{f"backward of {name}": {**everywhere, **_passing(case, at, carried)} for at, name in names.items()},
         "optimizer": {
             "weights": parameters,
             "gradients": parameters,
@@ -120,19 +115,27 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     return Memory(ordered, outside, headroom, case.machine.memory / ranks)
 
 
-def _back_to(case: Case, layer: int) -> dict[str, float]:
-    # In the backward pass of a layer the blocks after it are done.
+def _passing(case: Case, layer: int, carried: bool) -> dict[str, float]:
+    # The backward pass of a layer: the blocks after it are done. Theirs are the gradients, unless those have a place of
+    # their own; and their gathered weights are freed in the last backward pass of a step, which may be the only one.
     model, blocks = case.config.model, case.spec.blocks
-    after = [model.mixer_of(later) for later in range(layer + 1, model.num_layers)]
-    done = sum(_local(shape, case.shards) for name in after for shape in blocks[name].parameters) * case.master_bytes
-    kept = sum(block.count * kept_bytes(case, name) for name, block in blocks.items())
-    kept -= sum(kept_bytes(case, name) for name in after)
+    mixers = [model.mixer_of(at) for at in range(model.num_layers)]
+    kind, after = mixers[layer], mixers[layer + 1 :]
+    gathered = _gathered_bytes(case)
+    if not carried and case.config.parallel.strategy is not Strategy.zero3:
+        gathered -= case.compute_bytes * sum(_elements(blocks[name].parameters) for name in after)
+    reduced = case.master_bytes * sum(_elements(blocks[name].parameters, case.shards) for name in after)
     parameters = parameter_bytes(case, case.master_bytes)
-    own = max(unit_bytes(case, case.master_bytes)) / case.shards
     return {
-        "gradients": parameters if case.passes > 1 or case.is_replayed else min(parameters, done + own),
-        "activations": kept + 16.0 * case.tokens + _passing_back(case, model.mixer_of(layer)),
+        "weights": parameters + gathered,
+        "gradients": parameters if carried else reduced,
+        "activations": kept_bytes(case, mixers[: layer + 1]) + 16.0 * case.tokens + _passing_back(case, kind),
+        "buffers": _buffer_bytes(case),
     }
+
+
+def _elements(shapes: Iterable[Shape], shards: int = 1) -> int:
+    return sum(_local(shape, shards) for shape in shapes)
 
 
 def parameter_bytes(case: Case, itemsize: int) -> float:
@@ -148,9 +151,9 @@ def optimizer_bytes(case: Case) -> float:
     return float(sum(state_bytes(_local(shape, shards), case.master_bytes, rule) for shape, rule in parameters))
 
 
-def kept_bytes(case: Case, name: str) -> float:
-    """Bytes that a block of a kind keeps for its backward pass."""
-    return case.measured(name).kept.at(case.tokens)
+def kept_bytes(case: Case, mixers: Iterable[str]) -> float:
+    """Bytes that blocks of these kinds keep for their backward pass."""
+    return sum(case.measured(name).kept.at(case.tokens) for name in mixers)
 
 
 def _passing_back(case: Case, name: str) -> float:
@@ -166,11 +169,10 @@ def _loss_bytes(case: Case) -> float:
     # Logits of a chunk, their gradient, and the gradient of the head's weight.
     model = case.config.model
     chunk = min(calibration.LOSS_CHUNK[case.machine.is_cpu], case.tokens) * model.vocab_size
-    # In fp32 and fp64 the gradient overwrites the logits; a compiled loss needs no fp32 copy of them.
+    # In fp32 and fp64 the gradient overwrites the logits; else there is one more copy, in fp32 if it is not compiled.
     narrow = case.compute_bytes < case.wide_bytes
-    logits = (2 * case.compute_bytes if narrow else case.wide_bytes) + (
-        case.wide_bytes if narrow and not case.compiled else 0
-    )
+    more = case.compute_bytes if case.compiled else case.wide_bytes
+    logits = 2 * case.compute_bytes + more if narrow else case.wide_bytes
     return float(chunk * logits + model.vocab_size * model.hidden_size * case.wide_bytes)
 
 
@@ -199,9 +201,10 @@ def _gathered_bytes(case: Case) -> float:
 
 
 def _buffer_bytes(case: Case) -> float:
-    # FSDP's: the unsharded gradient of a unit, and the inputs of two reductions.
-    sizes = sorted(unit_bytes(case, 1))
-    return sizes[-1] * case.compute_bytes + sum(sizes[-2:]) * case.wide_bytes
+    # The root's unsharded gradient, and the inputs of two reductions of FSDP, which one rank does not make.
+    sizes = unit_bytes(case, 1)
+    reduced = sum(sorted(sizes)[-2:]) if case.world_size > 1 else 0.0
+    return sizes[-1] * case.compute_bytes + reduced * case.wide_bytes
 
 
 def unit_bytes(case: Case, itemsize: int) -> list[float]:

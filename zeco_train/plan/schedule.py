@@ -95,12 +95,10 @@ class Schedule:
 
     def _walk(self, live: dict[int, Bytes]) -> tuple[Peak, Peak]:
         last = {key: at for at, kernel in enumerate(self._kernels) for key in (*kernel.writes, *kernel.reads)}
-        # Gradients of parameters are counted by the units of FSDP.
-        uncounted = {key for key, x in self._outputs.items() if x.fixed}
         now = sum(live.values(), Bytes())
         peak, attending = Peak([now]), Peak()
         for at, kernel in enumerate(self._kernels):
-            new = [x for key, x in kernel.writes.items() if key not in uncounted]
+            new = [*kernel.writes.values()]
             dying = [x for key, x in kernel.reads.items() if last[key] == at and key not in self._outputs]
             if kernel.is_fused:
                 # Results overwrite what is read for the last time.
@@ -113,11 +111,7 @@ class Schedule:
                     peak.add(now + amount)
                     if kernel.node.target is torch.ops.zeco.attend_backward.default:
                         attending.add(now + amount)
-            unread = [
-                x
-                for key, x in kernel.writes.items()
-                if last[key] == at and key not in self._outputs and key not in uncounted
-            ]
+            unread = [x for key, x in kernel.writes.items() if last[key] == at and key not in self._outputs]
             now = now + sum(new, Bytes()) - sum(dying, Bytes()) - sum(unread, Bytes())
         return peak, attending
 
