@@ -24,22 +24,22 @@ from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
 from zeco_train.collectives import chain, doubling, halo, serial
 from zeco_train.lifecycle.join import Launch
-from zeco_train.ops import mix
+from zeco_train.ops import mix, oracle
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.sp.attention.routes import Routes
 from zeco_train.training.step import TrainingStep
 from zeco_train.training.step_numbers import taken_from
-from zeco_train.verify import step_cases, team_cases
+from zeco_train.verify import runs, step_cases, team_cases
 from zeco_train.verify.coverage import cover_pairs, not_covered
 from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, rows_of_own_ranks
+from zeco_train.verify.reference import Expected, exact
 from zeco_train.verify.report import Deviation, VerifyRow, line
-from zeco_train.verify.sequences import SOFTMAX
 from zeco_train.verify.step_cases import StepCase
 from zeco_train.verify.team_cases import HALO, SCANS, TeamCase, distribute
 from zeco_train.verify.whole import DOCUMENTS as DOCUMENT_STARTS
-from zeco_train.verify.whole import Expected, Whole, exact_results
+from zeco_train.verify.whole import SOFTMAX, Whole
 
 pytestmark = pytest.mark.numeric
 
@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
         lambda: mock.patch.object(doubling, "fold", lambda s, t, x: s + x),
         "R on rank 2",
     ),
-    "replays of nothing": (DOCUMENTS, lambda: _replaced(team_cases, "mix_at", _replays_of_nothing), "a replay"),
+    "replays of nothing": (DOCUMENTS, lambda: _replaced(runs, "mix_at", _replays_of_nothing), "a replay"),
     "a stale halo": (CONVOLUTION, lambda: _replaced(halo._Halo, "run", _KeptHalo()), "the second call"),
     "outputs of the states before": (
         UNMASKED,
@@ -151,7 +151,7 @@ FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
     ),
     "an error in the last head": (
         DOCUMENTS,
-        lambda: _replaced(team_cases, "mix_at", _off_in_the_last_head),
+        lambda: _replaced(runs, "mix_at", _off_in_the_last_head),
         "(head 1, ",
     ),
     "far gradients lost": (
@@ -240,18 +240,20 @@ def test_exact_results_equal_the_recurrence(operator: str, documents: str | None
         groups=2 if OPERATORS[operator].is_grouped else 4, documents=None if reads_whole else documents,
         carry=not reads_whole,
     )  # fmt: skip
-    tensors, found = whole.tensors, exact_results(whole)
-    operands = {name: tensors[name] for name in whole.has_tokens}
-    tokens = [name for name, has_tokens in whole.has_tokens.items() if has_tokens]
+    tensors, (of_start, dcarry_out) = whole.tensors, whole.ends
+    with mock.patch.object(oracle, "_PIECE", 8):
+        found = exact(whole)
+    operands = {name: tensors[name] for name in OPERATORS[operator].operands}
+    tokens = [name for name in operands if "T" in whole.dims[name]]
     restarts = whole.borders[1:-1]
 
     def run(start: int, stop: int, carry_in: Tensor | None) -> dict[str, Tensor]:
         cut = {name: x[:, start:stop] if name in tokens else x for name, x in operands.items()}
         starts = [restart - start for restart in restarts if start <= restart < stop]
-        dcarry = None if reads_whole else tensors["dcarry_out"]
+        dcarry = None if reads_whole else dcarry_out
         return recurrence(operator, cut, tensors["do"][:, start:stop], starts, carry_in, dcarry)
 
-    carry_in = None if reads_whole else tensors["carry_in"]
+    carry_in = None if reads_whole else of_start
     expected = run(0, whole.seq_len, carry_in)
     for name in ("o", *(f"d{name}" for name in tokens)):
         close(torch.cat([piece[name] for piece in found], 1), expected[name])
@@ -274,7 +276,7 @@ close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-12)
 def test_documents_restart_and_others_cannot_see_them() -> None:
     whole = Whole("a test", "gla", 6, 3, documents="at edges")
     assert whole.borders == [0, 6, 17, 18]
-    segments = exact_results(dataclasses.replace(whole, ranks=1, segments=3))
+    segments = exact(dataclasses.replace(whole, ranks=1, segments=3))
     assert not segments[1]["dcarry_in"].any(), "a document begins at the first token of the second shard"
     assert segments[2]["dcarry_in"].any()
 
@@ -324,37 +326,6 @@ def test_rows_of_own_ranks_come_and_an_error_ends_them() -> None:
     assert {next(rows).tokens, next(rows).tokens} == {0, 1}
     with pytest.raises(OwnRanksError, match="rank 1 of 2: ValueError: a planted error"):
         next(rows)
-
-
-# `verify` with every 60th of its cases on ranks of its own.
-FEW_CASES = """
-import sys
-from zeco_train.verify import cases, command
-for name in ("scan_cases", "attention_cases", "step_cases"):
-    setattr(cases, name, lambda every=getattr(cases, name): every()[::60])
-if __name__ == "__main__":  # ranks of its own import this file
-    sys.exit(command.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.campaign
-@pytest.mark.processes
-def test_defaults_with_few_cases_pass_on_two_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "few.py"
-    script.write_text(FEW_CASES)
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    with Command([*launcher, str(script), "device=cpu", "table=true"], tmp_path) as run:
-        outcome = run.wait()
-    assert outcome.code == 0, outcome
-    table = outcome.out.splitlines()
-    assert table[-1].startswith("ok: ")
-    few = [every()[::60] for every in (team_cases.scan_cases, team_cases.attention_cases, step_cases.step_cases)]
-    shown = [row for row in table[table.index("", 3) :] if row.endswith(" ok")]
-    assert len(shown) >= sum(map(len, few))
-    # The others are not said to be covered.
-    missing = MIXERS.keys() - {case.mixer for case in (*few[2], step_cases.ONE_RANK)}
-    [said] = [row for row in table if row.startswith("- mixer: ")]
-    assert {*said.removeprefix("- mixer: ").split(", ")} == missing
 
 
 @pytest.mark.campaign

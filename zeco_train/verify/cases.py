@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, init_mesh
@@ -30,20 +28,19 @@ from zeco_train.sp.attention.method_registry import build_attention
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, METHODS, VerifyConfig
 from zeco_train.verify.own_ranks import OwnRanksError, rows_of_own_ranks
-from zeco_train.verify.reference import SequenceRank, exact, exact_attention, is_short
+from zeco_train.verify.reference import SequenceRank, exact, is_short, processors
 from zeco_train.verify.report import Deviation, VerifyRow, deviations
 from zeco_train.verify.runs import (
     IN_HALVES,
     huge_deviations,
     huge_sequence,
-    run_backend,
     run_in_float64,
-    run_method,
+    run_on_ranks,
     run_one_device,
 )
-from zeco_train.verify.sequences import SOFTMAX, VERIFIED, AttentionSequence, Sequence
 from zeco_train.verify.step_cases import ONE_RANK, SIZE, run_step_cases, step_cases
 from zeco_train.verify.team_cases import PARTITIONS, attention_cases, run_team_cases, scan_cases
+from zeco_train.verify.whole import LAUNCHED_DOCUMENTS, SOFTMAX, VERIFIED, Results, Whole
 
 # Longest wait of own ranks for each other: they compute milliseconds.
 _OWN_SECONDS = 60.0
@@ -94,59 +91,58 @@ class Verification:
                         yield from self._operator(operator, [self._meshes[max(self._meshes)]], [min(config.tokens)])
             yield from self._own_ranks()
 
-    def _operator(self, operator: str, meshes: Many[ProcessMesh], tokens: Many[int]) -> Iterator[VerifyRow]:
-        config = self._config
+    def _operator(self, operator: str, meshes: Sequence[ProcessMesh], tokens: Sequence[int]) -> Iterator[VerifyRow]:
+        config, is_softmax = self._config, operator == SOFTMAX
         for mesh, number, documents, dtype in itertools.product(meshes, tokens, config.documents_or_not, config.dtypes):
             # Each group of ranks has values of its own.
             name = f"{config.seed} {mesh.dp_rank} {dtype} {number} {documents}"
-            shape: dict[str, Any] = {
-                "tokens": number,
-                "num_ranks": mesh.sp_size,
-                "batch": 1 if documents else config.batch,
-                "heads": config.heads,
-                "key_dim": config.key_dim,
-                "dtype": DTYPES[dtype],
-                "documents": documents,
-            }
-            if operator != SOFTMAX:
-                carry = not documents if config.carry is None else config.carry
-                sequence = Sequence(name, value_dim=config.value_dim, carry=carry, operator=operator, **shape)
-                yield from self._sequence(mesh, sequence, dtype)
-                self._free()
-                continue
-            for window in config.windows(number):
+            whole = Whole(
+                name,
+                operator,
+                number,
+                mesh.sp_size,
+                batch=1 if documents else config.batch,
+                heads=config.heads,
+                groups=config.num_key_heads if is_softmax else config.heads,
+                key_dim=config.key_dim,
                 # FlashAttention has one width of heads.
-                shape |= {"value_dim": config.key_dim, "key_heads": config.num_key_heads, "window": window}
-                yield from self._sequence(mesh, AttentionSequence(f"{name} {window}", **shape), dtype)
+                value_dim=config.key_dim if is_softmax else config.value_dim,
+                documents=LAUNCHED_DOCUMENTS if documents else None,
+                carry=not is_softmax and (not documents if config.carry is None else config.carry),
+                dtype=DTYPES[dtype],
+                is_launched=True,
+            )
+            windows = config.windows(number) if is_softmax else ()
+            for each in [replace(whole, name=f"{name} {window}", window=window) for window in windows] or [whole]:
+                yield from self._sequence(mesh, each, dtype)
                 self._free()
 
-    def _sequence(self, mesh: ProcessMesh, sequence: Sequence | AttentionSequence, dtype: str) -> Iterator[VerifyRow]:
-        place = SequenceRank.of(mesh)
-        row = VerifyRow(dtype, sequence.tokens, sequence.num_ranks, sequence.layout, "", limit=LIMITS[dtype])
+    def _sequence(self, mesh: ProcessMesh, whole: Whole, dtype: str) -> Iterator[VerifyRow]:
+        place, is_softmax = SequenceRank.of(mesh), whole.operator == SOFTMAX
+        row = VerifyRow(dtype, whole.tokens, whole.ranks, whole.layout, "", limit=LIMITS[dtype])
 
         def enter(phase: str) -> None:
             self._enter(f"{dtype}, {row.sp_size} × {row.tokens} tokens: {phase}")
 
         enter("float64 on the CPU")
-        part = sequence.part(place.rank)
-        if isinstance(sequence, AttentionSequence):
-            expected = exact_attention(sequence, place)
-        else:
-            expected = exact(sequence, part, place)
-            if is_short(sequence):
-                found = self._gather(deviations(run_in_float64(sequence, part, place), expected))
-                yield replace(row, backend="float64 itself", deviations=found, limit=LIMITS["fp64"])
+        part, active = whole.part(place.rank), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # With states one rank of each sequence is active.
+        with processors(active if is_softmax else max(1, active // place.size)):
+            (expected,) = exact(whole, place)
+        if not is_softmax and is_short(whole):
+            found = self._gather(deviations(run_in_float64(whole, part, place), expected))
+            yield replace(row, backend="float64 itself", deviations=found, limit=LIMITS["fp64"])
         enter("one device")
         part, expected = ({name: x.to(self._device) for name, x in own.items()} for own in (part, expected))
-        one_device = run_one_device(sequence, part, place)
+        one_device = run_one_device(whole, part, place)
         for name, run in one_device.items():
             yield replace(row, backend=name, deviations=self._gather(deviations(run, expected)))
         once, *chunked = one_device
-        for name in self._config.methods if isinstance(sequence, AttentionSequence) else self._config.backends:
+        for name in self._config.methods if is_softmax else self._config.backends:
             if not _applies(name, mesh.sp_size) or (mesh.sp_size, name) in self._skipped:
                 continue
             enter(name)
-            results, reason = self._run(name, mesh, sequence, part, place)
+            results, reason = self._run(name, mesh, whole, part)
             if reason:
                 yield replace(row, backend=name, reason=reason)
                 continue
@@ -155,38 +151,30 @@ class Verification:
             found = self._gather(deviations(results, expected, (one_device[once], one_device[beside])))
             yield replace(row, backend=name, deviations=found)
 
-    def _run(
-        self,
-        name: str,
-        mesh: ProcessMesh,
-        sequence: Sequence | AttentionSequence,
-        part: dict[str, Tensor],
-        place: SequenceRank,
-    ) -> tuple[dict[str, Tensor], str]:
-        """The results of a backend or method, or the reason why these ranks cannot run it; then none of them does."""
-        key, results, reason = (mesh.sp_size, name), dict[str, Tensor](), ""
+    def _run(self, name: str, mesh: ProcessMesh, whole: Whole, part: Results) -> tuple[Results, str]:
+        # The results of a backend or method, or the reason why these ranks cannot run it; then none of them does.
+        key, results, reason = (mesh.sp_size, name), Results(), ""
         try:
-            if isinstance(sequence, AttentionSequence):
-                reason = METHODS[name].heads_problem(sequence.heads, sequence.key_heads, mesh.sp_size) or ""
-                if not reason:
-                    if key not in self._exchanges:
-                        if mesh.sp_size not in self._groups:
-                            self._groups[mesh.sp_size] = attention_group(mesh)
-                        method = build_attention(METHODS[name], self._groups[mesh.sp_size], self._timeout)
-                        self._exchanges[key] = local_exchange().replaced(attention=method)
-                    results = run_method(sequence, part, self._exchanges[key], place.rank)
-            else:
+            if whole.operator == SOFTMAX:
+                reason = METHODS[name].heads_problem(whole.heads, whole.groups, mesh.sp_size) or ""
+            if not reason:
                 if key not in self._exchanges:
-                    self._exchanges[key] = connect(
-                        BACKENDS[name], mesh.scan_groups, self._timeout, None, None, mesh.topology
-                    )
-                results = run_backend(sequence, part, self._exchanges[key], place.rank)
+                    self._exchanges[key] = self._connect(name, mesh)
+                results = run_on_ranks(whole, part, self._exchanges[key], mesh.sp_rank)
         except ConfigError as error:
             reason = str(error)
         reason = next((text for text in gather(reason, self._launch.world_size) if text), "")
         if reason:
             self._skipped.add(key)
         return results, reason
+
+    def _connect(self, name: str, mesh: ProcessMesh) -> Exchange:
+        if name not in METHODS:
+            return connect(BACKENDS[name], mesh.scan_groups, self._timeout, None, None, mesh.topology)
+        if mesh.sp_size not in self._groups:
+            self._groups[mesh.sp_size] = attention_group(mesh)
+        method = build_attention(METHODS[name], self._groups[mesh.sp_size], self._timeout)
+        return local_exchange().replaced(attention=method)
 
     def _gather(self, own: dict[str, Deviation]) -> tuple[dict[str, Deviation], ...]:
         # Nothing is in flight after it.

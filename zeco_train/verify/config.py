@@ -24,7 +24,7 @@ from zeco_train.sp.backend_registry import BACKENDS as SPECS
 from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_output_file
-from zeco_train.verify.sequences import SOFTMAX, VERIFIED
+from zeco_train.verify.whole import SOFTMAX, VERIFIED
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Tolerances against float64: norm of the difference over norm.

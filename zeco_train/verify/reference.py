@@ -1,14 +1,15 @@
 """The exact results of a sequence over ranks, by the oracle: no code of the backends, methods or kernels takes part.
 
-Each rank computes its own tokens once it has the state before them; then the gradients, from the last rank to the
-first. So peak memory is that of one rank's tokens, and the active rank may use all processors.
+Of launched ranks each computes its own tokens once it has the state before them; then the gradients, from the last rank
+to the first. So peak memory is that of one rank's tokens, and the active rank may use all processors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,111 +20,112 @@ from torch.distributed import ProcessGroup
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import ExactTokens, exact_softmax
-from zeco_train.verify.sequences import AttentionSequence, Sequence
+from zeco_train.verify.whole import SOFTMAX, Results, Whole
 
 
 @dataclass(frozen=True)
 class SequenceRank:
     """A rank among those that share a sequence. `group` carries CPU tensors; None for one rank."""
 
-    rank: int
-    size: int
+    rank: int = 0
+    size: int = 1
     group: ProcessGroup | None = None
 
     @classmethod
     def of(cls, mesh: ProcessMesh) -> SequenceRank:
         return cls(mesh.sp_rank, mesh.sp_size, mesh.devices.get_group("sp") if mesh.sp_size > 1 else None)
 
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
+    def stepped_by(self, rank: int, step: Callable[[Tensor], Tensor] | None, state: Tensor) -> Tensor:
+        """`step(state)` of one rank, on every rank; the others have no step. Collective."""
+        state = torch.empty_like(state) if step is None else step(state).contiguous()
+        if self.group is not None:
+            dist.broadcast(state, group=self.group, group_src=rank)
+        return state
+
+
+ALONE = SequenceRank()
 
 
 def exact(
-    sequence: Sequence, part: dict[str, Tensor], place: SequenceRank, heads: list[int] | None = None
-) -> dict[str, Tensor]:
-    """This rank's results in fp64 on the CPU. Collective over the ranks of the sequence.
+    whole: Whole,
+    place: SequenceRank = ALONE,
+    parts: Sequence[Results] | None = None,
+    ends: Sequence[Tensor] | None = None,
+) -> list[Results]:
+    """The exact results of this rank's shards in fp64 on the CPU; of all shards for one rank alone. Collective.
 
     Args:
-        sequence: shared by all ranks of `place`.
-        part: `Sequence.part` of this rank.
+        whole: shared by all ranks of `place`.
         place: this rank among those of the sequence.
-        heads: those that `part` holds; None: all.
+        parts: `Whole.part` of its shards, or of some of their heads; None: all heads.
+        ends: `Whole.ends` of the same heads.
 
     Returns:
-        o, dq, dk, dv of this rank's tokens, and dg where decays are of tokens; R, D_in: the state before them and the
-        gradient of the state after them; with a carry also carry_out and dcarry_in, the same on every rank.
+        o, and the gradients of operands: of a convolution's weight and bias the shard's part. R, D_in: the state before
+        the shard, or of the whole sequence for an operator that reads it, and the gradient of the state after it.
+        carry_out, dcarry_in: the state after the shard's segment and the gradient of the one before it. Of softmax
+        attention o, dq, dk, dv.
     """
-    operator, start = OPERATORS[sequence.operator], place.rank * sequence.tokens
-    wide = {name: x.double() for name, x in part.items()}
-    operands = dict(zip(operator.operands, sequence.complete(wide), strict=True))
-    starts = [restart - start for restart in sequence.restarts if start <= restart < start + sequence.tokens]
-    tokens = ExactTokens(operator, operands, wide["do"], starts)
-    chosen = slice(None) if heads is None else heads
-    carries = {name: state[:, chosen].double() for name, state in sequence.carries().items()}
-    zero, results = tokens.zero_state(), tokens.results
-
-    state = carries.get("carry_in", zero) if place.rank == 0 else _receive(zero, place, place.rank - 1)
-    results["R"] = state
-    # One rank of each sequence is active.
-    active = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // place.size)
-    with processors(active):
-        state = tokens.forward(state)
-    if not place.is_last:
-        _send(state, place, place.rank + 1)
-
-    grad = carries.get("dcarry_out", zero) if place.is_last else _receive(zero, place, place.rank + 1)
-    results["D_in"] = grad
-    with processors(active):
-        grad = tokens.backward(grad)
-    if place.rank > 0:
-        _send(grad, place, place.rank - 1)
-    if sequence.carry:
-        results["carry_out"] = _from(state, place, place.size - 1)
-        results["dcarry_in"] = _from(grad, place, 0)
+    pieces = range(place.rank, whole.num_pieces, place.size)
+    if whole.operator == SOFTMAX:
+        return _exact_attention(whole, place)
+    operator = OPERATORS[whole.operator]
+    if operator.reads_whole:
+        *names, _ = whole.dims
+        do = whole.tensors["do"]
+        tokens = ExactTokens(operator, {name: whole.tensors[name] for name in names}, do, scale=whole.scale)
+        state = tokens.forward(tokens.zero_state())
+        tokens.backward(torch.zeros_like(state))
+        return [{"R": state, **piece} for piece in whole.split(tokens.results, whole.num_pieces)]
+    shards = {}
+    for piece, part in zip(pieces, [whole.part(piece) for piece in pieces] if parts is None else parts, strict=True):
+        *operands, do = ((name, x.double()) for name, x in part.items())
+        starts = [restart - piece * whole.tokens for restart in whole.restarts]
+        starts = [start for start in starts if 0 <= start < whole.tokens]
+        shards[piece] = ExactTokens(operator, dict(operands), do[1], starts, whole.scale)
+    carry_in, dcarry_out = (x.double() for x in (ends or whole.ends))
+    # Before each shard, and after the last; and from the last to the first.
+    states, grads = [carry_in], [dcarry_out]
+    for piece in range(whole.num_pieces):
+        step = shards[piece].forward if piece in shards else None
+        states.append(place.stepped_by(piece % place.size, step, states[-1]))
+    for piece in reversed(range(whole.num_pieces)):
+        step = shards[piece].backward if piece in shards else None
+        grads.append(place.stepped_by(piece % place.size, step, grads[-1]))
+    results = []
+    for piece, shard in shards.items():
+        first = piece // whole.ranks * whole.ranks
+        results.append(
+            {
+                **shard.results,
+                "R": states[piece],
+                "D_in": grads[-2 - piece],
+                "carry_out": states[first + whole.ranks],
+                "dcarry_in": grads[-1 - first],
+            }
+        )
     return results
 
 
-def exact_attention(sequence: AttentionSequence, place: SequenceRank) -> dict[str, Tensor]:
-    """o, dq, dk and dv of this rank's tokens, in fp64 on the CPU. Collective over the ranks of the sequence.
-
-    Each rank has all keys and computes its own queries; gradients of keys and values are summed over ranks.
-    """
-    parts = [sequence.part(rank) for rank in range(sequence.num_ranks)]
+def _exact_attention(whole: Whole, place: SequenceRank) -> list[Results]:
+    # Each rank has all keys and computes its own queries; gradients of keys and values are summed over ranks.
+    parts = [whole.part(piece) for piece in range(whole.num_pieces)]
     k, v = (torch.cat([part[name] for part in parts], 1) for name in ("k", "v"))
-    q, do = (parts[place.rank][name] for name in ("q", "do"))
-    own, borders = place.rank * sequence.tokens, sequence.span(0, sequence.seq_len).borders
-    with processors(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        results = exact_softmax(q, k, v, do, offset=own, borders=borders, window=sequence.window)
+    own = parts[place.rank :: place.size]
+    q, do = (torch.cat([part[name] for part in own], 1) for name in ("q", "do"))
+    start, borders = place.rank * whole.tokens, torch.tensor(whole.borders)
+    results = exact_softmax(q, k, v, do, offset=start, borders=borders, window=whole.window)
     for name in ("dk", "dv"):
         if place.group is not None:
             dist.all_reduce(results[name], group=place.group)
-        results[name] = results[name][:, own : own + sequence.tokens]
-    return results
+        results[name] = results[name][:, start : start + q.shape[1]]
+    return whole.split(results, len(own))
 
 
-def is_short(sequence: Sequence) -> bool:
+def is_short(whole: Whole) -> bool:
     """Whether every rank can compute the whole sequence in fp64."""
-    per_token = sequence.batch * sequence.heads * sequence.key_dim * sequence.value_dim
-    return sequence.seq_len <= 1024 and sequence.seq_len * per_token <= 1 << 24
-
-
-def _receive(like: Tensor, place: SequenceRank, source: int) -> Tensor:
-    received = torch.empty_like(like)
-    dist.recv(received, group=place.group, group_src=source)
-    return received
-
-
-def _send(state: Tensor, place: SequenceRank, target: int) -> None:
-    dist.send(state.contiguous(), group=place.group, group_dst=target)
-
-
-def _from(state: Tensor, place: SequenceRank, source: int) -> Tensor:
-    """Broadcast that rank's state to every rank."""
-    state = state.clone()
-    if place.size > 1:
-        dist.broadcast(state, group=place.group, group_src=source)
-    return state
+    per_token = whole.batch * whole.heads * whole.key_dim * whole.value_dim
+    return whole.seq_len <= 1024 and whole.seq_len * per_token <= 1 << 24
 
 
 @contextlib.contextmanager
@@ -136,3 +138,48 @@ def processors(active: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class Expected:
+    """The exact results of all shards of a sequence, to compare with.
+
+    Args:
+        pieces: as of `exact`, by shard.
+        beside: tensors that are small differences of large numbers, so that rounding is relative to a hundredth of the
+            largest norm of another tensor, or of their own in any head and shard.
+    """
+
+    def __init__(self, pieces: list[Results], beside: Mapping[str, str]) -> None:
+        self._pieces, self._beside = pieces, beside
+        self._norms = {
+            name: torch.stack([_by_head(name, piece[name]).norm(dim=1) for piece in pieces]) for name in pieces[0]
+        }
+
+    @classmethod
+    def of(cls, whole: Whole, pieces: list[Results]) -> Expected:
+        # A query that reads one key has no gradient.
+        return cls(pieces, {"dq": "dv", "dk": "dv"} if whole.operator == SOFTMAX else {"dg": "dg"})
+
+    def errors(self, results: Results, piece: int) -> dict[str, tuple[float, int]]:
+        """The relative error of each tensor's worst head in a shard, and that head.
+
+        A head's norm counts as at least a thousandth of that in the shard where it is largest.
+        """
+        errors = {}
+        for name, actual in results.items():
+            wanted, norms = self._pieces[piece][name], self._norms[name]
+            if actual.shape != wanted.shape:
+                errors[name] = (math.nan, 0)
+                continue
+            least = self._norms[self._beside[name]].max() / 1e2 if name in self._beside else norms.amax(0) / 1e3
+            off = _by_head(name, actual - wanted).norm(dim=1)
+            # An expected 0 must be matched exactly.
+            error = torch.where(off == 0, 0.0, off / torch.maximum(norms[piece], least))
+            head = int(error.nan_to_num(math.inf).argmax())
+            errors[name] = (float(error[head]), head)
+        return errors
+
+
+def _by_head(name: str, x: Tensor) -> Tensor:
+    dim = {"dweight": 0, "dbias": 0, "R": 1, "D_in": 1, "carry_out": 1, "dcarry_in": 1}.get(name, 2)
+    return x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]

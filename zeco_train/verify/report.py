@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.system.terminal import format_heading, format_row
-from zeco_train.verify.sequences import CONSTANTS, VERIFIED
+from zeco_train.verify.whole import CONSTANTS, VERIFIED
 
 _STATES = ("R", "D_in", "carry_out", "dcarry_in")
 _OPERANDS = dict.fromkeys(itertools.chain.from_iterable(OPERATORS[name].operands for name in VERIFIED))

@@ -6,7 +6,8 @@ And more than 2³¹ elements in the values and in the chunk states, where 32-bit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,27 +17,100 @@ from torch import Tensor
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
-from zeco_train.ops.mix import mix
-from zeco_train.ops.position import SequencePosition, even_bounds
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, ScanRequest, StateScan
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended
 from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.config import VerifyConfig
-from zeco_train.verify.reference import SequenceRank, exact
+from zeco_train.verify.reference import ALONE, SequenceRank, exact
 from zeco_train.verify.report import Deviation, deviations
-from zeco_train.verify.sequences import AttentionSequence, RankedSequence, Sequence, decay_rates, pieces
+from zeco_train.verify.whole import CONSTANTS, SOFTMAX, Results, Whole, decay_rates
 
 # First cut of the sequence in the second run on one device: not a multiple of a chunk.
 ODD_PLACE = 37
 # Runs of softmax attention on one device, by the queries of a piece.
 IN_SHARDS, IN_HALVES = "one device, in shards", "one device, in halves"
+# What a shard does not share with the others of its sequence.
+_ENDS = ("carry_out", "dcarry_in")
+
+
+class Pass:
+    """A forward pass of some tokens, and its backward pass.
+
+    Args:
+        whole: the sequence.
+        part: the tokens, as `Whole.part`.
+        position: of them, with the exchange over the ranks.
+        incoming: what an earlier pass `received`, to be replayed.
+        carry_in: the state before the tokens' segment; None: that of the sequence, if it has one.
+        want_carry: the state after the segment is wanted; None: if the sequence has one.
+
+    Attributes:
+        results: as of `exact`, those that are known.
+        carry_out: the state after the segment, if it is wanted.
+    """
+
+    def __init__(
+        self,
+        whole: Whole,
+        part: Results,
+        position: SequencePosition,
+        *,
+        incoming: Sequence[Tensor] = (),
+        carry_in: Tensor | None = None,
+        want_carry: bool | None = None,
+    ) -> None:
+        # The op keeps only a handle of the position's exchange.
+        self._whole, self._do, self._position = whole, part["do"], position
+        self._leaves = {
+            name: x.detach().requires_grad_(name not in CONSTANTS) for name, x in part.items() if name != "do"
+        }
+        operands = [*self._leaves.values()]
+        self._carry_in = self.carry_out = None
+        if whole.operator == SOFTMAX:
+            q, k, v = operands
+            state_inputs = [StateInput(x) for x in incoming] or [StateInput()] * 2
+            self._o, state_outputs = attend_at(q, k, v, whole.key_dim**-0.5, position, state_inputs, whole.window)
+            self.results: Results = {"o": self._o.detach()}
+            self.received = [state_output.received.clone() for state_output in state_outputs]
+            return
+        if carry_in is None and whole.carry:
+            carry_in = self._end(0)
+        self._carry_in = None if carry_in is None else carry_in.detach().clone().requires_grad_()
+        want_carry = whole.carry if want_carry is None else want_carry
+        scale = OPERATORS[whole.operator].scale_of(operands, whole.scale)
+        state_input = StateInput(incoming[0] if incoming else None, self._carry_in, want_carry)
+        self._o, state_output = mix_at(whole.operator, operands, scale, position.on(operands[0]), state_input)
+        self.results = {"o": self._o.detach()}
+        self.received, self.carry_out = [state_output.received], state_output.carry_out if want_carry else None
+        if not incoming:
+            self.results["R"] = state_output.received
+            if self.carry_out is not None:
+                self.results["carry_out"] = self.carry_out.detach()
+
+    def backward(self, dcarry_out: Tensor | None = None) -> Results:
+        """The results with the gradients; `dcarry_out` is of a wanted `carry_out`, None: that of the sequence."""
+        leaves = {name: x for name, x in self._leaves.items() if x.requires_grad}
+        outputs, grads = [self._o], [self._do]
+        if self.carry_out is not None:
+            outputs.append(self.carry_out)
+            grads.append(self._end(1) if dcarry_out is None else dcarry_out)
+        inputs = [*leaves.values()] + ([] if self._carry_in is None else [self._carry_in])
+        found = torch.autograd.grad(outputs, inputs, grads)
+        self.results |= dict(zip([*(f"d{name}" for name in leaves), "dcarry_in"], found, strict=False))
+        return self.results
+
+    def _end(self, index: int) -> Tensor:
+        return self._whole.ends[index].to(self._do.device, accumulation_dtype(self._do.dtype))
 
 
 # Records the incoming state `R` and the incoming gradient `D_in`.
 class _RecordingScan(TappedScan):
-    def __init__(self, scan: StateScan, into: dict[str, Tensor]) -> None:
+    def __init__(self, scan: StateScan, into: Results) -> None:
         super().__init__(scan)
         self._into = into
 
@@ -45,197 +119,152 @@ class _RecordingScan(TappedScan):
         return state
 
 
-def _recording(exchange: Exchange, into: dict[str, Tensor]) -> Exchange:
+def _recording(exchange: Exchange, into: Results) -> Exchange:
     return exchange.wrapped(lambda scan: _RecordingScan(scan, into))
 
 
-def run_backend(sequence: Sequence, part: dict[str, Tensor], exchange: Exchange, rank: int) -> dict[str, Tensor]:
-    """Forward and backward of a rank's tokens by a backend; results as of `exact`. Collective over the ranks."""
-    received: dict[str, Tensor] = {}
-    recording = _recording(exchange, received)
-    bounds = range(0, sequence.seq_len + 1, sequence.tokens)
-    results = _forward_backward(sequence, part, [sequence.position(recording, bounds, rank)])
-    return results | received
+def run_on_ranks(whole: Whole, part: Results, exchange: Exchange, rank: int) -> Results:
+    """Forward and backward of a rank's tokens by a backend or method; as of `exact`. Collective over the ranks."""
+    received: Results = {}
+    return Pass(whole, part, whole.position(_recording(exchange, received), rank)).backward() | received
 
 
-def run_method(
-    sequence: AttentionSequence, part: Mapping[str, Tensor], exchange: Exchange, rank: int
-) -> dict[str, Tensor]:
-    """The same by a method of softmax attention; results as of `exact_attention`."""
-    q, k, v = (part[name].detach().requires_grad_() for name in ("q", "k", "v"))
-    documents = [sequence.borders] if sequence.documents else None
-    bounds = even_bounds(sequence.seq_len, sequence.seq_len // q.shape[1])
-    position = SequencePosition(bounds, rank, documents=documents, exchange=exchange)
-    o, _ = attend_at(q, k, v, sequence.scale, position, [StateInput()] * 2, sequence.window)
-    grads = torch.autograd.grad(o, (q, k, v), part["do"])
-    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
-
-
-def run_one_device(
-    sequence: Sequence | AttentionSequence, part: dict[str, Tensor], place: SequenceRank
-) -> dict[str, dict[str, Tensor]]:
+def run_one_device(whole: Whole, part: Results, place: SequenceRank) -> dict[str, Results]:
     """The whole sequence on this rank's device, at once and then in pieces, so that the grouping of sums differs.
 
     Collective: the ranks' tokens are all-gathered.
 
     Returns:
-        By the name of the run, results as of `run_backend` of this rank's tokens, without R and D_in.
+        By the name of the run, results as of `run_on_ranks` of this rank's tokens, without R and D_in.
     """
-    whole, length = {name: gather_tokens(x, place) for name, x in part.items()}, sequence.seq_len
-
-    def own(results: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _own(name, x, place.rank * sequence.tokens, sequence) for name, x in results.items()}
-
-    if isinstance(sequence, AttentionSequence):
-        runs = {"one device": own(run_method(sequence, whole, local_exchange(), 0))}
-        if place.size > 1:
-            runs[IN_SHARDS] = own(_in_pieces(sequence, whole, 1))
-            if sequence.window is None:
-                runs[IN_HALVES] = own(_in_pieces(sequence, whole, 2))
-        return runs
-    runs, odd = {}, [0, *range(min(ODD_PLACE, sequence.tokens // 2), length, sequence.tokens), length]
-    for name, borders in (("one device", [0, length]), ("one device, cut oddly", odd)):
-        shards = [sequence.position(local_exchange(), bounds) for bounds in itertools.pairwise(borders)]
-        runs[name] = own(_forward_backward(sequence, whole, shards))
+    tokens, length = _gathered(part, place), whole.seq_len
+    odd = [0, *range(min(ODD_PLACE, whole.tokens // 2), length, whole.tokens), length]
+    runs = {"one device": _own(_in_series(whole, tokens, [0, length]), whole, place)}
+    if whole.operator != SOFTMAX:
+        runs["one device, cut oddly"] = _own(_in_series(whole, tokens, odd), whole, place)
+    elif place.size > 1:
+        runs[IN_SHARDS] = _own(_in_pieces(whole, tokens, 1), whole, place)
+        if whole.window is None:
+            runs[IN_HALVES] = _own(_in_pieces(whole, tokens, 2), whole, place)
     return runs
 
 
-def run_in_float64(sequence: Sequence, part: dict[str, Tensor], place: SequenceRank) -> dict[str, Tensor]:
+def run_in_float64(whole: Whole, part: Results, place: SequenceRank) -> Results:
     """The operator's passes in fp64 on the CPU, rank by rank: a second way to the exact results. Collective."""
-    whole = {name: gather_tokens(x.double(), place) for name, x in part.items()}
-    received: list[dict[str, Tensor]] = [{} for _ in range(place.size)]
-    starts = range(0, sequence.seq_len + 1, sequence.tokens)
-    shards = [
-        sequence.position(_recording(local_exchange(), own), bounds)
-        for own, bounds in zip(received, itertools.pairwise(starts), strict=True)
-    ]
-    results = _forward_backward(sequence, whole, shards)
-    own = {name: _own(name, x, place.rank * sequence.tokens, sequence) for name, x in results.items()}
-    return own | received[place.rank]
+    tokens = _gathered({name: x.double() for name, x in part.items()}, place)
+    received: list[Results] = [{} for _ in range(place.size)]
+    exchanges = [_recording(local_exchange(), own) for own in received]
+    results = _in_series(whole, tokens, range(0, whole.seq_len + 1, whole.tokens), exchanges)
+    return _own(results, whole, place) | received[place.rank]
 
 
-def _in_pieces(sequence: AttentionSequence, tokens: Mapping[str, Tensor], parts_of_shard: int) -> dict[str, Tensor]:
-    """The queries of each part of a shard with the keys of one shard after the other, its own first.
+def _in_series(
+    whole: Whole, tokens: Results, borders: Sequence[int], exchanges: Sequence[Exchange] | None = None
+) -> Results:
+    # The tokens between two borders after those before them, whose state they get; all on one device.
+    exchanges = exchanges or [local_exchange() for _ in borders[1:]]
+    passes: list[Pass] = []
+    for (start, stop), exchange in zip(itertools.pairwise(borders), exchanges, strict=True):
+        part = {name: x if name in CONSTANTS else x[:, start:stop] for name, x in tokens.items()}
+        position, state = whole.position_in(exchange, (start, stop)), passes[-1].carry_out if passes else None
+        want_carry = whole.carry or stop != borders[-1]
+        passes.append(Pass(whole, part, position, carry_in=state, want_carry=want_carry))
+    dcarry = None
+    for each in reversed(passes):
+        dcarry = each.backward(dcarry).get("dcarry_in")
+    first, last = passes[0].results, passes[-1].results
+    # A single part is not copied: it may take half of the memory.
+    joined = {
+        name: x if len(passes) == 1 else torch.cat([each.results[name] for each in passes], 1)
+        for name, x in first.items()
+        if name not in ("R", *_ENDS)
+    }
+    return joined | ({"carry_out": last["carry_out"], "dcarry_in": first["dcarry_in"]} if whole.carry else {})
 
-    Not at odd places: outputs and gradients of a part are rounded before they are summed, which is most of the noise,
-    and with documents the number of a query's parts depends on where the cuts are.
-    """
+
+def _in_pieces(whole: Whole, tokens: Mapping[str, Tensor], parts_of_shard: int) -> Results:
+    # The queries of each part of a shard with the keys of one shard after the other, its own first. Not at odd places:
+    # outputs and gradients of a part are rounded before they are summed, which is most of the noise, and with documents
+    # the number of a query's parts depends on where the cuts are.
     q, k, v, do = (tokens[name] for name in ("q", "k", "v", "do"))
-    wide = accumulation_dtype(q.dtype)
+    wide, scale = accumulation_dtype(q.dtype), whole.key_dim**-0.5
     results = {name: torch.zeros_like(x, dtype=wide) for name, x in (("o", do), ("dq", q), ("dk", k), ("dv", v))}
-    shards = pieces(sequence.seq_len, sequence.tokens)
-    size = -(-sequence.tokens // parts_of_shard)
-    for a, b in ((start + a, start + b) for start, _ in shards for a, b in pieces(sequence.tokens, size)):
-        span, earlier = sequence.span(a, b), [(c, min(b, d)) for c, d in reversed(shards) if c < b]
-        parts = [attend(q[:, a:b], k[:, c:d], v[:, c:d], span, c, sequence.scale) for c, d in earlier]
+    shards = pieces(whole.seq_len, whole.tokens)
+    size = -(-whole.tokens // parts_of_shard)
+    for a, b in ((start + a, start + b) for start, _ in shards for a, b in pieces(whole.tokens, size)):
+        span, earlier = whole.span(a, b), [(c, min(b, d)) for c, d in reversed(shards) if c < b]
+        parts = [attend(q[:, a:b], k[:, c:d], v[:, c:d], span, c, scale) for c, d in earlier]
         lse = torch.stack([part.lse for part in parts]).logsumexp(0)
         for part in parts:
             results["o"][:, a:b] += part.o.to(wide) * (part.lse - lse).exp().mT.unsqueeze(-1)
         merged = Attended(results["o"][:, a:b].to(q.dtype), lse)
         for c, d in earlier:
-            grads = attend_backward(do[:, a:b], q[:, a:b], k[:, c:d], v[:, c:d], merged, span, c, sequence.scale)
+            grads = attend_backward(do[:, a:b], q[:, a:b], k[:, c:d], v[:, c:d], merged, span, c, scale)
             for name, (first, last), grad in zip(("dq", "dk", "dv"), ((a, b), (c, d), (c, d)), grads, strict=True):
                 results[name][:, first:last] += grad
     return {name: x.to(q.dtype) for name, x in results.items()}
 
 
-def _own(name: str, x: Tensor, start: int, sequence: RankedSequence) -> Tensor:
-    # A copy, so that the whole tensor can be freed.
-    if name in ("carry_out", "dcarry_in") or sequence.num_ranks == 1:
-        return x
-    return x[:, start : start + sequence.tokens].clone()
-
-
-def _forward_backward(
-    sequence: Sequence, tokens: dict[str, Tensor], shards: list[SequencePosition]
-) -> dict[str, Tensor]:
-    # One pass over tokens, cut into shards that pass their state on in autograd's graph.
-    device, dtype = tokens["do"].device, accumulation_dtype(tokens["do"].dtype)
-    carries = {name: state.to(device, dtype) for name, state in sequence.carries().items()}
-    carry_in = carries["carry_in"].requires_grad_() if sequence.carry else None
-    first, stops = shards[0].start, [*(shard.start for shard in shards[1:]), None]
-    leaves: list[Tensor] = []
-    outputs: list[Tensor] = []
-    state = carry_in
-    for shard, stop in zip(shards, stops, strict=True):
-        cut = slice(shard.start - first, None if stop is None else stop - first)
-        own = {name: tokens[name][:, cut].detach().requires_grad_() for name in sequence.operands}
-        operands = sequence.complete(own)
-        # Every shard but the last passes its state on.
-        o, state = mix(
-            sequence.operator, operands, shard, carry_in=state, want_carry=sequence.carry or stop is not None
-        )
-        leaves += own.values()
-        outputs.append(o)
-    grads = list(tokens["do"].split([o.shape[1] for o in outputs], dim=1))
-    ends = [] if not sequence.carry or state is None else [state]
-    found = torch.autograd.grad(
-        [*outputs, *ends],
-        [*leaves, *([] if carry_in is None else [carry_in])],
-        [*grads, *(carries["dcarry_out"] for _ in ends)],
-    )
-    results = {"o": _joined([o.detach() for o in outputs])}
-    # Leaves are in the operator's order of the first shard, then of the next.
-    count = len(sequence.operands)
-    for index, name in enumerate(sequence.operands):
-        results[f"d{name}"] = _joined(found[index : count * len(shards) : count])
-    if ends:
-        results |= {"carry_out": ends[0].detach(), "dcarry_in": found[-1]}
-    return results
-
-
-def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    # A single part is not copied: it may take half of the memory.
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def gather_tokens(part: Tensor, place: SequenceRank) -> Tensor:
-    """All-gather the tokens of the sequence, [B, T, H, D] → [B, P·T, H, D]."""
+def _own(results: Results, whole: Whole, place: SequenceRank) -> Results:
+    # This rank's tokens: copies, so that the whole tensors can be freed.
+    start, stop = place.rank * whole.tokens, (place.rank + 1) * whole.tokens
     if place.size == 1:
-        return part
-    assert place.group is not None
-    # As bytes, which all process groups support.
-    own = part.contiguous().view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(place.size)]
-    dist.all_gather(parts, own, group=place.group)
-    return torch.cat(parts, dim=1).view(part.dtype)
+        return results
+    return {name: x if name in _ENDS else x[:, start:stop].clone() for name, x in results.items()}
+
+
+def _gathered(part: Results, place: SequenceRank) -> Results:
+    # The tokens of all ranks.
+    found = {}
+    for name, x in part.items():
+        found[name] = x
+        if place.group is not None and name not in CONSTANTS:
+            # As bytes, which all process groups support.
+            own = x.contiguous().view(torch.uint8)
+            parts = [torch.empty_like(own) for _ in range(place.size)]
+            dist.all_gather(parts, own, group=place.group)
+            found[name] = torch.cat(parts, dim=1).view(x.dtype)
+    return found
+
+
+def pieces(length: int, size: int) -> list[tuple[int, int]]:
+    """Split [0, length) into pieces of `size`, the last one shorter."""
+    return list(itertools.pairwise([*range(0, length, size), length]))
 
 
 _TOKENS = 1 << 16
 _ELEMENTS = 1 << 31
 
 
-def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements: int = _ELEMENTS) -> Sequence:
+def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements: int = _ELEMENTS) -> Whole:
     """A sequence on one rank whose values, and states at chunk boundaries, have more than `elements` elements."""
     # The chunk states have K / CHUNK times as many elements as the values: with K ≥ CHUNK both are large enough.
-    key_dim, value_dim = max(config.key_dim, CHUNK), config.value_dim
-    heads = elements // (_TOKENS * value_dim) + 1
-    return Sequence(name, _TOKENS, 1, 1, heads, key_dim, value_dim, dtype, documents=False, carry=True)
+    dims = {"key_dim": max(config.key_dim, CHUNK), "value_dim": config.value_dim}
+    heads = elements // (_TOKENS * config.value_dim) + 1
+    whole = Whole(name, DEFAULT, _TOKENS, 1, heads=heads, groups=heads, carry=True, dtype=dtype, **dims)
+    return replace(whole, is_launched=True)
 
 
-def huge_deviations(sequence: Sequence, device: torch.device) -> dict[str, Deviation]:
+def huge_deviations(whole: Whole, device: torch.device) -> dict[str, Deviation]:
     """Forward and backward of all heads; deviations of the first, the middle and the last one."""
-    part = _part(sequence, device)
-    results = run_backend(sequence, part, local_exchange(), 0)
-    heads = sorted({0, sequence.heads // 2, sequence.heads - 1})
+    part = _part(whole, device)
+    results = run_on_ranks(whole, part, local_exchange(), 0)
+    heads = sorted({0, whole.heads // 2, whole.heads - 1})
     chosen = {name: x[:, :, heads].cpu() for name, x in part.items()}
-    expected = exact(sequence, chosen, SequenceRank(0, 1), heads)
-    actual = {name: x[:, heads] if name in _STATES else x[:, :, heads] for name, x in results.items()}
+    (expected,) = exact(whole, ALONE, [chosen], [state[:, heads] for state in whole.ends])
+    actual = {name: x[:, heads] if name in ("R", "D_in", *_ENDS) else x[:, :, heads] for name, x in results.items()}
     return deviations({name: x.cpu() for name, x in actual.items()}, expected)
 
 
-_STATES = ("R", "D_in", "carry_out", "dcarry_in")
-
-
-def _part(sequence: Sequence, device: torch.device) -> dict[str, Tensor]:
-    # As of `Sequence.part`, but created on the device, a few tokens at a time.
-    generator = torch.Generator(device).manual_seed(sum(sequence.name.encode()))
-    shape = (1, sequence.tokens, sequence.heads)
-    dims = {"q": sequence.key_dim, "k": sequence.key_dim, "v": sequence.value_dim, "do": sequence.value_dim}
-    part = {name: torch.empty(*shape, dim, dtype=sequence.dtype, device=device) for name, dim in dims.items()}
-    part["g"] = torch.empty(*shape, sequence.key_dim, device=device)
-    rates = decay_rates(sequence.heads, sequence.key_dim).to(device)
-    for start, stop in pieces(sequence.tokens, 4096):
+def _part(whole: Whole, device: torch.device) -> Results:
+    # As of `Whole.part`, but created on the device, a few tokens at a time.
+    generator = torch.Generator(device).manual_seed(sum(whole.name.encode()))
+    shape = (1, whole.tokens, whole.heads)
+    dims = {"q": whole.key_dim, "k": whole.key_dim, "v": whole.value_dim, "do": whole.value_dim}
+    part = {name: torch.empty(*shape, dim, dtype=whole.dtype, device=device) for name, dim in dims.items()}
+    part["g"] = torch.empty(*shape, whole.key_dim, device=device)
+    rates = decay_rates(whole.heads, whole.key_dim).to(device)
+    for start, stop in pieces(whole.tokens, 4096):
         for name, x in part.items():
             piece = x[:, start:stop]
             random = torch.randn(piece.shape, generator=generator, device=device)

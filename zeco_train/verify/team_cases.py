@@ -25,7 +25,6 @@ from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
-from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.seam import Exchange
@@ -40,8 +39,10 @@ from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.verify.config import LIMITS, METHODS
 from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team
+from zeco_train.verify.reference import Expected, exact
 from zeco_train.verify.report import Deviation, VerifyRow
-from zeco_train.verify.whole import DOCUMENTS, SOFTMAX, Expected, Results, Whole, exact_results
+from zeco_train.verify.runs import Pass
+from zeco_train.verify.whole import DOCUMENTS, SOFTMAX, Results, Whole
 
 # The ranks in teams, one partition after the other. Most teams do not begin at rank 0: a rank of the group that is
 # taken for one of the world, or the reverse, is an error there.
@@ -312,7 +313,7 @@ def compare_calls(team: Team, wholes: Mapping[str, Whole], calls: Iterable[Call]
 
 def _arrays(whole: Whole) -> list[dict[str, NDArray[np.float64]]]:
     # Pickled faster than tensors.
-    return [{name: x.contiguous().numpy() for name, x in piece.items()} for piece in exact_results(whole)]
+    return [{name: x.contiguous().numpy() for name, x in piece.items()} for piece in exact(whole)]
 
 
 def _wholes(case: TeamCase) -> dict[str, Whole]:
@@ -332,46 +333,44 @@ def _wholes(case: TeamCase) -> dict[str, Whole]:
 
 
 def _calls(case: TeamCase, wholes: dict[str, Whole], exchange: Exchange, rank: int) -> Iterator[Call]:
-    first = Pass(wholes["first"], exchange, rank)
+    first = _pass(wholes["first"], exchange, rank)
     if not case.few:
-        second = Pass(wholes["second"], exchange, rank)
-        second.backward()
-        yield "the second call", "second", rank, second.results
-    first.backward()
-    yield "the first call", "first", rank, first.results
+        second = _pass(wholes["second"], exchange, rank)
+        yield "the second call", "second", rank, second.backward()
+    yield "the first call", "first", rank, first.backward()
     if case.few:
         return
-    replay = Pass(wholes["first"], exchange, rank, incoming=first.received)
-    other = Pass(wholes["other"], exchange, rank)
+    replay = _pass(wholes["first"], exchange, rank, incoming=first.received)
+    other = _pass(wholes["other"], exchange, rank)
     # Not from the last: two micro-batches.
-    replay.backward()
-    yield "a replay", "first", rank, replay.results
-    other.backward()
-    yield "a call of another shape", "other", rank, other.results
+    yield "a replay", "first", rank, replay.backward()
+    yield "a call of another shape", "other", rank, other.backward()
     if "segments" in wholes:
         in_segments = _through_caches if case.whole.operator == SOFTMAX else _segments
         yield from in_segments(wholes["segments"], exchange, rank)
-    last = Pass(wholes["second"], exchange, rank)
-    last.backward()
-    yield "the last call", "second", rank, last.results
+    yield "the last call", "second", rank, _pass(wholes["second"], exchange, rank).backward()
+
+
+def _pass(whole: Whole, exchange: Exchange, piece: int, **options: Any) -> Pass:
+    return Pass(whole, whole.part(piece), whole.position(exchange, piece), **options)
 
 
 def _segments(whole: Whole, exchange: Exchange, rank: int) -> Iterator[Call]:
     # First passes of all segments but the last, then each forward and backward from the last.
-    carries, received = [whole.tensors["carry_in"] * whole.carry], list[Sequence[Tensor]]()
+    carry_in, dcarry_out = whole.ends
+    carries, received = [carry_in], list[Sequence[Tensor]]()
     pieces = [segment * whole.ranks + rank for segment in range(whole.segments)]
     for piece in pieces[:-1]:
         with torch.no_grad():
-            one = Pass(whole, exchange, piece, carry_in=carries[-1], want_carry=True)
+            one = _pass(whole, exchange, piece, carry_in=carries[-1], want_carry=True)
         yield "a first pass of segments", "segments", piece, one.results
         assert one.carry_out is not None
         received.append(one.received)
         carries.append(one.carry_out)
-    dcarry = whole.tensors["dcarry_out"] if whole.carry else None
+    dcarry = dcarry_out if whole.carry else None
     for piece, carry, incoming in reversed([*zip(pieces, carries, [*received, ()], strict=True)]):
-        again = Pass(whole, exchange, piece, carry_in=carry, want_carry=dcarry is not None, incoming=incoming)
-        again.backward(dcarry)
-        yield "a second pass of segments", "segments", piece, again.results
+        again = _pass(whole, exchange, piece, carry_in=carry, want_carry=dcarry is not None, incoming=incoming)
+        yield "a second pass of segments", "segments", piece, again.backward(dcarry)
         dcarry = again.results["dcarry_in"]
 
 
@@ -382,70 +381,8 @@ def _through_caches(whole: Whole, exchange: Exchange, rank: int) -> Iterator[Cal
     caches = [torch.full((*shape, dim), math.nan, dtype=torch.float64) for dim in (whole.key_dim, whole.value_dim)]
     for segment in range(whole.segments):
         piece = segment * whole.ranks + rank
-        q, k, v = whole.operands(piece).values()
+        q, k, v, _ = whole.part(piece).values()
         position, state_inputs = whole.position(exchange, piece), [StateInput(None, x, True) for x in caches]
         with torch.no_grad():
             o, _ = attend_at(q, k, v, whole.key_dim**-0.5, position, state_inputs, whole.window)
         yield "a segment after caches", "segments", piece, {"o": o}
-
-
-class Pass:
-    """A forward pass of a shard, and its backward pass.
-
-    Args:
-        whole: the sequence.
-        exchange: over its ranks.
-        piece: the shard's number.
-        incoming: what an earlier pass `received`, to be replayed.
-        carry_in: the state before the shard's segment; None: that of the sequence, if it has one.
-        want_carry: the state after the segment is wanted; None: if the sequence has one.
-
-    Attributes:
-        results: as of `exact_results`, those that are known.
-        carry_out: the state after the segment, if it is wanted.
-    """
-
-    def __init__(
-        self,
-        whole: Whole,
-        exchange: Exchange,
-        piece: int,
-        *,
-        incoming: Sequence[Tensor] = (),
-        carry_in: Tensor | None = None,
-        want_carry: bool | None = None,
-    ) -> None:
-        self._whole, self._piece, self._leaves = whole, piece, whole.operands(piece)
-        operands, position = [*self._leaves.values()], whole.position(exchange, piece)
-        self._carry_in = self.carry_out = None
-        if whole.operator == SOFTMAX:
-            q, k, v = operands
-            state_inputs = [StateInput(x) for x in incoming] or [StateInput()] * 2
-            self._o, state_outputs = attend_at(q, k, v, whole.key_dim**-0.5, position, state_inputs, whole.window)
-            self.results: Results = {"o": self._o.detach()}
-            self.received = [state_output.received.clone() for state_output in state_outputs]
-            return
-        if carry_in is None and whole.carry:
-            carry_in = whole.tensors["carry_in"]
-        self._carry_in = None if carry_in is None else carry_in.detach().clone().requires_grad_()
-        want_carry = whole.carry if want_carry is None else want_carry
-        scale = OPERATORS[whole.operator].scale_of(operands, whole.scale)
-        state_input = StateInput(incoming[0] if incoming else None, self._carry_in, want_carry)
-        self._o, state_output = mix_at(whole.operator, operands, scale, position.on(operands[0]), state_input)
-        self.results = {"o": self._o.detach()}
-        self.received, self.carry_out = [state_output.received], state_output.carry_out if want_carry else None
-        if not incoming:
-            self.results["R"] = state_output.received
-            if self.carry_out is not None:
-                self.results["carry_out"] = self.carry_out.detach()
-
-    def backward(self, dcarry_out: Tensor | None = None) -> None:
-        """Adds the gradients to the results; `dcarry_out` is of a wanted `carry_out`, None: that of the sequence."""
-        whole, leaves = self._whole, {name: x for name, x in self._leaves.items() if x.requires_grad}
-        outputs, grads = [self._o], [whole.do(self._piece)]
-        if self.carry_out is not None:
-            outputs.append(self.carry_out)
-            grads.append(whole.tensors["dcarry_out"] if dcarry_out is None else dcarry_out)
-        inputs = [*leaves.values()] + ([] if self._carry_in is None else [self._carry_in])
-        found = torch.autograd.grad(outputs, inputs, grads)
-        self.results |= dict(zip([*(f"d{name}" for name in leaves), "dcarry_in"], found, strict=False))
