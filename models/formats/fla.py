@@ -1,4 +1,4 @@
-"""What all models of fla (flash-linear-attention 0.6.0) have in common: keys of the block, and softmax layers.
+"""The classes of language models in fla (flash-linear-attention 0.6.0), whose block and softmax layers are the same.
 
 fla's switches for fused kernels do not change a model; its `use_gk` and `use_gv` are not read by any of its code. Its
 softmax layer (`fla.layers.attn`) always rotates queries and keys, and has no norms of them and no gate. Its window
@@ -7,14 +7,24 @@ counts the query itself, as ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
-from models.formats.format import Keys, is_number, not_exported
+from models.formats.format import Keys, ModelFormat, Names, is_number, not_exported
+from models.mixers.base import Mixer
+from models.mixers.delta_net import DeltaNet
+from models.mixers.gated_deltanet import GatedDeltaNet
+from models.mixers.gla import FeatureMap, GatedLinearAttention
+from models.mixers.hgrn import HGRN as HGRNLayer
+from models.mixers.hgrn2 import HGRN2 as HGRN2Layer
+from models.mixers.kda import KimiDeltaAttention
+from models.mixers.linear import LinearAttention, LinearFeatureMap
+from models.mixers.retnet import MultiScaleRetention, RetNetConfig
 
-OTHER_LAYER = "another one than fla's layer has"
+_OTHER_LAYER = "another one than fla's layer has"
 # More than any sequence needs.
 _LONGEST = 1 << 40
 # Of all models, by the same name here; with the defaults for missing keys.
@@ -29,15 +39,12 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "attnres_block_size": (None, "residuals over blocks of layers"),
     "elementwise_affine": (True, "norms without weights"),
     "hidden_act": ("swish", "another activation of the MLP and the output gate"),
-    "zero_centred_norms": (False, OTHER_LAYER),
+    "zero_centred_norms": (False, _OTHER_LAYER),
 }
 
 
-def read_common(keys: Keys, *, layers: int = 24, ratio: int = 4) -> dict[str, Any]:
-    """The fields of `LanguageModelConfig`, but for the heads.
-
-    `layers` and `ratio` are the defaults of `num_hidden_layers` and `hidden_ratio`; null is 4 in all models.
-    """
+# The fields of `LanguageModelConfig`, but for the heads. `layers` and `ratio` are defaults; a null ratio is 4 always.
+def _read_block(keys: Keys, layers: int, ratio: int) -> dict[str, Any]:
     keys.only(_ONLY)
     # It changes names of weights only, see `ModelFormat.other_names`.
     keys.value("fuse_norm", bool, True)
@@ -50,8 +57,8 @@ def read_common(keys: Keys, *, layers: int = 24, ratio: int = 4) -> dict[str, An
     return {**values, "num_layers": num_layers, "intermediate_size": inner, "attn": _read_attn(keys)}
 
 
-def write_common(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
-    """The inverse of `read_common`, and keys that are not read."""
+# The inverse of `_read_block`, and keys that are not read.
+def _written_block(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
     return {
         **{key: getattr(model, key) for key in (*_COMMON, "intermediate_size")},
         "attn": _written_attn(model),
@@ -66,38 +73,49 @@ def write_common(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
     }
 
 
-def plain(
+def _format(
+    model_type: str,
+    architecture: str,
+    mixer: type[Mixer],
     values: Mapping[str, Any],
     *,
     only: Mapping[str, tuple[Any, str]],
     written: tuple[str, ...],
-    optional: tuple[str, ...] = (),
+    optional: Mapping[str, type] = MappingProxyType({}),
+    read: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, fields: {},
+    write: Callable[[Any], dict[str, Any]] = lambda model: {},
     layers: int = 24,
-) -> dict[str, Any]:
-    """`read` and `write` of a class whose keys are named as our fields.
+    ratio: int = 4,
+    **names: Any,
+) -> ModelFormat:
+    """A class whose keys are mostly named as our fields.
 
     Args:
-        values: the keys, with the library's defaults.
+        model_type, architecture, mixer, names: see `ModelFormat`.
+        values: the keys, with fla's defaults.
         only: keys of which one value is supported, with what others mean.
         written: those of `only` that an export writes.
-        optional: keys of whole numbers that may be null, which is their default.
-        layers: default of `num_hidden_layers`.
+        optional: keys that may be null, which is their default, with the types of other values.
+        read: (config.json, fields of `values`) → the other fields.
+        write: configuration → the other keys.
+        layers, ratio: defaults of `num_hidden_layers` and `hidden_ratio`.
     """
 
-    def read(keys: Keys) -> dict[str, Any]:
+    def read_all(keys: Keys) -> dict[str, Any]:
         keys.only(only)
-        nullable = {key: keys.optional(key) for key in optional}
-        return {**read_common(keys, layers=layers), **keys.values(values), **nullable}
+        fields = {**_read_block(keys, layers, ratio), **keys.values(values)}
+        fields |= {key: keys.optional(key, kind) for key, kind in optional.items()}
+        return {**fields, **read(keys, fields)}
 
-    def write(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
+    def write_all(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
         own = {key: getattr(model, key) for key in (*values, *optional)}
-        return {**write_common(model, seq_len), **own, **{key: only[key][0] for key in written}}
+        return {**_written_block(model, seq_len), **own, **{key: only[key][0] for key in written}, **write(model)}
 
-    return {"read": read, "write": write}
+    return ModelFormat(model_type, architecture, "fla", mixer, read_all, write_all, **names)
 
 
-def read_kv_heads(keys: Keys, num_heads: int, meaning: str) -> None:
-    """Refuse heads of keys and values that serve several heads of queries, where our layer has none."""
+# Heads of keys and values that serve several heads of queries, where our layer has none.
+def _refuse_kv_heads(keys: Keys, num_heads: int, meaning: str) -> None:
     if (found := keys.record.get("num_kv_heads")) not in (None, num_heads):
         raise keys.refusal("num_kv_heads", found, f"{meaning}: not supported, only None or num_heads")
 
@@ -142,3 +160,184 @@ def _written_attn(model: LanguageModelConfig) -> dict[str, Any] | None:
         "rope_theta": attn.rope_theta,
         "window_size": attn.window,
     }
+
+
+# What other values of keys mean that have one value in several classes.
+_NO_CONVOLUTIONS = {"use_short_conv": (False, "short convolutions before the operator")}
+_CONVOLUTIONS = {
+    "conv_bias": (False, "convolutions with a bias"),
+    "use_short_conv": (True, "layers without short convolutions"),
+}
+_LOWER_BOUND = {"use_lower_bound": (True, "no lower bounds of the forget gates")}
+_DECAY = Names({".attn.decay.": ".attn."})
+# With fuse_norm false.
+_UNFUSED_NORM = {".g_norm.": ".g_norm_swish_gate."}
+
+_FEATURE_MAPS = {**{one.value: one for one in FeatureMap}, "swish": FeatureMap.silu}
+
+# Its layers have low-rank projections to the decays of one width, and divide the decays by one number.
+GLA = _format(
+    "gla",
+    "GLAForCausalLM",
+    GatedLinearAttention,
+    {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "use_output_gate": True},
+    optional={"num_kv_heads": int, "clamp_min": float},
+    only={**_NO_CONVOLUTIONS, **dict.fromkeys(("gate_low_rank_dim", "gate_logit_normalizer"), (16, _OTHER_LAYER))},
+    written=("use_short_conv",),
+    read=lambda keys, _: {
+        "feature_map": keys.choice("feature_map", _FEATURE_MAPS),
+        "gate_low_rank_dim": 16,
+        "gate_logit_normalizer": 16,
+    },
+    write=lambda model: {"feature_map": None if model.feature_map is None else model.feature_map.value},
+    other_names=_UNFUSED_NORM,
+)
+
+
+def _read_linear(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+    _refuse_kv_heads(keys, fields["num_heads"], "shared heads of keys and values")
+    # fla's default feature map has no form here.
+    maps = {one.value: one for one in LinearFeatureMap}
+    feature_map = keys.choice("feature_map", maps, "elementwise_product")
+    return {"feature_map": feature_map, "normaliser": keys.value("norm_feature_map", bool, False)}
+
+
+LINEAR_ATTN = _format(
+    "linear_attn",
+    "LinearAttentionForCausalLM",
+    LinearAttention,
+    {"num_heads": 4, "expand_k": 1.0, "expand_v": 1.0},
+    only={"norm_q": (False, "queries divided by their sum"), "norm_k": (False, "keys divided by their sum")},
+    written=("norm_k", "norm_q"),
+    read=_read_linear,
+    write=lambda model: {
+        "feature_map": model.feature_map.value,
+        "norm_feature_map": model.normaliser,
+        "tie_feature_map_qk": False,
+    },
+)
+
+# The most channels of a head of keys that fla's kernels of RetNet take.
+_WIDEST = 256
+
+
+def _read_retnet(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+    _refuse_kv_heads(keys, fields["num_heads"], "heads of keys and values that serve several heads of queries")
+    return {"rope_theta": 10000.0}
+
+
+def _write_retnet(model: RetNetConfig) -> dict[str, Any]:
+    if model.head_k_dim > _WIDEST:
+        raise not_exported("head_k_dim", model.head_k_dim, f"fla's RetNet takes at most {_WIDEST}")
+    return {"num_kv_heads": None}
+
+
+RETNET = _format(
+    "retnet",
+    "RetNetForCausalLM",
+    MultiScaleRetention,
+    {"num_heads": 8, "expand_k": 1.0, "expand_v": 2.0},
+    only={
+        **_NO_CONVOLUTIONS,
+        "feature_map": (None, "a feature map of queries and keys"),
+        "rope_theta": (10000.0, _OTHER_LAYER),
+        "use_output_gate": (True, "no output gate"),
+    },
+    written=("feature_map", "use_output_gate", "use_short_conv"),
+    read=_read_retnet,
+    write=_write_retnet,
+    ratio=2,
+    other_names=_UNFUSED_NORM,
+)
+
+
+# The layers take the heads from `expand_ratio`, whatever `num_heads` says beside it.
+def _read_hgrn2(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+    heads, ratio, width = keys.optional("num_heads"), keys.optional("expand_ratio", default=128), fields["hidden_size"]
+    if ratio is not None:
+        heads = width // ratio if ratio > 0 and width % ratio == 0 else None
+    if heads is None:
+        raise keys.refusal("expand_ratio", ratio, "must divide hidden_size, or be null beside num_heads")
+    return {"num_heads": heads, "expand_ratio": ratio}
+
+
+HGRN2 = _format(
+    "hgrn2",
+    "HGRN2ForCausalLM",
+    HGRN2Layer,
+    {},
+    only={**_LOWER_BOUND, **_NO_CONVOLUTIONS},
+    written=("use_lower_bound", "use_short_conv"),
+    read=_read_hgrn2,
+    write=lambda model: {"num_heads": model.num_heads, "expand_ratio": model.expand_ratio},
+)
+
+HGRN = _format(
+    "hgrn",
+    "HGRNForCausalLM",
+    HGRNLayer,
+    {"expand_ratio": 1},
+    only={"num_heads": (1, _OTHER_LAYER), **_LOWER_BOUND, **_NO_CONVOLUTIONS},
+    written=("use_lower_bound", "use_short_conv"),
+)
+
+DELTA_NET = _format(
+    "delta_net",
+    "DeltaNetForCausalLM",
+    DeltaNet,
+    {
+        "num_heads": 16,
+        "expand_k": 1.0,
+        "expand_v": 1.0,
+        "conv_size": 4,
+        "use_gate": False,
+        "allow_neg_eigval": False,
+    },
+    only={
+        **_CONVOLUTIONS,
+        "qk_activation": ("silu", "another function of queries and keys"),
+        "qk_norm": ("l2", "keys of another norm, with which the state may grow without bound"),
+        "use_beta": (True, "a rule that writes all of each value"),
+        "use_output_norm": (True, "layers without a norm"),
+    },
+    written=("qk_activation", "qk_norm", "use_beta", "use_output_norm", "use_short_conv"),
+)
+
+# Hybrids of transformers with the same mixer are in `hybrids`.
+GATED_DELTANET = _format(
+    "gated_deltanet",
+    "GatedDeltaNetForCausalLM",
+    GatedDeltaNet,
+    {
+        "num_heads": 6,
+        "head_dim": 256,
+        "expand_v": 2.0,
+        "conv_size": 4,
+        "use_gate": True,
+        "allow_neg_eigval": False,
+    },
+    optional={"num_v_heads": int},
+    only={
+        **_CONVOLUTIONS,
+        "o_norm_eps": (None, _OTHER_LAYER),
+        "output_gate_activation": ("swish", "another function of the output gate"),
+    },
+    written=("output_gate_activation", "use_short_conv"),
+    layers=21,
+    names=_DECAY,
+)
+
+KDA = _format(
+    "kda",
+    "KDAForCausalLM",
+    KimiDeltaAttention,
+    {"num_heads": 16, "head_dim": 128, "expand_v": 1.0, "conv_size": 4, "allow_neg_eigval": False},
+    optional={"num_v_heads": int},
+    only={
+        **_CONVOLUTIONS,
+        "lower_bound": (None, "decays with a lower bound"),
+        "safe_gate": (False, "decays with a lower bound"),
+    },
+    written=("lower_bound", "safe_gate", "use_short_conv"),
+    names=_DECAY,
+)

@@ -1,20 +1,12 @@
-"""The classes of language models that can be read and written. To add one, write its file here and add a line."""
+"""The classes of language models that can be read and written. To add one, write it here and add a line."""
 
 from __future__ import annotations
 
 from models.config import LanguageModelConfig
-from models.formats.delta_net import DELTA_NET
+from models.formats.fla import DELTA_NET, GATED_DELTANET, GLA, HGRN, HGRN2, KDA, LINEAR_ATTN, RETNET
 from models.formats.format import ModelFormat
-from models.formats.gated_deltanet import GATED_DELTANET
-from models.formats.gla import GLA
-from models.formats.hgrn import HGRN
-from models.formats.hgrn2 import HGRN2
-from models.formats.kda import KDA
-from models.formats.linear_attn import LINEAR_ATTN
+from models.formats.hybrids import OLMO_HYBRID, QWEN3_5
 from models.formats.mamba2 import MAMBA2
-from models.formats.olmo_hybrid import OLMO_HYBRID
-from models.formats.qwen3_5 import QWEN3_5
-from models.formats.retnet import RETNET
 
 # An export takes the first that can express a model.
 FORMATS: tuple[ModelFormat, ...] = (

@@ -1,7 +1,8 @@
-"""What transformers' hybrids of Gated DeltaNet and softmax layers have in common.
+"""transformers' hybrids of Gated DeltaNet and softmax layers: OLMo Hybrid, and the text model of Qwen3.5.
 
 `layer_types` names the kind of each layer; `num_attention_heads`, `num_key_value_heads` and `head_dim` are of softmax
-layers, and `rope_parameters` has their rotation. What a class decides itself is in its file.
+layers, and `rope_parameters` has their rotation. The published models have three Gated DeltaNet layers for a softmax
+layer.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.attn import AttnConfig, AttnShape
-from models.formats.format import Keys, is_number, not_exported
-from models.mixers.gated_deltanet import GatedDeltaNetConfig
+from models.formats.format import Keys, ModelFormat, Names, Rows, is_number, not_exported
+from models.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 
 _LINEAR, _SOFTMAX = "linear_attention", "full_attention"
 # Axes of the positions of pictures; those of text are equal.
@@ -30,9 +31,7 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class SoftmaxLayers:
-    """The softmax layers of a class."""
-
+class _SoftmaxLayers:
     # Fields of `model.attn` that the class decides.
     fixed: Mapping[str, Any]
     # The class's defaults; None: those that other keys decide.
@@ -44,13 +43,11 @@ class SoftmaxLayers:
     rotates_parts: bool
 
 
-def read_common(
-    keys: Keys, softmax: SoftmaxLayers, defaults: Mapping[str, int], fixed: Mapping[str, Any]
+# The fields of a `GatedDeltaNetConfig`. `fixed` are those that the class decides, with their value; `defaults` those of
+# `vocab_size`, `hidden_size` and `intermediate_size`.
+def _read_common(
+    keys: Keys, softmax: _SoftmaxLayers, defaults: Mapping[str, int], fixed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields of a `GatedDeltaNetConfig`; `fixed` are those that the class decides, with their value.
-
-    `defaults` are those of `vocab_size`, `hidden_size` and `intermediate_size`.
-    """
     keys.only({**_ONLY, **{name: (value, _OTHER_LAYER) for name, value in fixed.items()}})
     same = keys.values({**defaults, "initializer_range": 0.02, "tie_word_embeddings": False})
     head_dim, value_dim = (keys.value(f"linear_{name}_head_dim", int) for name in ("key", "value"))
@@ -69,8 +66,8 @@ def read_common(
     }
 
 
-def write_common(model: GatedDeltaNetConfig, softmax: SoftmaxLayers, label: str, seq_len: int) -> dict[str, Any]:
-    """The inverse of `read_common`, for a class with a label, and `max_position_embeddings`."""
+# The inverse of `_read_common`, for a class with a label, and `max_position_embeddings`.
+def _write_common(model: GatedDeltaNetConfig, softmax: _SoftmaxLayers, label: str, seq_len: int) -> dict[str, Any]:
     same = ("vocab_size", "hidden_size", "intermediate_size", "initializer_range", "tie_word_embeddings")
     return {
         **{key: getattr(model, key) for key in same},
@@ -88,7 +85,7 @@ def write_common(model: GatedDeltaNetConfig, softmax: SoftmaxLayers, label: str,
     }
 
 
-def _read_attn(keys: Keys, softmax: SoftmaxLayers, hidden_size: int) -> AttnConfig:
+def _read_attn(keys: Keys, softmax: _SoftmaxLayers, hidden_size: int) -> AttnConfig:
     record = keys.record
     inside = record.get("rope_parameters")
     for key in _ELSEWHERE:
@@ -122,7 +119,7 @@ def _read_layers(keys: Keys) -> list[int]:
 
 
 # A missing value is refused: it would be another one in another version of transformers.
-def _read_rotation(keys: Keys, softmax: SoftmaxLayers, width: int) -> dict[str, Any]:
+def _read_rotation(keys: Keys, softmax: _SoftmaxLayers, width: int) -> dict[str, Any]:
     record = keys.record
     of_pictures = _OF_PICTURES if softmax.rotates_parts else ()
     keys.only_known("rope_type", "type", "rope_theta", "partial_rotary_factor", *of_pictures)
@@ -138,7 +135,7 @@ def _read_rotation(keys: Keys, softmax: SoftmaxLayers, width: int) -> dict[str, 
     return {"rope_theta": None if theta is None else float(theta), "rotary_dim": rotated}
 
 
-def _written_attn(model: GatedDeltaNetConfig, softmax: SoftmaxLayers, label: str) -> dict[str, Any]:
+def _written_attn(model: GatedDeltaNetConfig, softmax: _SoftmaxLayers, label: str) -> dict[str, Any]:
     attn = model.canonical().attn
     chosen = attn.chosen(model.num_layers)
     if not 0 < len(chosen) < model.num_layers:
@@ -160,3 +157,131 @@ def _written_attn(model: GatedDeltaNetConfig, softmax: SoftmaxLayers, label: str
         "head_dim": shape.head_dim,
         "rope_parameters": rotation,
     }
+
+
+# OLMo Hybrid. Its softmax layers normalise the outputs of attention and MLP, and all heads of queries, and of keys, at
+# once. The norm of a Gated DeltaNet layer's output has an eps of its own in the code. Files have the names of the
+# published ones, not those of the class's parameters; `save_pretrained` cuts the convolution's rows into three equal
+# parts, whatever the widths of queries, keys and values are, and names a norm of softmax layers as one of the others.
+_OF_OLMO = _SoftmaxLayers(
+    fixed={"window": None, "qk_norm": True, "qk_norm_all_heads": True, "gate": False, "norm_after": True},
+    num_heads=30,
+    num_kv_heads=None,
+    head_dim=None,
+    always_rotates=False,
+    rotates_parts=False,
+)
+_OLMO_DEFAULTS = {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008}
+_OLMO_FIXED = {"use_gate": True, "o_norm_eps": 1e-5, "zero_centred_norms": False}
+_CONVOLUTIONS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
+
+
+def _read_olmo(keys: Keys) -> dict[str, Any]:
+    common = _read_common(keys, _OF_OLMO, _OLMO_DEFAULTS, _OLMO_FIXED)
+    return {**common, "allow_neg_eigval": keys.value("linear_allow_neg_eigval", bool, True)}
+
+
+def _write_olmo(model: GatedDeltaNetConfig, seq_len: int) -> dict[str, Any]:
+    common = _write_common(model, _OF_OLMO, OLMO_HYBRID.label, seq_len)
+    return {**common, "linear_allow_neg_eigval": model.allow_neg_eigval}
+
+
+OLMO_HYBRID = ModelFormat(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    library="transformers",
+    mixer=GatedDeltaNet,
+    title="OLMo Hybrid: Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464) and softmax attention",
+    read=_read_olmo,
+    write=_write_olmo,
+    names=Names(
+        {
+            "model.embeddings.": "model.embed_tokens.",
+            ".attn_norm.": ".attention_layer_norm.",
+            ".mlp_norm.": ".feedforward_layer_norm.",
+            ".attn.decay.": ".linear_attn.",
+            ".attn.": ".linear_attn.",
+        },
+        rows=(
+            Rows(
+                tuple(f"attn.{name}" for name in _CONVOLUTIONS), tuple(f"linear_attn.{name}" for name in _CONVOLUTIONS)
+            ),
+        ),
+    ),
+    softmax_names=Names(
+        {
+            "model.embeddings.": "model.embed_tokens.",
+            ".attn_norm.": ".post_attention_layernorm.",
+            ".mlp_norm.": ".post_feedforward_layernorm.",
+            ".attn.": ".self_attn.",
+        }
+    ),
+    other_names={
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    },
+)
+
+
+# Qwen3.5's text model. Its norms multiply by 1 + weight, but for those of the Gated DeltaNet layers' outputs. A quarter
+# of each head of queries and keys is rotated. Positions have three axes, for pictures; those of text are equal, and
+# `mrope_section` decides nothing.
+_OF_QWEN = _SoftmaxLayers(
+    fixed={"window": None, "qk_norm": True, "qk_norm_all_heads": False, "gate": True, "norm_after": False},
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    always_rotates=True,
+    rotates_parts=True,
+)
+_QWEN_DEFAULTS = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
+_QWEN_FIXED = {"use_gate": True, "o_norm_eps": None, "allow_neg_eigval": False, "zero_centred_norms": True}
+_QWEN_PARTS = {
+    "model.embeddings.": "model.embed_tokens.",
+    ".attn_norm.": ".input_layernorm.",
+    ".mlp_norm.": ".post_attention_layernorm.",
+}
+
+
+def _read_qwen(keys: Keys) -> dict[str, Any]:
+    return _read_common(keys, _OF_QWEN, _QWEN_DEFAULTS, _QWEN_FIXED)
+
+
+def _write_qwen(model: GatedDeltaNetConfig, seq_len: int) -> dict[str, Any]:
+    return _write_common(model, _OF_QWEN, QWEN3_5.label, seq_len)
+
+
+QWEN3_5 = ModelFormat(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    library="transformers",
+    mixer=GatedDeltaNet,
+    title="Qwen3.5: Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464) and gated softmax attention",
+    read=_read_qwen,
+    write=_write_qwen,
+    names=Names(
+        {
+            **_QWEN_PARTS,
+            ".attn.decay.": ".linear_attn.",
+            ".attn.g_proj.": ".linear_attn.in_proj_z.",
+            ".attn.b_proj.": ".linear_attn.in_proj_b.",
+            ".attn.a_proj.": ".linear_attn.in_proj_a.",
+            ".attn.o_proj.": ".linear_attn.out_proj.",
+            ".attn.o_norm.": ".linear_attn.norm.",
+        },
+        rows=(
+            Rows(
+                ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
+                ("linear_attn.in_proj_qkv.weight",),
+            ),
+            Rows(
+                ("attn.q_conv1d.weight", "attn.k_conv1d.weight", "attn.v_conv1d.weight"),
+                ("linear_attn.conv1d.weight",),
+            ),
+        ),
+    ),
+    softmax_names=Names(
+        {**_QWEN_PARTS, ".attn.": ".self_attn."},
+        rows=(Rows(("attn.q_proj.weight", "attn.g_proj.weight"), ("self_attn.q_proj.weight",), by_heads=True),),
+    ),
+)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_gla
-from zeco_train.ops.gla import recurrent_step
+from zeco_train.ops.gla import GLA
 from zeco_train.ops.operator import Target, assume
 
 pytestmark = pytest.mark.numeric
@@ -27,7 +27,7 @@ def operands(dtype: torch.dtype, tokens: int = 30, device: str = "cpu") -> tuple
 
 def steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Tensor:
     columns = zip(*(x.split(1, dim=1) for x in (q, k, v, g)), strict=True)
-    return torch.cat([recurrent_step(*column, state) for column in columns], dim=1)
+    return torch.cat([GLA.step(*column, state) for column in columns], dim=1)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_step_kernel_in_triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> N
 def test_mismatched_operands_are_refused() -> None:
     q, k, v, g, state = operands(torch.float32, tokens=1)
     with pytest.raises(ValueError, match="state: expected shape"):
-        recurrent_step(q, k, v, g, state[:1])
+        GLA.step(q, k, v, g, state[:1])
     with pytest.raises(ValueError, match=r"^state: expected torch\.float"):
-        recurrent_step(q, k, v, g, state.double())
+        GLA.step(q, k, v, g, state.double())
     with pytest.raises(ValueError, match="state: expected a contiguous tensor"):
-        recurrent_step(q, k, v, g, state.mT.contiguous().mT)
+        GLA.step(q, k, v, g, state.mT.contiguous().mT)
     with pytest.raises(ValueError, match="one token"):
-        recurrent_step(*operands(torch.float32))
+        GLA.step(*operands(torch.float32))

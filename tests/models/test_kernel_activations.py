@@ -55,7 +55,7 @@ def _saving_like(kernels: Passes, plain: Passes) -> Passes:
 def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
     """To the byte, without a compiler; that kernels save what they promise is tested with them."""
     from zeco_train.ops.delta import cuda as delta
-    from zeco_train.ops.hgrn.cuda import CUDA as CUDA_HGRN
+    from zeco_train.ops.hgrn.kernels import CUDA as CUDA_HGRN
     from zeco_train.ops.scalar_decay import cuda
 
     gated = delta.CUDA_GATED, CHUNKED

@@ -188,7 +188,7 @@ DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 
 def _kernel_errors(name: str, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Norms of differences from the recurrence in fp64 over norms; that results repeat is checked on GPUs."""
-    from zeco_train.ops.hgrn.cuda import CUDA
+    from zeco_train.ops.hgrn.kernels import CUDA
 
     tokens, heads, key_dim, batch, documents, before = (KERNEL_CASES | LONG)[name]
     values, doc_ids = tensors(batch, tokens, heads, key_dim, dtype), doc_ids_of(documents, before, tokens)
@@ -231,7 +231,7 @@ def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pyt
 
 
 def _compiled(rank: int, world_size: int, capability: int) -> dict[str, int]:
-    from zeco_train.ops.hgrn.cuda import CUDA
+    from zeco_train.ops.hgrn.kernels import CUDA
 
     values = tensors(1, 150, 2, 64, torch.bfloat16)
     with compiling(capability) as shared:

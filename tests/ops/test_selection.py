@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def _operands(name: str, key_dim: int, value_dim: int, dtype: torch.dtype, wide:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_choice_of_an_implementation_by_target(name: str) -> None:
     operator = OPERATORS[name]
-    on_kernels = None if operator.cuda is None else operator.cuda()
+    on_kernels = None if operator.cuda is None else resolve_name(operator.cuda)
     for key_dim, value_dim, dtype, wide, is_served in TABLE[name]:
         operands = _operands(name, key_dim, value_dim, dtype, wide)
         for target, served in ((CPU, False), (GPU, is_served), (Target("cuda", (8, 0)), is_served)):

@@ -182,18 +182,20 @@ def test_shape_of_the_state_and_where_it_is_cut() -> None:
 def test_invalid_operands_are_refused_in_one_line() -> None:
     x, weight, bias = torch.zeros(1, 4, 5), torch.zeros(5, 1, 4), torch.zeros(5)
     cases = {
-        r"^x: expected shape \[B, T, C\]": ([x[0], weight, bias], 1.0, None),
-        r"^weight: expected shape \[C, 1, w\] = \[5, 1, at least 2\]": ([x, weight[..., :1], bias], 1.0, None),
-        r"^bias: expected shape \[C\] = \[5\], got \[4\]$": ([x, weight, bias[:4]], 1.0, None),
-        r"^bias: expected a floating point dtype, got torch.int64$": ([x, weight, bias.long()], 1.0, None),
-        r"^scale: a convolution has none, expected 1; got 0.5$": ([x, weight, bias], 0.5, None),
-        r"^cu_seqlens: packed documents need a batch of 1": ([x.repeat(2, 1, 1), weight, bias], 1.0, torch.zeros(4)),
-        r"^cu_seqlens: describes 3 tokens, but there are 4$": ([x, weight, bias], 1.0, torch.zeros(3)),
+        r"^x: expected shape \[B, T, C\]": ([x[0], weight, bias], None),
+        r"^weight: expected a width of at least 2, got 1": ([x, weight[..., :1], bias], None),
+        r"^weight: expected shape \[C, 1, W\] = \[5, 1, 4\]": ([x, weight.repeat(1, 2, 1), bias], None),
+        r"^bias: expected shape \[C\] = \[5\], got \[4\]$": ([x, weight, bias[:4]], None),
+        r"^bias: expected a floating point dtype, .* got torch.int64$": ([x, weight, bias.long()], None),
+        r"^documents: expected ids of shape \[2, 4\]": ([x.repeat(2, 1, 1), weight, bias], torch.zeros(4)),
+        r"^documents: expected ids of shape \[4\]": ([x, weight, bias], torch.zeros(3)),
     }
-    for message, (operands, scale, doc_ids) in cases.items():
+    for message, (operands, doc_ids) in cases.items():
         with pytest.raises(ValueError, match=message):
-            PLAIN.forward(operands, scale, doc_ids)
-    with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, 1, w-1, C\] = \[1, 1, 3, 5\], got"):
+            SHORT_CONV.check(operands, doc_ids)
+    with pytest.raises(ValueError, match=r"^scale: the operator has none, expected 1; got 0.5$"):
+        SHORT_CONV.scale_of([x, weight, bias], 0.5)
+    with pytest.raises(ValueError, match=r"^incoming_state: expected shape .* = \[1, 1, 3, 5\], got"):
         PLAIN.forward([x, weight, bias], 1.0, None).outputs(torch.zeros(1, 1, 2, 5))
     with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
         SHORT_CONV.step(x, weight, bias, torch.zeros(1, 1, 3, 5))

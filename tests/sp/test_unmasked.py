@@ -139,7 +139,7 @@ def test_documents_segments_and_generation_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match=rf"^{name}: .* whole sequence at once, not by train\.segments$"):
             mix("unmasked", operands, SequencePosition((0, 8), exchange=scan), **given)
     with pytest.raises(ConfigError, match=r"^model\.causal=false: .*generation needs model\.causal=true$"):
-        OPERATORS["unmasked"].step(*operands, state)
+        OPERATORS["unmasked"].step(*(x[:, :1] for x in operands), state)
     with pytest.raises(ValueError, match=re.escape("initial_state: ")):
         naive_of(UNMASKED)(*operands, initial_state=state)
 

@@ -15,7 +15,7 @@ import zeco_train.kernels.rows
 import zeco_train.ops.delta.cuda
 import zeco_train.ops.gated_norm.kernels
 import zeco_train.ops.gla.cuda
-import zeco_train.ops.hgrn.cuda
+import zeco_train.ops.hgrn.kernels
 import zeco_train.ops.scalar_decay.cuda
 import zeco_train.ops.short_conv.kernels
 import zeco_train.sp.exchange  # noqa: F401

@@ -18,8 +18,6 @@ from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.operator import Operator, Recurrence
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import check_state
-from zeco_train.ops.short_conv.passes import check_inputs as check_conv
-from zeco_train.ops.short_conv.passes import check_state as check_conv_state
 
 
 def _affine(
@@ -89,11 +87,11 @@ def naive_short_conv(
     doc_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """window = [S_{t−1}; x_t],    y_t = bias + Σ_j weight[:, 0, j] ⊙ window_j,    S_t = window less its first row."""
-    check_conv(x, weight, bias, scale, doc_ids)
+    OPERATORS["short_conv"].check((x, weight, bias), doc_ids)
     dtype = accumulation_dtype(x.dtype)
     zero = x.new_zeros(x.shape[0], weight.shape[2] - 1, x.shape[2], dtype=dtype)
     if initial_state is not None:
-        check_conv_state(initial_state, "initial_state", x, weight)
+        check_state(initial_state, "initial_state", zero[:, None].shape)
     state = zero if initial_state is None else initial_state[:, 0].to(dtype)
     taps = weight[:, 0].mT.to(dtype)
     restarts = [False] * x.shape[1] if doc_ids is None else find_restarts(doc_ids).tolist()

@@ -10,11 +10,12 @@ other head dims are padded with zeros, which change no result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes, check_state
+from zeco_train.ops.passes import BackwardBase, BackwardPass, ForwardBase, ForwardPass, Passes, check_state
 
 # Head dims are multiples of it, in elements; tensors start at multiples of it, in bytes. Triton's own threshold.
 _ALIGNMENT = 16
@@ -41,7 +42,7 @@ def with_padded_heads(passes: Passes) -> Passes:
     def forward(operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> ForwardPass:
         if not _is_odd(operands):
             return passes.forward(operands, scale, doc_ids)
-        return _PaddedForward(passes, operands, scale, doc_ids)
+        return _PaddedForward(operands, scale, doc_ids, passes)
 
     def backward(
         operands: Sequence[Tensor],
@@ -53,7 +54,7 @@ def with_padded_heads(passes: Passes) -> Passes:
     ) -> BackwardPass:
         if not _is_odd(operands) or do.shape != operands[2].shape:
             return passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
-        return _PaddedBackward(passes, operands, do, saved, scale, doc_ids)
+        return _PaddedBackward(operands, do, saved, incoming_state, scale, doc_ids, passes)
 
     def saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not _is_odd(operands):
@@ -63,10 +64,13 @@ def with_padded_heads(passes: Passes) -> Passes:
     return passes._replace(forward=forward, backward=backward, saved_like=saved_like)
 
 
-class _PaddedForward:
-    def __init__(self, passes: Passes, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
-        self._passes, self._operands = passes, operands
-        self._inner = passes.forward(_padded(operands), scale, doc_ids)
+@dataclass(eq=False)
+class _PaddedForward(ForwardBase):
+    passes: Passes
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        self._operands = operands
+        self._inner = self.passes.forward(_padded(operands), self.scale, self.doc_ids)
         self._K, self._V = operands[0].shape[-1], operands[2].shape[-1]
         self.state = self._inner.state[..., : self._K, : self._V].contiguous()
 
@@ -80,25 +84,20 @@ class _PaddedForward:
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
-        return self._inner.outputs(_pad(incoming_state, 2))[..., : self._V]
-
-    @property
-    def saved(self) -> tuple[Tensor, ...]:
-        return _cut_replaced(self._passes, self._operands, self._inner.saved)
+        o = self._inner.outputs(_pad(incoming_state, 2))[..., : self._V]
+        self.saved = _cut_replaced(self.passes, self._operands, self._inner.saved)
+        return o
 
 
-class _PaddedBackward:
-    def __init__(
-        self,
-        passes: Passes,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
+@dataclass(eq=False)
+class _PaddedBackward(BackwardBase):
+    passes: Passes
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._operands = operands
-        self._inner = passes.backward(_padded(operands), _pad(do, 1), saved, None, scale, doc_ids)
+        self._inner = self.passes.backward(
+            _padded(operands), _pad(self.do, 1), self.saved, None, self.scale, self.doc_ids
+        )
         K, V = operands[0].shape[-1], operands[2].shape[-1]
         self.state_grad = self._inner.state_grad[..., :K, :V].contiguous()
 

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeco_train.ops.passes import Passes
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.passes import Passes, check_state
 
 # Operands of a number a token and head, or channel, whose dtype is their own; and why it may not be narrow.
 WIDE = {
@@ -136,6 +138,9 @@ class PeerFunction(NamedTuple):
     joins_heads: bool = False  # operands and outputs are [B, T, H·K]
 
 
+_imported: Callable[[str], Passes] = cache(resolve_name)
+
+
 @dataclass(frozen=True)
 class Operator:
     """An operator as the rest of the project sees it."""
@@ -147,7 +152,8 @@ class Operator:
     kind: Kind
     portable: Passes  # in PyTorch, for any device and dtype
     oracle: Recurrence  # what `verify` and `bench` compare with, a formula of `zeco_train.ops.oracle`
-    # (*operands of one token [B, 1, …], state updated in place, scale=K^-1/2) → o, [B, 1, H, V]; no gradients.
+    # (*operands of one token [B, 1, …], state updated in place, scale) → o, [B, 1, H, V], without gradients. `step`
+    # checks the arguments before.
     one_token: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]  # (H, K, V) → FLOPs per token
     recomputed_flops: Callable[[int, int, int], float]  # the same, of what the backward pass recomputes
@@ -159,9 +165,9 @@ class Operator:
     # Outputs read the state of the whole sequence, not the one before each token: R, and D_in in reverse, is the scan's
     # `carry_out`, the same on every rank.
     reads_whole: bool = False
-    # The implementation on kernels, whose import needs Triton, and the calls that it serves. None: there is none, and
-    # PyTorch is as fast.
-    cuda: Callable[[], Passes] | None = None
+    # The implementation on kernels, as "module:name", whose import needs Triton, and the calls that it serves. None:
+    # there is none, and PyTorch is as fast.
+    cuda: str | None = None
     kernels: KernelRule | None = None
     step_kernels: KernelRule = KernelRule(dtypes=())  # of `one_token`
     # On an H200 in bf16, and on a CPU core in PyTorch and fp32; for None the planner takes the default operator's.
@@ -179,7 +185,7 @@ class Operator:
             return self.portable
         wide = (x for name, x in zip(self.operands, operands, strict=True) if name in WIDE)
         is_served = self.kernels.serves(operands[0], operands[self.output], *wide, target=target)
-        return self.cuda() if is_served else self.portable
+        return _imported(self.cuda) if is_served else self.portable
 
     def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
         """Check the operands of a call, the gradient of the outputs, and doc_ids [T] or [B, T], against each other.
@@ -190,8 +196,7 @@ class Operator:
         dims, tensors = self.dims_of, dict(zip(self.operands, operands, strict=True))
         if do is not None:
             dims["do"], tensors["do"] = self.dims[self.output], do
-        sizes: dict[str, int] = {}
-        first = self.operands[0]
+        sizes, first, dtype = {"1": 1}, self.operands[0], operands[0].dtype
         for name, x in tensors.items():
             shape = f"[{', '.join(dims[name])}]"
             if x.dim() != len(dims[name]):
@@ -201,7 +206,8 @@ class Operator:
                 raise ValueError(f"{name}: expected shape {shape} = {expected}, got {list(x.shape)}")
             if 0 in x.shape:
                 raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
-            if name not in WIDE and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
+            # Those of heads or channels may have a dtype of their own.
+            if name not in WIDE and not (x.is_floating_point() and ("T" not in dims[name] or x.dtype == dtype)):
                 raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
             if name in WIDE and x.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
@@ -212,10 +218,27 @@ class Operator:
         if doc_ids is not None and list(doc_ids.shape) != of_rows:
             raise ValueError(f"documents: expected ids of shape {of_rows}, got {list(doc_ids.shape)}")
 
-    def step(self, *operands_and_state: Any) -> Tensor:
-        """`one_token` with its operands checked; a ValueError names the tensor that does not fit."""
-        self.check(operands_and_state[: len(self.operands)], None)
-        return self.one_token(*operands_and_state)
+    @torch.no_grad()
+    def step(self, *arguments: Any) -> Tensor:
+        """The next token of each sequence: operands [B, 1, …], state, scale (`scale_of`) → outputs [B, 1, …].
+
+        The state [B, H, K, V], in the accumulation dtype and contiguous, is updated in place.
+
+        Raises:
+            ValueError: naming the tensor that does not fit, or several tokens.
+        """
+        count = len(self.operands)
+        operands, state, scale = arguments[:count], arguments[count], (*arguments[count + 1 :], None)[0]
+        self.check(operands, None)
+        check_state(state, "state", torch.Size(self.state_shape(operands)))
+        if operands[0].shape[1] != 1:
+            name = self.operands[0]
+            raise ValueError(f"{name}: expected one token of each sequence, got {operands[0].shape[1]}")
+        if state.dtype != (dtype := accumulation_dtype(operands[self.output].dtype)):
+            raise ValueError(f"state: expected {dtype}, got {state.dtype}")
+        if not state.is_contiguous():
+            raise ValueError("state: expected a contiguous tensor, since it is updated in place")
+        return self.one_token(*operands, state, self.scale_of(operands, scale))
 
     @property
     def dims_of(self) -> dict[str, str]:

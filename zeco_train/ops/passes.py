@@ -3,13 +3,15 @@
     forward(operands, …)       → launch(state, transition)              | overlap() | wait → outputs(R)
     backward(operands, do, …)  → launch(state_grad, adjoint, reverse)   | overlap() | wait → operand_grads(D_in)
 
-An implementation is a pair of such classes. Each object serves one pass and is used once, in this order.
+An implementation is a pair of such classes, most of them a `ForwardBase` and a `BackwardBase`. Each object serves one
+pass and is used once, in this order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import InitVar, dataclass
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +50,52 @@ class BackwardPass(Protocol):
         """The gradient of each operand, shaped like the operand, given D_in, [B, H, K, V]."""
 
 
+@dataclass(eq=False)
+class ForwardBase:
+    """The arguments of a forward pass.
+
+    Operands are not kept: of padded ones, or of log-decays whose sums take their place, memory would be needed longer.
+    """
+
+    operands: InitVar[Sequence[Tensor]]
+    scale: float
+    doc_ids: Tensor | None
+
+    saved = cast(tuple[Tensor, ...], ())
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        """Compute `state` and `transition`."""
+        raise NotImplementedError
+
+    def overlap(self) -> None:
+        """Nothing, unless a subclass has something to compute."""
+
+
+@dataclass(eq=False)
+class BackwardBase:
+    """The arguments of a backward pass."""
+
+    operands: InitVar[Sequence[Tensor]]
+    do: Tensor
+    saved: Sequence[Tensor]
+    incoming_state: Tensor | None
+    scale: float
+    doc_ids: Tensor | None
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        """Compute `state_grad`."""
+        raise NotImplementedError
+
+    def overlap(self) -> None:
+        """Nothing, unless a subclass has something to compute."""
+
+    @property
+    def received(self) -> Tensor:
+        """R, [B, H, K, V], of passes that need it (`Passes.needs_incoming`)."""
+        assert self.incoming_state is not None
+        return self.incoming_state
+
+
 # (operands, scale, doc_ids) → the pass. Doc_ids are [T] for a batch of one (`zeco_train.ops.rows`), or None.
 StartForward = Callable[[Sequence[Tensor], float, Tensor | None], ForwardPass]
 # (operands, do [B, T, H, V], saved, incoming_state R [B, H, K, V] if needed, scale, doc_ids) → the pass.
@@ -77,17 +125,3 @@ def check_state(state: Tensor, name: str, shape: torch.Size) -> None:
     """Raise a ValueError naming the state if its shape is not [B, H, K, V] = `shape`."""
     if state.shape != shape:
         raise ValueError(f"{name}: expected shape [B, H, K, V] = {list(shape)}, got {list(state.shape)}")
-
-
-def check_step(first: str, num_tokens: int, state: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check the token and the state [B, H, K, V] of one step of generation, whose operands `Operator.step` checks.
-
-    `first` is the name of the operand that has `num_tokens` tokens. A ValueError names the tensor that does not fit.
-    """
-    check_state(state, "state", torch.Size(shape))
-    if num_tokens != 1:
-        raise ValueError(f"{first}: expected one token of each sequence, got {num_tokens}")
-    if state.dtype != dtype:
-        raise ValueError(f"state: expected {dtype}, got {state.dtype}")
-    if not state.is_contiguous():
-        raise ValueError("state: expected a contiguous tensor, since it is updated in place")

@@ -7,6 +7,7 @@ them, and what crosses ranks is put together, so that there is one scan, as with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.operator import Operator
-from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
 
 
 def by_rows(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor) -> Passes:
@@ -35,7 +36,8 @@ def by_rows(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor) -> 
         of_rows = [passes.saved_like(row)[len(replaced) :] for row in rows.split(operands)]
         return *(x.new_empty(x.shape) for x in replaced), *(x for row in of_rows for x in row)
 
-    forward, backward = partial(_RowsForward, rows, passes), partial(_RowsBackward, rows, passes)
+    forward = partial(_RowsForward, rows=rows, passes=passes)
+    backward = partial(_RowsBackward, rows=rows, passes=passes)
     return passes._replace(forward=forward, backward=backward, saved_like=saved_like)
 
 
@@ -63,15 +65,16 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
-class _RowsForward:
-    def __init__(
-        self, rows: _Rows, passes: Passes, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None
-    ) -> None:
-        assert doc_ids is not None
-        self._num_replaced = len(passes.replaced)
+@dataclass(eq=False)
+class _RowsForward(ForwardBase):
+    rows: _Rows
+    passes: Passes
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        assert self.doc_ids is not None
         # Kernels take tensors that start at 16 bytes.
-        of_rows = zip(rows.split(operands), map(dense, doc_ids), strict=True)
-        self._rows: list[ForwardPass] = [passes.forward(row, scale, of_row) for row, of_row in of_rows]
+        of_rows = zip(self.rows.split(operands), map(dense, self.doc_ids), strict=True)
+        self._rows = [self.passes.forward(row, self.scale, doc_ids) for row, doc_ids in of_rows]
         self.state = torch.cat([row.state for row in self._rows])
 
     @property
@@ -83,41 +86,35 @@ class _RowsForward:
             row.overlap()
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        return torch.cat([row.outputs(x) for row, x in zip(self._rows, incoming_state.split(1), strict=True)])
-
-    @property
-    def saved(self) -> tuple[Tensor, ...]:
+        o = torch.cat([row.outputs(x) for row, x in zip(self._rows, incoming_state.split(1), strict=True)])
         # First, for the whole batch, what takes the place of operands; then each row's other tensors.
-        of_rows = [row.saved for row in self._rows]
-        replaced = zip(*(row[: self._num_replaced] for row in of_rows), strict=True)
-        kept = (x for row in of_rows for x in row[self._num_replaced :])
-        return *(torch.cat(x).contiguous() for x in replaced), *kept
+        of_rows, count = [row.saved for row in self._rows], len(self.passes.replaced)
+        replaced = zip(*(row[:count] for row in of_rows), strict=True)
+        self.saved = (
+            *(torch.cat(x).contiguous() for x in replaced),
+            *(x for row in of_rows for x in row[count:]),
+        )
+        return o
 
 
-class _RowsBackward:
-    def __init__(
-        self,
-        rows: _Rows,
-        passes: Passes,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
-        assert doc_ids is not None
-        self._join, count = rows.join, len(saved) // len(doc_ids)
-        self._rows: list[BackwardPass] = [
-            passes.backward(
+@dataclass(eq=False)
+class _RowsBackward(BackwardBase):
+    rows: _Rows
+    passes: Passes
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        assert self.doc_ids is not None
+        count, incoming = len(self.saved) // len(self.doc_ids), self.incoming_state
+        self._rows = [
+            self.passes.backward(
                 row,
-                do[index : index + 1],
-                saved[index * count : (index + 1) * count],
-                None if incoming_state is None else incoming_state[index : index + 1],
-                scale,
-                dense(doc_ids[index]),
+                self.do[index : index + 1],
+                self.saved[index * count : (index + 1) * count],
+                None if incoming is None else incoming[index : index + 1],
+                self.scale,
+                dense(self.doc_ids[index]),
             )
-            for index, row in enumerate(rows.split(operands))
+            for index, row in enumerate(self.rows.split(operands))
         ]
         self.state_grad = torch.cat([row.state_grad for row in self._rows])
 
@@ -127,4 +124,4 @@ class _RowsBackward:
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         pairs = zip(self._rows, incoming_grad.split(1), strict=True)
-        return self._join([row.operand_grads(x) for row, x in pairs])
+        return self.rows.join([row.operand_grads(x) for row, x in pairs])

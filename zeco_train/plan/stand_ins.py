@@ -66,7 +66,7 @@ def _import_kernels() -> None:
     with _stand_ins({"triton": triton, "triton.language": language}):
         for one in OPERATORS.values():
             if one.cuda is not None:
-                one.cuda()
+                importlib.import_module(one.cuda.partition(":")[0])
         for name in ("zeco_train.ops.gated_norm.kernels", "zeco_train.kernels.rows"):
             importlib.import_module(name)
 

@@ -21,14 +21,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import CHUNK
 from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes, check_step
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
@@ -51,25 +49,14 @@ def _systems(heads: int, key_dim: int, value_dim: int) -> float:
     return float(heads * (CHUNK - 1) * (2 * key_dim + value_dim))
 
 
-def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
     """`gated_delta_step` without decay: g = 0."""
     return gated_delta_step(q, k, v, beta.new_zeros(1).expand(beta.shape), beta, state, scale)
 
 
-@torch.no_grad()
-def gated_delta_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float | None = None
-) -> Tensor:
-    """The next token of each sequence of a batch; o is [B, 1, H, V] in the dtype of v.
-
-    `state` [B, H, K, V], fp64 if v is, else fp32, and contiguous, is updated in place. A ValueError names a state that
-    does not fit, or several tokens.
-    """
-    batch, num_tokens, groups, key_dim = q.shape
-    dtype = accumulation_dtype(v.dtype)
-    check_step("q", num_tokens, state, (batch, v.shape[2], key_dim, v.shape[3]), dtype)
-    scale = key_dim**-0.5 if scale is None else scale
-
+def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
+    """`Operator.one_token`: o is [B, 1, H, V] in the dtype of v."""
+    (batch, _, groups, key_dim), dtype = q.shape, state.dtype
     of_groups = state.unflatten(1, (groups, -1))
     key, query = (x.to(dtype).view(batch, groups, 1, 1, key_dim) for x in (k, scale * q.to(dtype)))
     value, strength = (x.to(dtype).view(batch, groups, v.shape[2] // groups, 1, -1) for x in (v, beta))
@@ -83,18 +70,6 @@ def gated_delta_step(
 _KERNELS = KernelRule(largest=256)
 # 16,384 tokens and 16 heads: gated_delta 1.963 ms, 0.648 of them forward, kda 2.777 and 0.870 (docs/benchmarks.md).
 _GATED_TIME = OperatorTime("gated_delta", 7.49e-9, 0.33, 128, 128)
-
-
-def _cuda_delta() -> Passes:
-    from zeco_train.ops.delta.cuda import CUDA_DELTA  # imports Triton
-
-    return CUDA_DELTA
-
-
-def _cuda_gated() -> Passes:
-    from zeco_train.ops.delta.cuda import CUDA_GATED  # imports Triton
-
-    return CUDA_GATED
 
 
 _FORMULA = (
@@ -113,7 +88,7 @@ DELTA = Operator(
     recomputed_flops=recomputed_flops,
     about="The delta rule of DeltaNet (Yang et al. 2024, arXiv 2406.06484); keys must have norm 1.\n\n"
     "    S_t = (I − β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ,    o_t = scale · q_tᵀ S_t",
-    cuda=_cuda_delta,
+    cuda="zeco_train.ops.delta.cuda:CUDA_DELTA",
     kernels=_KERNELS,
     time=_GATED_TIME,  # not measured; the most like it
     peers=(PeerFunction("fla.ops.delta_rule", "chunk_delta_rule"),),
@@ -129,7 +104,7 @@ GATED_DELTA = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     about=f"The gated delta rule, a decay a head (Yang et al. 2024, arXiv 2412.06464){_FORMULA}",
-    cuda=_cuda_gated,
+    cuda="zeco_train.ops.delta.cuda:CUDA_GATED",
     kernels=_KERNELS,
     time=_GATED_TIME,
     peers=(PeerFunction("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),

@@ -19,16 +19,13 @@ from torch import Tensor
 from zeco_train.ops.chunks import add_later_tokens, matrices, to_tokens
 from zeco_train.ops.delta.chunk_states import ChunkGrads, Chunks
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
 
-class _DeltaForward:
-    saved: tuple[Tensor, ...] = ()
-
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+class _DeltaForward(ForwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._q, k, self._v, g, beta = _with_decays(operands)
-        self._scale = scale
-        self._chunks = Chunks(k, self._v, g, beta, doc_ids)
+        self._chunks = Chunks(k, self._v, g, beta, self.doc_ids)
         self.state = self._chunks.state()
 
     @cached_property
@@ -44,31 +41,21 @@ class _DeltaForward:
         chunks = self._chunks
         states, added = chunks.states_from(incoming_state)
         o = torch.bmm(matrices(self._scores), added.flatten(0, 1))
-        o.baddbmm_(matrices(chunks.decays.from_start * self._queries), states[:-1].flatten(0, 1)).mul_(self._scale)
+        o.baddbmm_(matrices(chunks.decays.from_start * self._queries), states[:-1].flatten(0, 1)).mul_(self.scale)
         return to_tokens(o.view(chunks.values.shape), self._v.shape[1], self._v.dtype)
 
 
-class _DeltaBackward:
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
-        assert incoming_state is not None
-        self._operands, self._gated, self._doc_ids = operands, len(operands) == 5, doc_ids
+class _DeltaBackward(BackwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        self._operands, self._gated = operands, len(operands) == 5
         q, k, v, g, beta = _with_decays(operands)
-        self._scale, self._incoming, self._groups = scale, incoming_state, q.shape[2]
-        self._chunks = Chunks(k, v, g, beta, doc_ids)
-        self._grads = ChunkGrads(self._chunks, q, do, scale)
-        grads, _ = self._grads.grads_from(torch.zeros_like(incoming_state))
-        self.state_grad = grads[0].view(incoming_state.shape).clone()
+        self._chunks = Chunks(k, v, g, beta, self.doc_ids)
+        self._grads = ChunkGrads(self._chunks, q, self.do, self.scale)
+        grads, _ = self._grads.grads_from(torch.zeros_like(self.received))
+        self.state_grad = grads[0].view(self.received.shape).clone()
 
     def overlap(self) -> None:
-        self._states, self._added = self._chunks.states_from(self._incoming)
+        self._states, self._added = self._chunks.states_from(self.received)
 
     # With S before and dS' after a chunk, the true ones, N its new values and dN their gradients:
     #
@@ -78,7 +65,7 @@ class _DeltaBackward:
     #     dk = −decay from the start ⊙ dv Sᵀ + Σ_j β_i dL_ij k_j ⊙ E_ij                                  as rows,
     #          + decay to the end ⊙ N dS'ᵀ + Σ_i (dP_ij q_i + β_i dL_ij k_i) ⊙ E_ij                      as columns
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        check_state(incoming_grad, "incoming_grad", self._incoming.shape)
+        check_state(incoming_grad, "incoming_grad", self.received.shape)
         chunks, of_outputs = self._chunks, self._grads
         grads, of_added = of_outputs.grads_from(incoming_grad)
         shape = chunks.keys.shape
@@ -89,10 +76,10 @@ class _DeltaBackward:
         dbeta = (system_grads * chunks.products).sum(-1, keepdim=True)
         rest = chunks.values - (chunks.decays.from_start * chunks.keys) @ before
         dbeta += (solved * rest).sum(-1, keepdim=True)
-        score_grads = (of_outputs.output_grads @ added.mT).mul_(self._scale)
+        score_grads = (of_outputs.output_grads @ added.mT).mul_(self.scale)
         dq, columns = chunks.pairs.grads(of_outputs.queries, chunks.keys, score_grads)
         rows, more = chunks.pairs.grads(chunks.keys, chunks.keys, system_grads.mul_(chunks.strengths))
-        dq.add_((of_outputs.output_grads @ before.mT).mul_(chunks.decays.from_start), alpha=self._scale)
+        dq.add_((of_outputs.output_grads @ before.mT).mul_(chunks.decays.from_start), alpha=self.scale)
         rows.sub_((dv @ before.mT).mul_(chunks.decays.from_start))
         columns.add_(more).add_((added @ after.mT).mul_(chunks.decays.to_end))
         found = [dq, rows + columns, dv, dbeta]
@@ -100,8 +87,8 @@ class _DeltaBackward:
             terms = of_outputs.queries * dq + chunks.keys * (rows - columns)
             found.insert(3, self._decay_grads(terms, self._states[1:], grads[1:]))
         results = [self._to_operand(x, operand) for x, operand in zip(found, self._operands, strict=True)]
-        if self._gated and self._doc_ids is not None:
-            restarts = find_restarts(self._doc_ids)
+        if self._gated and self.doc_ids is not None:
+            restarts = find_restarts(self.doc_ids)
             # [B, T, H] or [B, T, H, K]. Not by index, which waits for the GPU to count the restarts.
             results[3].masked_fill_(restarts.view(-1, *[1] * (results[3].dim() - 2)), 0.0)
         return tuple(results)
@@ -114,7 +101,7 @@ class _DeltaBackward:
         if self._chunks.decays.total.shape[-1] == 1:
             terms, boundary_terms = terms.sum(-1, keepdim=True), boundary_terms.sum(-1, keepdim=True)
         terms[..., -1, :] += boundary_terms
-        return add_later_tokens(terms, self._doc_ids)
+        return add_later_tokens(terms, self.doc_ids)
 
     # [N, B, H, C, D] → the shape and dtype of the operand; summed over the heads that share queries and keys.
     def _to_operand(self, grad: Tensor, operand: Tensor) -> Tensor:

@@ -23,19 +23,17 @@ from torch import Tensor
 from zeco_train.ops.delta.kernels.launch import DeltaKernels, decay_sums_of
 from zeco_train.ops.delta.kernels.tuning import options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 from zeco_train.ops.seam import fold
 
 
-class DeltaKernelForward:
-    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
-
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+class _KernelForward(ForwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, *g, beta = operands
         q, k, v, beta = (dense(x) for x in (q, k, v, beta))
         tuning, self._gated = options_for(k), bool(g)
         self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
-        self._launcher = DeltaKernels(k, v, self._sums, beta, doc_ids, scale, tuning, gated=self._gated)
+        self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, tuning, gated=self._gated)
         self._scores, self._inverses = self._launcher.systems(q)
         self._operands = self._launcher.operands(q, self._inverses)
         self._states, self._transitions = self._launcher.summaries(self._operands)
@@ -44,59 +42,40 @@ class DeltaKernelForward:
 
     @cached_property
     def transition(self) -> Tensor:
-        """M, [B, H, K, K]; computed when it is first read."""
         # A copy, since the segments' transitions are saved, too.
         joined = self._transitions[0].clone()
         for later in self._transitions[1:]:
             joined = later @ joined
         return joined
 
-    def overlap(self) -> None:
-        """Nothing: the systems, which the states need, come with the scores."""
-
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """O, [B, T, H, V], given R [B, H, K, V]."""
         check_state(incoming_state, "incoming_state", self.state.shape)
         # The state after the last segment is not needed.
-        self._starts = torch.stack(_fold_all(incoming_state, self._states[:-1], self._transitions[:-1]))
-        return self._launcher.outputs(self._operands, self._scores, self._starts)
-
-    @property
-    def saved(self) -> tuple[Tensor, ...]:
-        """The decays' sums, P, T, and the segments' true starts and transitions."""
-        kept = self._scores, self._inverses, self._starts, self._transitions
-        return (_like_g(self._sums), *kept) if self._gated else kept
+        starts = torch.stack(_fold_all(incoming_state, self._states[:-1], self._transitions[:-1]))
+        kept = self._scores, self._inverses, starts, self._transitions
+        self.saved = (_like_g(self._sums), *kept) if self._gated else kept
+        return self._launcher.outputs(self._operands, self._scores, starts)
 
 
-class DeltaKernelBackward:
-    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
-
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
+class _KernelBackward(BackwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
-        self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, do))
-        self._scores, self._inverses, self._starts, self._transitions = saved
+        self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, self.do))
+        self._scores, self._inverses, self._starts, self._transitions = self.saved
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
-        self._launcher = DeltaKernels(k, v, of_decays, beta, doc_ids, scale, options_for(k), gated=bool(sums))
+        where, gated = (self.doc_ids, self.scale), bool(sums)
+        self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
         self._operands = self._launcher.operands(self._q, self._inverses)
         self._local = self._launcher.local_grads(self._operands, self._scores, self._do)
         *earlier, last = self._local
         self.state_grad = _fold_all(last, earlier[::-1], self._transitions[:-1].mT.unbind()[::-1])[-1]
 
     def overlap(self) -> None:
-        """Recompute the true states, which need no gradients of states."""
+        # The true states again: they need no gradients of states.
         self._states, self._added = self._launcher.states(self._operands, self._starts)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of the operands in their order, given D_in [B, H, K, V]."""
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         later = self._local[1:].unbind()[::-1], self._transitions[1:].mT.unbind()[::-1]
         ends = torch.stack(_fold_all(incoming_grad, *later)[::-1])
@@ -135,6 +114,6 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (_like_g(sums), *kept) if g else kept
 
 
-_PASSES = Passes(DeltaKernelForward, DeltaKernelBackward, _saved_like, needs_incoming=False)
+_PASSES = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)
 CUDA_DELTA = with_padded_heads(_PASSES)
 CUDA_GATED = with_padded_heads(_PASSES._replace(replaced=(3,)))

@@ -17,7 +17,6 @@ from zeco_train.ops import CHUNK
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes, check_step
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
@@ -37,17 +36,11 @@ def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
 STEP_KERNELS = KernelRule()
 
 
-def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """The next token of each sequence, q, k, g [B, 1, H, K] and v [B, 1, H, V] → o in the dtype of v; no gradients.
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    """`Operator.one_token`: q, k, g [B, 1, H, K] and v [B, 1, H, V] → o in the dtype of v.
 
-    The state [B, H, K, V], contiguous and in the dtype of g, is updated in place; the scale is K^-1/2 if None. On CUDA
-    one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
-
-    Raises:
-        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
+    On CUDA one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
     """
-    check_step("q", q.shape[1], state, (q.shape[0], *q.shape[2:], v.shape[-1]), g.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if STEP_KERNELS.serves(q, v, g):
         from zeco_train.ops.gla.kernels.outputs import launch_step  # imports Triton
 
@@ -62,12 +55,6 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, sc
     return torch.bmm(query * scale, heads).view(v.shape).to(v.dtype)
 
 
-def _cuda() -> Passes:
-    from zeco_train.ops.gla.cuda import CUDA  # imports Triton
-
-    return CUDA
-
-
 GLA = Operator(
     operands=("q", "k", "v", "g"),
     dims=("BTHK", "BTHK", "BTHV", "BTHK"),
@@ -79,7 +66,7 @@ GLA = Operator(
     recomputed_flops=recomputed_flops,
     about="Gated linear attention, a decay for each channel of the keys (Yang et al. 2023, arXiv 2312.06635)."
     "\n\n    S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t",
-    cuda=_cuda,
+    cuda="zeco_train.ops.gla.cuda:CUDA",
     kernels=KernelRule(),
     step_kernels=STEP_KERNELS,
     # 0.745 ms for 16,384 tokens and 16 heads, 0.274 of them forward (docs/benchmarks.md); 60.7 ms for 4,096 tokens and

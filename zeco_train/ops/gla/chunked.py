@@ -35,7 +35,7 @@ from zeco_train.ops.chunks import (
 )
 from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.pairs import own_scores, pair_grads, pair_scores
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
 
 class ChunkStates(NamedTuple):
@@ -194,48 +194,32 @@ def input_grads(
     return dq, dk, dv, dg
 
 
-class _GlaForward:
-    """`zeco_train.ops.passes.ForwardPass`."""
-
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+class _GlaForward(ForwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._q, self._k, self._v, self._g = operands
-        self._scale, self._doc_ids = scale, doc_ids
-        self._states = local_states(self._k, self._v, self._g, doc_ids)
+        self._states = local_states(self._k, self._v, self._g, self.doc_ids)
         self.state, self.transition = self._states.state, self._states.log_decay
-        self.saved: tuple[Tensor, ...] = ()
 
     def overlap(self) -> None:
-        self._scores = intra_scores(self._q, self._k, self._g, self._doc_ids, self._scale)
+        self._scores = intra_scores(self._q, self._k, self._g, self.doc_ids, self.scale)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        return outputs(self._q, self._v, self._scores, self._states, incoming_state, self._scale)
+        return outputs(self._q, self._v, self._scores, self._states, incoming_state, self.scale)
 
 
-class _GlaBackward:
-    """`zeco_train.ops.passes.BackwardPass`."""
-
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
-        assert incoming_state is not None
+class _GlaBackward(BackwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._q, self._k, self._v, self._g = operands
-        self._do, self._incoming, self._scale, self._doc_ids = do, incoming_state, scale, doc_ids
-        self._grads = local_state_grads(self._q, do, self._g, doc_ids, scale)
+        self._grads = local_state_grads(self._q, self.do, self._g, self.doc_ids, self.scale)
         self.state_grad = self._grads.state_grad
 
     def overlap(self) -> None:
-        self._states = local_states(self._k, self._v, self._g, self._doc_ids)
-        self._intra = intra_grads(self._q, self._k, self._v, self._g, self._do, self._doc_ids, self._scale)
+        self._states = local_states(self._k, self._v, self._g, self.doc_ids)
+        self._intra = intra_grads(self._q, self._k, self._v, self._g, self.do, self.doc_ids, self.scale)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        inputs = self._q, self._k, self._v, self._g, self._states, self._incoming, self._grads
-        return input_grads(*inputs, incoming_grad, self._intra, self._doc_ids, self._scale)
+        inputs = self._q, self._k, self._v, self._g, self._states, self.received, self._grads
+        return input_grads(*inputs, incoming_grad, self._intra, self.doc_ids, self.scale)
 
 
 CHUNKED = Passes(_GlaForward, _GlaBackward)

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from zeco_train.ops.gla.kernels.launch import GlaKernels, options_for
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
 
 
-class _KernelForward:
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+class _KernelForward(ForwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, g = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
-        self._launcher = GlaKernels(k, v, doc_ids, scale, options_for(k))
+        self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
         self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
         self._local = self._launcher.local_states(self._k, self._v, dense(g), b=self._b, reverse=False)
         self.state, self.transition = self._local.segments.state, self._local.segments.log_decay
@@ -37,29 +37,18 @@ class _KernelForward:
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         self._launcher.correct(self._local.segments, incoming_state, "incoming_state")
+        # Not g too: in fp32 it is as large as bf16 q and k together. The true states serve in place of R.
+        self.saved = self._b, self._local.states, self._scores
         return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local)
 
-    @property
-    def saved(self) -> tuple[Tensor, ...]:
-        # Not g too: in fp32 it is as large as bf16 q and k together. The true states serve in place of R.
-        return self._b, self._local.states, self._scores
 
-
-class _KernelBackward:
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
+class _KernelBackward(BackwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
-        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
-        self._states, self._scores = saved
-        self._launcher = GlaKernels(k, v, doc_ids, scale, options_for(k))
+        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, self.do))
+        self._states, self._scores = self.saved
+        self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
         self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
         self.state_grad = self._local.segments.state
 

@@ -16,21 +16,10 @@ from torch import Tensor
 
 from zeco_train.ops.hgrn.chunked import CHUNKED
 from zeco_train.ops.operator import KernelRule, Kind, Operator, PeerFunction
-from zeco_train.ops.passes import Passes, check_step
 
 
-@torch.no_grad()
-def hgrn_step(x: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """The next token of each sequence, x and g [B, 1, H, K] → o.
-
-    The state, [B, H, K, 1] in the dtype of g, is updated in place.
-
-    Raises:
-        ValueError: naming the tensor, a state that does not fit, or several tokens.
-    """
-    if scale not in (None, 1.0):
-        raise ValueError(f"scale: the operator has none, expected 1; got {scale:g}")
-    check_step("x", x.shape[1], state, (x.shape[0], *x.shape[2:], 1), g.dtype)
+def hgrn_step(x: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    """`Operator.one_token`: x and g [B, 1, H, K] → o."""
     h = state.squeeze(-1)
     h.mul_(g[:, 0].exp()).add_(x[:, 0])
     return h[:, None].to(x.dtype, copy=True)
@@ -66,12 +55,6 @@ class ElementwiseRecurrence(Operator):
         return batch, heads, key_dim, 1
 
 
-def _cuda() -> Passes:
-    from zeco_train.ops.hgrn.cuda import CUDA  # imports Triton
-
-    return CUDA
-
-
 HGRN = ElementwiseRecurrence(
     operands=("x", "g"),
     dims=("BTHK", "BTHK"),
@@ -85,7 +68,7 @@ HGRN = ElementwiseRecurrence(
     "\n\n    h_t = exp(g_t) ⊙ h_{t-1} + x_t,    o_t = h_t",
     output=0,
     has_scale=False,
-    cuda=_cuda,
+    cuda="zeco_train.ops.hgrn.kernels:CUDA",
     kernels=KernelRule(),
     peers=(PeerFunction("fla.ops.hgrn", "chunk_hgrn", joins_heads=True),),
 )

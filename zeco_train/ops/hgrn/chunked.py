@@ -31,7 +31,7 @@ from zeco_train.ops.chunks import (
     to_tokens,
     token_decays,
 )
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
 
 class _Local(NamedTuple):
@@ -99,47 +99,29 @@ def _sums(log_decays: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([torch.zeros_like(sums[:1]), sums[:-1]]), sums[-1].clone()
 
 
-class _HgrnForward:
-    """`zeco_train.ops.passes.ForwardPass`."""
-
-    saved: tuple[Tensor, ...] = ()
-
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+# All before the scan is needed for it: nothing overlaps it in the forward pass.
+class _HgrnForward(ForwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._x, g = operands
-        self._local = _local_states(self._x, g, doc_ids)
+        self._local = _local_states(self._x, g, self.doc_ids)
         self.state, self.transition = self._local.state, self._local.transition
-
-    def overlap(self) -> None:
-        pass  # all before the scan is needed for it
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         h, _ = self._local.corrected(incoming_state, "incoming_state")
         return to_tokens(h, self._x.shape[1], self._x.dtype)
 
 
-class _HgrnBackward:
-    """`zeco_train.ops.passes.BackwardPass`."""
-
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
-        assert incoming_state is not None
+class _HgrnBackward(BackwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._x, self._g = operands
-        self._incoming, self._doc_ids = incoming_state, doc_ids
-        self._local = _local_grads(do, self._g, doc_ids)
+        self._local = _local_grads(self.do, self._g, self.doc_ids)
         self.state_grad = self._local.state
 
     def overlap(self) -> None:
-        h, starts = _local_states(self._x, self._g, self._doc_ids).corrected(self._incoming, "incoming_state")
+        h, starts = _local_states(self._x, self._g, self.doc_ids).corrected(self.received, "incoming_state")
         before = torch.cat([starts[..., None, :], h[..., :-1, :]], dim=-2)
         # f_t ⊙ h_{t-1}
-        self._decayed = before.mul_(token_decays(self._g, self._doc_ids, h.dtype))
+        self._decayed = before.mul_(token_decays(self._g, self.doc_ids, h.dtype))
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         dh, _ = self._local.corrected(incoming_grad, "incoming_grad")

@@ -1,4 +1,13 @@
-"""The Triton kernels of the elementwise recurrence, and their launches.
+"""The Triton kernels of the elementwise recurrence, their launches and the passes on them, for inputs up to fp32.
+
+Forward                                                        Backward
+  runs of tokens from zero → S_loc, G_tot                        runs of tokens from a zero end → D_loc
+  | scan over ranks                                              | scan over ranks
+  true states that runs start from; h                            true gradients that runs end with; dx, dg
+
+The time is that of memory: x (do) and g are read twice, outputs are written once. Of the forward pass the true state
+before every 16th token is saved, in fp32, in place of R: from it the backward pass computes h again, in registers. The
+kernels also run on a CPU under Triton's interpreter.
 
 A program has BC channels, a few of a thread, and walks over a run of tokens in steps of ROWS, whose loads are issued
 together: that keeps enough bytes on their way, and no thread needs another. Programs of a later run begin with what
@@ -10,6 +19,7 @@ Sums are fp32. A restart is a log-decay of −inf.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zeco_train.ops.kept import RunOptions
+from zeco_train.ops.kernel_operands import dense
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
 
 @triton.jit
@@ -293,3 +305,37 @@ def launch_grads(
         ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
     )  # fmt: skip
     return dx, dg
+
+
+# All before the scan is needed for it: nothing overlaps it.
+class _KernelForward(ForwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        self._x, self._g = map(dense, operands)
+        self._summaries = launch_summaries(self._x, self._g, self.doc_ids, reverse=False)
+        self.state, self.transition = self._summaries.state, self._summaries.log_decay
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        o, states = launch_outputs(self._x, self._g, self.doc_ids, self._summaries, incoming_state)
+        self.saved = (states,)
+        return o
+
+
+class _KernelBackward(BackwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        self._x, self._g, self._do = map(dense, (*operands, self.do))
+        self._summaries = launch_summaries(self._do, self._g, self.doc_ids, reverse=True)
+        self.state_grad = self._summaries.state
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        (states,) = self.saved
+        inputs = self._x, self._g, self._do, self.doc_ids
+        return launch_grads(*inputs, states, self._summaries, incoming_grad)
+
+
+def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (operands[0].new_empty(states_shape(operands[0]), dtype=torch.float32),)
+
+
+CUDA = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)

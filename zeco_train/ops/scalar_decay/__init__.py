@@ -12,13 +12,11 @@ refuses one that requires a gradient.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import CHUNK
 from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime, PeerFunction
 from zeco_train.ops.oracle import by_blocks
-from zeco_train.ops.passes import Passes, check_step
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 
 
@@ -39,20 +37,9 @@ def recomputed_flops(heads: int, key_dim: int, value_dim: int, *, groups: int | 
     return float(heads * 2 * key_dim * value_dim)
 
 
-@torch.no_grad()
-def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """The next token of each sequence, q, k [B, 1, G, K], v [B, 1, H, V], g [B, 1, H] → o in the dtype of v.
-
-    The state [B, H, K, V], contiguous and in the accumulation dtype, is updated in place; the scale is K^-1/2 if None.
-
-    Raises:
-        ValueError: a state that does not fit, or several tokens; `Operator.step` checks the operands before.
-    """
-    batch, num_tokens, groups, key_dim = q.shape
-    dtype = accumulation_dtype(v.dtype)
-    check_step("q", num_tokens, state, (batch, v.shape[2], key_dim, v.shape[3]), dtype)
-    scale = key_dim**-0.5 if scale is None else scale
-
+def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    """`Operator.one_token`: q, k [B, 1, G, K], v [B, 1, H, V], g [B, 1, H] → o in the dtype of v."""
+    (batch, _, groups, key_dim), dtype = q.shape, state.dtype
     of_groups = state.unflatten(1, (groups, -1))
     key, query = (x.to(dtype).view(batch, groups, 1, 1, key_dim) for x in (k, scale * q.to(dtype)))
     value = v.to(dtype).view(batch, groups, -1, 1, v.shape[-1])
@@ -61,7 +48,7 @@ def scalar_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale
     return (query @ of_groups).view(v.shape).to(v.dtype)
 
 
-def fixed_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+def fixed_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:
     """`scalar_step` with log_decay [H], fp32 or fp64, in place of g."""
     return scalar_step(q, k, v, log_decay.expand(v.shape[:3]), state, scale)
 
@@ -70,18 +57,6 @@ def fixed_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
 _KERNELS = KernelRule(largest=256)
 # 16,384 tokens and 16 heads: 0.167 + 0.380 ms.
 FIXED_TIME = OperatorTime("fixed_decay", 2.09e-9, 0.31, 128, 128)
-
-
-def _cuda_scalar() -> Passes:
-    from zeco_train.ops.scalar_decay.cuda import CUDA_SCALAR  # imports Triton
-
-    return CUDA_SCALAR
-
-
-def _cuda_fixed() -> Passes:
-    from zeco_train.ops.scalar_decay.cuda import CUDA_FIXED  # imports Triton
-
-    return CUDA_FIXED
 
 
 _FORMULA = "\n\n    S_t = exp({}) S_{{t-1}} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t"
@@ -96,7 +71,7 @@ SCALAR_DECAY = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     about="Linear attention with one decay a head and token, as of Mamba-2." + _FORMULA.format("g_t"),
-    cuda=_cuda_scalar,
+    cuda="zeco_train.ops.scalar_decay.cuda:CUDA_SCALAR",
     kernels=_KERNELS,
     # 16,384 tokens and 16 heads: 0.186 + 0.742 ms.
     time=OperatorTime("scalar_decay", 3.54e-9, 0.20, 128, 128),
@@ -113,7 +88,7 @@ FIXED_DECAY = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     about="Linear attention with one decay a head for all tokens, as of RetNet." + _FORMULA.format("log_decay"),
-    cuda=_cuda_fixed,
+    cuda="zeco_train.ops.scalar_decay.cuda:CUDA_FIXED",
     kernels=_KERNELS,
     time=FIXED_TIME,
     # fla's retention has RetNet's decays by itself.

@@ -19,7 +19,6 @@ section 6); its split over ranks is ZeCO's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from zeco_train.ops.chunks import (
     to_tokens,
     token_decays,
 )
-from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
 
 def decay_matrix(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -124,21 +123,22 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(matrices(x), matrices(y)).view(*x.shape[:-1], y.shape[-1])
 
 
-class _ScalarDecayForward:
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, fixed: bool) -> None:
-        if fixed:
+class _ScalarDecayForward(ForwardBase):
+    fixed = False
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        if self.fixed:
             if operands[3].requires_grad:
                 raise ValueError(
                     "log_decay: expected a constant, got a tensor that requires a gradient; use scalar_decay"
                 )
             operands = _expanded(operands)
-        self._chunks = _Chunks(operands, scale, doc_ids)
+        self._chunks = _Chunks(operands, self.scale, self.doc_ids)
         self._states = self._chunks.local_states()
         self.state = _at(self._states, -1)
         # All channels of a key decay alike; the scan takes one decay for each.
         total = self._states.log_decays[-1].flatten(1)
         self.transition = total[..., None].expand(-1, -1, operands[0].shape[-1]).contiguous()
-        self.saved: tuple[Tensor, ...] = ()
 
     def overlap(self) -> None:
         self._scores = self._chunks.decay_matrix().mul_(self._chunks.products())
@@ -152,24 +152,19 @@ class _ScalarDecayForward:
         return to_tokens(o.flatten(2, 3), chunks.v.shape[1], chunks.v.dtype)
 
 
-class _ScalarDecayBackward:
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-        *,
-        fixed: bool,
-    ) -> None:
-        assert incoming_state is not None
-        self._fixed, self._log_decays = fixed, operands[3]
-        operands = _expanded(operands) if fixed else operands
-        self._tokens, self._do, self._incoming = operands[:3], do, incoming_state
-        self._chunks = _Chunks(operands, scale, doc_ids)
-        self._grads = self._chunks.local_state_grads(do)
+class _FixedDecayForward(_ScalarDecayForward):
+    fixed = True
+
+
+class _ScalarDecayBackward(BackwardBase):
+    fixed = False
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        self._log_decays = operands[3]
+        operands = _expanded(operands) if self.fixed else operands
+        self._tokens = operands[:3]
+        self._chunks = _Chunks(operands, self.scale, self.doc_ids)
+        self._grads = self._chunks.local_state_grads(self.do)
         self.state_grad = _at(self._grads, 0)
 
     def overlap(self) -> None:
@@ -177,29 +172,29 @@ class _ScalarDecayBackward:
         chunks = self._chunks
         self._states = chunks.local_states()
         products, scores = chunks.products(), chunks.decay_matrix()
-        output_grads = chunks.by_heads(self._do)
+        output_grads = chunks.by_heads(self.do)
         score_grads = _product(output_grads, chunks.by_heads(chunks.v).mT).mul_(scores)
         of_groups = score_grads.sum(3).mul_(chunks.scale)
         self._dq, self._dk = _product(of_groups, chunks.keys), _product(of_groups.mT, chunks.queries)
         self._dv = _product(scores.mul_(products).mT, output_grads)
-        if not self._fixed:
+        if not self.fixed:
             self._pair_terms = _sum_enclosing(score_grads.mul_(products))
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         chunks = self._chunks
-        states = chunks.corrected(self._states, self._incoming, "incoming_state")
+        states = chunks.corrected(self._states, self.received, "incoming_state")
         grads = chunks.corrected(self._grads, incoming_grad, "incoming_grad")
         before, after = states[:-1].flatten(-2), grads[1:].flatten(-2)
         dq = self._dq.add_(_product(chunks.decayed_output_grads.flatten(-2), before.mT))
         dk = self._dk.add_(_product(chunks.decayed_values.flatten(-2), after.mT))
         reached = _product(chunks.keys, after).unflatten(-1, states.shape[-2:])
         dv = self._dv.addcmul_(reached.transpose(-3, -2), chunks.decays.to_end.mT[..., None])
-        if self._fixed:
+        if self.fixed:
             dg = torch.zeros_like(self._log_decays)
         else:
             # [N, B, G, C, R] → [B, T, H].
             of_chunks = self._decay_grads(states, grads, reached)
-            dg = to_tokens(of_chunks, self._do.shape[1], self._log_decays.dtype).flatten(2)
+            dg = to_tokens(of_chunks, self.do.shape[1], self._log_decays.dtype).flatten(2)
         gradients = zip((dq, dk, dv.flatten(2, 3)), self._tokens, strict=True)
         return (*(to_tokens(grad, x.shape[1], x.dtype) for grad, x in gradients), dg)
 
@@ -227,6 +222,10 @@ class _ScalarDecayBackward:
         return dg.add_(boundary_terms[..., None, :])
 
 
+class _FixedDecayBackward(_ScalarDecayBackward):
+    fixed = True
+
+
 def _sum_enclosing(pair_terms: Tensor) -> Tensor:
     """Σ_{j <= t < i} x_ij of [..., C, C] → [..., C]: the pairs on both sides of the border after t."""
     return pair_terms.cumsum_(-1).tril_(-1).sum(-2)
@@ -238,5 +237,5 @@ def _expanded(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return q, k, v, log_decay.expand(v.shape[:3])
 
 
-CHUNKED_SCALAR = Passes(partial(_ScalarDecayForward, fixed=False), partial(_ScalarDecayBackward, fixed=False))
-CHUNKED_FIXED = Passes(partial(_ScalarDecayForward, fixed=True), partial(_ScalarDecayBackward, fixed=True))
+CHUNKED_SCALAR = Passes(_ScalarDecayForward, _ScalarDecayBackward)
+CHUNKED_FIXED = Passes(_FixedDecayForward, _FixedDecayBackward)

@@ -19,50 +19,45 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
 from zeco_train.ops.scalar_decay.kernels.launch import ScalarDecayKernels, decay_sums, options_for
 
 
-class _KernelForward:
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, *, fixed: bool) -> None:
+class _KernelForward(ForwardBase):
+    fixed = False
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, decays = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
-        tuning, self._fixed = options_for(k, v), fixed
-        self._decays = dense(decays) if fixed else decay_sums(dense(decays), tuning.chunk)
-        self._launcher = ScalarDecayKernels(k, v, self._decays, doc_ids, scale, tuning, fixed=fixed)
+        tuning, where = options_for(k, v), (self.doc_ids, self.scale)
+        self._decays = dense(decays) if self.fixed else decay_sums(dense(decays), tuning.chunk)
+        self._launcher = ScalarDecayKernels(k, v, self._decays, *where, tuning, fixed=self.fixed)
         self._segments = self._launcher.summaries(self._k, self._v, reverse=False)
         self.state, self.transition = self._segments.state, self._segments.log_decay
 
-    def overlap(self) -> None:
-        pass  # the walk that computes the outputs computes its scores too
-
     def outputs(self, incoming_state: Tensor) -> Tensor:
         self._launcher.correct(self._segments, incoming_state, "incoming_state")
-        return self._launcher.outputs(self._q, self._k, self._v, self._segments.starts)
+        starts = self._segments.starts
+        self.saved = (starts,) if self.fixed else (self._decays.transpose(1, 2), starts)
+        # The walk computes its scores, too: nothing overlaps the scan.
+        return self._launcher.outputs(self._q, self._k, self._v, starts)
 
-    @property
-    def saved(self) -> tuple[Tensor, ...]:
-        return (self._segments.starts,) if self._fixed else (self._decays.transpose(1, 2), self._segments.starts)
+
+class _FixedForward(_KernelForward):
+    fixed = True
 
 
-class _KernelBackward:
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-        *,
-        fixed: bool,
-    ) -> None:
-        # Without `fixed` the fourth operand, g, has been replaced by its sums (`CUDA_SCALAR.replaced`).
+class _KernelBackward(BackwardBase):
+    fixed = False
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        # Unless decays are fixed, the fourth operand, g, has been replaced by its sums (`CUDA_SCALAR.replaced`).
         q, k, v, self._log_decays = operands
-        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, do))
-        (self._starts,) = saved
-        decays = dense(self._log_decays if fixed else self._log_decays.transpose(1, 2))
-        self._launcher = ScalarDecayKernels(k, v, decays, doc_ids, scale, options_for(k, v), fixed=fixed)
+        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, self.do))
+        (self._starts,) = self.saved
+        decays, where = self._log_decays, (self.doc_ids, self.scale)
+        decays = dense(decays if self.fixed else decays.transpose(1, 2))
+        self._launcher = ScalarDecayKernels(k, v, decays, *where, options_for(k, v), fixed=self.fixed)
         self._segments = self._launcher.summaries(self._q, self._do, reverse=True)
         self.state_grad = self._segments.state
 
@@ -78,6 +73,10 @@ class _KernelBackward:
         return self._dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
 
 
+class _FixedBackward(_KernelBackward):
+    fixed = True
+
+
 def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...]:
     _, k, v, decays = operands
     # For the shapes only, which do not depend on documents or the scale.
@@ -86,15 +85,7 @@ def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...
     return (starts,) if fixed else (decays.new_empty(decays.mT.shape).mT, starts)
 
 
-def _passes(fixed: bool) -> Passes:
-    passes = Passes(
-        partial(_KernelForward, fixed=fixed),
-        partial(_KernelBackward, fixed=fixed),
-        partial(_saved_like, fixed=fixed),
-        replaced=() if fixed else (3,),
-        needs_incoming=False,
-    )
-    return with_padded_heads(passes)
-
-
-CUDA_SCALAR, CUDA_FIXED = _passes(fixed=False), _passes(fixed=True)
+_SAVED = partial(_saved_like, fixed=False), partial(_saved_like, fixed=True)
+_SCALAR = Passes(_KernelForward, _KernelBackward, _SAVED[0], replaced=(3,), needs_incoming=False)
+_FIXED = Passes(_FixedForward, _FixedBackward, _SAVED[1], needs_incoming=False)
+CUDA_SCALAR, CUDA_FIXED = with_padded_heads(_SCALAR), with_padded_heads(_FIXED)

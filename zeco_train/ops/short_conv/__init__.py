@@ -18,28 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import KernelRule, Kind, Operator
 from zeco_train.ops.oracle import by_windows
-from zeco_train.ops.passes import Passes
-from zeco_train.ops.short_conv.passes import PLAIN, check_inputs, check_state
+from zeco_train.ops.short_conv.passes import PLAIN
 
 
-def convolution_step(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """The next token of each sequence, x [B, 1, C] → y.
-
-    The state, [B, 1, w − 1, C] in fp64 if x is fp64, else fp32, is updated in place.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit; the message names the tensor.
-    """
-    check_inputs(x, weight, bias, scale, None)
-    check_state(state, "state", x, weight)
-    dtype = accumulation_dtype(x.dtype)
-    if x.shape[1] != 1:
-        raise ValueError(f"x: expected one token of each sequence, got {x.shape[1]}")
-    if state.dtype != dtype:
-        raise ValueError(f"state: expected {dtype}, got {state.dtype}")
+def convolution_step(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, scale: float) -> Tensor:
+    """`Operator.one_token`: x [B, 1, C] → y; the state is [B, 1, w − 1, C]."""
+    dtype = state.dtype
     window = torch.cat([state[:, 0], x.to(dtype)], dim=1)
     y = (weight[:, 0].mT.to(dtype) * window).sum(1, keepdim=True) + bias.to(dtype)
     state[:, 0].copy_(window[:, 1:])
@@ -55,18 +41,15 @@ class ShortConv(Operator):
         return x.shape[0], 1, weight.shape[2] - 1, x.shape[2]
 
     def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
-        """Its implementations do: the parameters have dtypes of their own, and the width is at least 2."""
+        """As for all operators; and the width is at least 2."""
+        super().check(operands, doc_ids, do)
+        if (width := operands[1].shape[2]) < 2:
+            raise ValueError(f"weight: expected a width of at least 2, got {width}")
 
     def cuts(self, operands: Sequence[Tensor]) -> bool:
         """Whether the shard is as long as the state: nothing from before it is left then."""
         x, weight, _ = operands
         return x.shape[1] >= weight.shape[2] - 1
-
-
-def _cuda() -> Passes:
-    from zeco_train.ops.short_conv.kernels import CUDA  # imports Triton
-
-    return CUDA
 
 
 SHORT_CONV = ShortConv(
@@ -82,7 +65,7 @@ SHORT_CONV = ShortConv(
     "\n\n    o_t = bias + Σ_{j<W} weight[:, 0, j] ⊙ x_{t-(W-1)+j}",
     output=0,
     has_scale=False,
-    cuda=_cuda,
+    cuda="zeco_train.ops.short_conv.kernels:CUDA",
     kernels=KernelRule(),
     state_is_halo=True,
 )

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zeco_train.ops.kept import RunOptions
-from zeco_train.ops.passes import Passes
-from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward, check_state
+from zeco_train.ops.passes import Passes, check_state
+from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
 
 
 @triton.jit
@@ -359,32 +359,32 @@ def _side_by_side(x: Tensor) -> Tensor:
 class _KernelForward(PlainForward):
     def overlap(self) -> None:
         self._y = torch.empty_like(self._x, memory_format=torch.contiguous_format)
-        launch_outputs(self._x, self._weight, self._bias, None, self._doc_ids, self._y)
+        launch_outputs(self._x, self._weight, self._bias, None, self.doc_ids, self._y)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        check_state(incoming_state, "incoming_state", self._x, self._weight)
-        launch_outputs(self._x, self._weight, self._bias, incoming_state, self._doc_ids, self._y)
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        launch_outputs(self._x, self._weight, self._bias, incoming_state, self.doc_ids, self._y)
         return self._y
 
 
 class _KernelBackward(PlainBackward):
     def _received_grads(self) -> Tensor:
-        grads = torch.empty_like(self._incoming, memory_format=torch.contiguous_format)
-        launch_received_grads(self._do, self._weight, self._doc_ids, grads)
+        grads = torch.empty_like(self.received, memory_format=torch.contiguous_format)
+        launch_received_grads(self.do, self._weight, self.doc_ids, grads)
         return grads
 
     def overlap(self) -> None:
         self._dx = torch.empty_like(self._x, memory_format=torch.contiguous_format)
-        self._sums = launch_grads(self._x, self._do, self._weight, self._doc_ids, self._dx)
+        self._sums = launch_grads(self._x, self.do, self._weight, self.doc_ids, self._dx)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        check_state(incoming_grad, "incoming_grad", self._x, self._weight)
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         dweight, dbias = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self._weight, self._bias)
         )
         # One launch for the last tokens and the sums: a launch costs the host more than the device.
-        states, grads = (self._incoming, incoming_grad), (self._dx, dweight, dbias)
-        launch_last_grads(self._do, self._weight, self._doc_ids, states, self._sums, grads)
+        states, grads = (self.received, incoming_grad), (self._dx, dweight, dbias)
+        launch_last_grads(self.do, self._weight, self.doc_ids, states, self._sums, grads)
         return grads
 
 

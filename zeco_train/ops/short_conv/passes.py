@@ -15,40 +15,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.passes import Passes
-
-
-def check_inputs(x: Tensor, weight: Tensor, bias: Tensor, scale: float | None, doc_ids: Tensor | None) -> None:
-    """Check the operands against each other.
-
-    Raises:
-        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
-    """
-    if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(f"x: expected shape [B, T, C], no dimension 0; got {list(x.shape)}")
-    channels = x.shape[2]
-    if weight.dim() != 3 or weight.shape[:2] != (channels, 1) or weight.shape[2] < 2:
-        raise ValueError(f"weight: expected shape [C, 1, w] = [{channels}, 1, at least 2], got {list(weight.shape)}")
-    if bias.shape != (channels,):
-        raise ValueError(f"bias: expected shape [C] = [{channels}], got {list(bias.shape)}")
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name}: expected a floating point dtype, got {tensor.dtype}")
-    if scale not in (None, 1.0):
-        raise ValueError(f"scale: a convolution has none, expected 1; got {scale:g}")
-    if doc_ids is None:
-        return
-    if x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {x.shape[0]}")
-    if doc_ids.numel() != x.shape[1]:
-        raise ValueError(f"cu_seqlens: describes {doc_ids.numel()} tokens, but there are {x.shape[1]}")
-
-
-def check_state(state: Tensor, name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise a ValueError naming the state if its shape is not [B, 1, w − 1, C]."""
-    shape = torch.Size((x.shape[0], 1, weight.shape[2] - 1, x.shape[2]))
-    if state.shape != shape:
-        raise ValueError(f"{name}: expected shape [B, 1, w-1, C] = {list(shape)}, got {list(state.shape)}")
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor | None) -> Tensor:
@@ -117,83 +84,70 @@ def shift(x: Tensor, rows: int, doc_ids: Tensor | None) -> Tensor:
     return matrix
 
 
-class PlainForward:
-    """`zeco_train.ops.passes.ForwardPass`."""
+class PlainForward(ForwardBase):
+    """The forward pass, of which kernels have other parts."""
 
-    saved: tuple[Tensor, ...] = ()
-
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._x, self._weight, self._bias = operands
-        check_inputs(self._x, self._weight, self._bias, scale, doc_ids)
-        self._doc_ids, self._rows = doc_ids, self._weight.shape[2] - 1
-        self.state = last_inputs(self._x, self._rows, doc_ids)
-        self.transition = shift(self._x, self._rows, doc_ids)
+        self._rows = self._weight.shape[2] - 1
+        self.state = last_inputs(self._x, self._rows, self.doc_ids)
+        self.transition = shift(self._x, self._rows, self.doc_ids)
 
     def overlap(self) -> None:
         """Convolve with zeros before the shard."""
-        self._y = convolve(self._x, self._weight, self._bias, self._doc_ids).to(self._x.dtype)
+        self._y = convolve(self._x, self._weight, self._bias, self.doc_ids).to(self._x.dtype)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         """The first w − 1 tokens are computed once more, with R before them."""
-        check_state(incoming_state, "incoming_state", self._x, self._weight)
+        check_state(incoming_state, "incoming_state", self.state.shape)
         first = self._x[:, : self._rows]
         joined = torch.cat([incoming_state[:, 0], first.to(incoming_state.dtype)], dim=1)
-        doc_ids = _with_received(self._doc_ids, self._rows)
+        doc_ids = _with_received(self.doc_ids, self._rows)
         self._y[:, : self._rows] = convolve(joined, self._weight, self._bias, doc_ids)[:, self._rows :]
         return self._y
 
 
-class PlainBackward:
-    """`zeco_train.ops.passes.BackwardPass`."""
+class PlainBackward(BackwardBase):
+    """The backward pass, of which kernels have other parts."""
 
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._x, self._weight, self._bias = operands
-        check_inputs(self._x, self._weight, self._bias, scale, doc_ids)
-        assert incoming_state is not None
-        check_state(incoming_state, "incoming_state", self._x, self._weight)
-        self._do, self._incoming, self._doc_ids = do, incoming_state, doc_ids
         self._rows = self._weight.shape[2] - 1
+        batch, _, channels = self._x.shape
+        check_state(self.received, "incoming_state", torch.Size((batch, 1, self._rows, channels)))
         self.state_grad = self._received_grads()
 
     def _received_grads(self) -> Tensor:
         # D_loc, from do of the first w − 1 tokens, which see inputs before them
-        grads = input_grads(self._first_grads(), self._weight, _with_received(self._doc_ids, self._rows))
+        grads = input_grads(self._first_grads(), self._weight, _with_received(self.doc_ids, self._rows))
         return grads[:, None, : self._rows].contiguous()
 
     def _first_grads(self) -> Tensor:
         # do of the first w − 1 tokens, after zeros for the received inputs
-        first = self._do[:, : self._rows].to(self._incoming.dtype)
-        return torch.cat([torch.zeros_like(self._incoming[:, 0]), first], dim=1)
+        first = self.do[:, : self._rows].to(self.received.dtype)
+        return torch.cat([torch.zeros_like(self.received[:, 0]), first], dim=1)
 
     def overlap(self) -> None:
         """Compute dx with zeros after the shard, dweight, dbias."""
-        self._dx = input_grads(self._do, self._weight, self._doc_ids).to(self._x.dtype)
+        self._dx = input_grads(self.do, self._weight, self.doc_ids).to(self._x.dtype)
         width, first_grads = self._rows + 1, self._first_grads()
         received = torch.zeros_like(first_grads)
-        received[:, : self._rows] = self._incoming[:, 0]
-        doc_ids = _with_received(self._doc_ids, self._rows)
-        dweight = weight_grads(self._x, self._do, width, self._doc_ids)
+        received[:, : self._rows] = self.received[:, 0]
+        doc_ids = _with_received(self.doc_ids, self._rows)
+        dweight = weight_grads(self._x, self.do, width, self.doc_ids)
         self._dweight = (dweight + weight_grads(received, first_grads, width, doc_ids)).to(self._weight.dtype)
-        dbias = self._do.sum((0, 1), dtype=accumulation_dtype(self._do.dtype))
+        dbias = self.do.sum((0, 1), dtype=accumulation_dtype(self.do.dtype))
         self._dbias = dbias.to(self._bias.dtype)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         """D_in is the gradient of the last w − 1 inputs."""
-        check_state(incoming_grad, "incoming_grad", self._x, self._weight)
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         count = min(self._rows, self._x.shape[1])
-        doc_ids = None if self._doc_ids is None else self._doc_ids[-count:]
+        doc_ids = None if self.doc_ids is None else self.doc_ids[-count:]
         sent = incoming_grad[:, 0, -count:]
         if doc_ids is not None:
             sent = sent.masked_fill((doc_ids != doc_ids[-1])[:, None], 0.0)
-        self._dx[:, -count:] = input_grads(self._do[:, -count:], self._weight, doc_ids) + sent
+        self._dx[:, -count:] = input_grads(self.do[:, -count:], self._weight, doc_ids) + sent
         return self._dx, self._dweight, self._dbias
 
 

@@ -24,45 +24,31 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.oracle import by_pairs
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
 from zeco_train.ops.scalar_decay import FIXED_TIME
 
 
-class _UnmaskedForward:
-    def __init__(self, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> None:
-        if doc_ids is not None:
+class _UnmaskedForward(ForwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        if self.doc_ids is not None:
             raise ValueError(
                 "doc_ids: an unmasked operator reads whole sequences; data.reset_state_at_document must be off"
             )
         query, key, value = operands
-        self._query, self._scale, self._dtype = query, scale, value.dtype
+        self._query, self._dtype = query, value.dtype
         self.state = _by_head(key).mT @ _by_head(value)
         # Logarithms of no decay at all.
         self.transition = self.state.new_zeros(self.state.shape[:3])
-        self.saved: tuple[Tensor, ...] = ()
-
-    def overlap(self) -> None:
-        pass
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        return _by_token(_by_head(self._query) @ (self._scale * incoming_state), self._dtype)
+        return _by_token(_by_head(self._query) @ (self.scale * incoming_state), self._dtype)
 
 
-class _UnmaskedBackward:
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        doc_ids: Tensor | None,
-    ) -> None:
-        assert incoming_state is not None
-        del saved, doc_ids  # none are saved, and the forward pass refuses documents
-        self._operands, self._do = operands, _by_head(do)
-        self._scaled_state, self._dq = scale * incoming_state, do
-        self.state_grad = scale * (_by_head(operands[0]).mT @ self._do)
+class _UnmaskedBackward(BackwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        self._operands, self._do = operands, _by_head(self.do)
+        self._scaled_state = self.scale * self.received
+        self.state_grad = self.scale * (_by_head(operands[0]).mT @ self._do)
 
     def overlap(self) -> None:
         # The sum of the states is known from the forward pass, so dq need not wait for that of the gradients.
@@ -72,9 +58,6 @@ class _UnmaskedBackward:
         _, key, value = self._operands
         dk = _by_token(_by_head(value) @ incoming_grad.mT, key.dtype)
         return self._dq, dk, _by_token(_by_head(key) @ incoming_grad, value.dtype)
-
-
-UNMASKED_PASSES = Passes(_UnmaskedForward, _UnmaskedBackward)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -95,7 +78,7 @@ def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
     return 0.0
 
 
-def refuse_step(*operands: object) -> NoReturn:
+def refuse_step(*arguments: object) -> NoReturn:
     """Refuse generation, the operator's `one_token`, with a ConfigError."""
     raise ConfigError("model.causal", "false", "each token reads the whole text; generation needs model.causal=true")
 
@@ -104,7 +87,7 @@ UNMASKED = Operator(
     operands=("q", "k", "v"),
     dims=("BTHK", "BTHK", "BTHV"),
     kind=Kind.diagonal,
-    portable=UNMASKED_PASSES,
+    portable=Passes(_UnmaskedForward, _UnmaskedBackward),
     oracle=by_pairs,
     one_token=refuse_step,
     forward_flops=forward_flops,
