@@ -1,7 +1,7 @@
 """Question: is each mixer exact over ranks with each scan, with and without packed documents, to 1e-9 in fp64?
 Command: python -m lab.exactness_matrix [MIXER …] [--ranks 4]
 Date: –
-Answer: no result is kept; it ends with an error at the first difference beyond 1e-9. `tests/sp/test_family.py` runs a
+Answer: no result is kept; it ends with an error at the first difference beyond 1e-9. `tests/sp/test_hybrids.py` uses a
     part.
 """
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.waiting import ENOUGH
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.errors import CommunicationError
@@ -356,46 +352,3 @@ def missing_peer(rank: int, world_size: int) -> None:
 @pytest.mark.processes
 def test_missing_peer_is_named_within_timeout() -> None:
     run_distributed(missing_peer, 3, may_die=(1,))
-
-
-# Rank 0's worker waits for rank 1, which never sends, while the main thread ends.
-EXIT_SCRIPT = """
-import sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-from zeco_train.collectives import ScanWorker
-from zeco_train.collectives.chain import launch_chain
-from zeco_train.ops.seam import ScanRequest
-rank, bound = int(sys.argv[1]), timedelta(minutes=10)
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2, timeout=bound)
-dist.barrier()
-if rank == 1:
-    time.sleep(600)
-worker = ScanWorker(dist.group.WORLD, bound)
-launch_chain(ScanRequest(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2), reverse=True), worker, blocks=2)
-time.sleep(0.2)
-print("ends", flush=True)
-sys.exit(6)
-"""
-
-
-@pytest.mark.campaign
-@pytest.mark.processes
-def test_pending_scan_does_not_keep_the_process_alive(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", EXIT_SCRIPT, str(rank), str(tmp_path / "store")],
-            cwd=root,
-            stdout=subprocess.PIPE if rank == 0 else None,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        assert ranks[0].stdout is not None
-        assert ranks[0].stdout.readline() == b"ends\n"
-        assert ranks[0].wait(timeout=ENOUGH) == 6
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()

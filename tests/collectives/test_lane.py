@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab.virtual_ranks import run_virtual
 from tests.collectives.test_collectives import TIMEOUT, Pairs, check
 from tests.support.distributed import run_distributed
-from tests.support.virtual import run_virtual
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.lane import LANE, launch_lane

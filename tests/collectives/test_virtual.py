@@ -1,4 +1,7 @@
-"""Every scan at up to 1,024 ranks of one process: results, messages, bytes, and virtual time against the cost model."""
+"""Every scan over ranks of one process: results, messages, bytes, and virtual time against the cost model.
+
+`python -m lab.virtual_ranks` has 1,024 ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,69 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.collectives.test_collectives import Pairs
-from tests.collectives.test_collectives import check as check_tensor
+from lab.virtual_ranks import COSTS, Network, compare, run_checked, run_virtual
+from tests.collectives.test_collectives import Pairs, check
 from tests.collectives.test_lane import requests_of
-from tests.support.virtual import Network, Outcome, run_virtual
-from zeco_train.collectives.cost_model import Costs, Link, Load
+from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.doubling import Rounds, count_rounds
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.collectives.topology import Topology
-from zeco_train.ops.seam import ScanRequest, fold
 
 pytestmark = pytest.mark.numeric
-
-# [B, H, K, V]: S is 512 bytes in fp64, so that β of about 10⁻⁸ makes a message's latency and its length alike.
-SHAPE = (1, 4, 2, 8)
-COSTS = Costs(
-    Link.nccl_across_nodes,
-    *(5.8e-6, 3e-9, 6e-6, 5e-7, 3e-9),
-    between=Costs(Link.nccl_across_nodes, 1.2e-5, 2e-8, 2e-5, 2e-6, 2e-8),
-)
-BLOCKS = 4
-
-
-def run(name: str, topology: Topology, reverse: bool, matrices: bool = False) -> tuple[Outcome, Load]:
-    """Run a scan and check every rank's result, by the recurrence in fp64."""
-    generator = torch.Generator().manual_seed(topology.ranks)
-    states = torch.randn(topology.ranks, *SHAPE, generator=generator, dtype=torch.float64)
-    transitions = -torch.rand(topology.ranks, *SHAPE[:3], generator=generator, dtype=torch.float64)
-    if matrices:
-        transitions = torch.randn(*transitions.shape, SHAPE[2], generator=generator, dtype=torch.float64) / 3
-    requests = [ScanRequest(*pair, reverse) for pair in zip(states, transitions, strict=True)]
-    scan = SCANS[name]
-    blocks = BLOCKS if scan.best_blocks else None
-    found = run_virtual(scan, requests, topology, COSTS, blocks)
-    expected: Tensor = torch.zeros(SHAPE, dtype=torch.float64)
-    for rank in reversed(range(topology.ranks)) if reverse else range(topology.ranks):
-        # A state's sum of decaying terms stays below 20, of which 1,024 folds keep 12 digits.
-        torch.testing.assert_close(found.incoming[rank], expected, rtol=0, atol=1e-11, msg=f"{name}, rank {rank}")
-        expected = fold(states[rank], transitions[rank], expected)
-    return found, Load(topology.ranks, SHAPE, 8, matrices, topology.nodes)
-
-
-def most_messages(name: str, load: Load) -> int:
-    """Messages of the rank that sends most."""
-    mates = load.per_node - 1
-    return {
-        "serial": 1,
-        "all_gather": load.ranks - 1,
-        "chain": BLOCKS,
-        "two_shot": 2 * (load.ranks - 1),
-        "doubling": count_rounds(load.ranks),
-        "lane": 2 * mates + count_rounds(load.nodes),
-    }[name]
-
-
-def check(name: str, topology: Topology, reverse: bool = False) -> None:
-    found, load = run(name, topology, reverse)
-    blocks = BLOCKS if SCANS[name].best_blocks else None
-    case = f"{name} over {topology}"
-    assert found.seconds == pytest.approx(SCANS[name].seconds(COSTS, load, blocks), rel=1e-9), case
-    assert max(found.network.messages.values()) == most_messages(name, load), case
-    assert max(found.network.bytes.values()) == SCANS[name].bytes_sent(load, False), case
 
 
 def test_message_that_nobody_sends_is_an_error() -> None:
@@ -90,9 +40,9 @@ def test_every_scan_takes_states_of_any_shape(name: str) -> None:
         found = run_virtual(SCANS[name], requests, topology, COSTS, number)
         case = f"{name} {h=} {v=} {number=} {reverse=} {with_carry=} {matrices=}"
         for rank, incoming in enumerate(found.incoming):
-            check_tensor(f"incoming state of rank {rank}", incoming, pairs.incoming(rank, reverse), case)
+            check(f"incoming state of rank {rank}", incoming, pairs.incoming(rank, reverse), case)
         for carry in found.carries:
-            check_tensor("carry_out", carry, pairs.incoming(topology.ranks, reverse), case)
+            check("carry_out", carry, pairs.incoming(topology.ranks, reverse), case)
 
 
 @pytest.mark.few(quick=3)
@@ -100,21 +50,14 @@ def test_every_scan_takes_states_of_any_shape(name: str) -> None:
 def test_every_scan_takes_the_modelled_time_over_nodes(name: str) -> None:
     """Nodes of 8 and of one rank, and a single one."""
     for number, (nodes, per_node) in enumerate(((1, 8), (8, 1), (4, 8), (8, 4))):
-        check(name, Topology((per_node,) * nodes), reverse=number % 2 == 1)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", SCANS)
-def test_every_scan_takes_the_modelled_time_at_1024_ranks(name: str) -> None:
-    # Two exchanges of 1,024² messages take 35 s of CPU, and minutes beside other tests.
-    check(name, Topology((8,) * (32 if name == "two_shot" else 128)))
+        compare(name, Topology((per_node,) * nodes), reverse=number % 2 == 1)
 
 
 def test_uneven_numbers_of_nodes_take_at_most_the_modelled_time() -> None:
     """The rounds' formula is exact for powers of two."""
     for nodes in (3, 5, 6, 7, 12, 20):
         for name in ("lane", "doubling"):
-            found, load = run(name, Topology((2,) * nodes), reverse=False)
+            found, load = run_checked(name, Topology((2,) * nodes))
             modelled = SCANS[name].seconds(COSTS, load, None)
             assert 0.75 * modelled < found.seconds <= modelled * (1 + 1e-9), (name, nodes)
 
@@ -122,7 +65,7 @@ def test_uneven_numbers_of_nodes_take_at_most_the_modelled_time() -> None:
 @pytest.mark.parametrize("name", SCANS)
 def test_scans_with_matrices_send_the_bytes_of_their_descriptor(name: str) -> None:
     for ranks in (2, 3, 4):
-        found, load = run(name, Topology((ranks,)), reverse=False, matrices=True)
+        found, load = run_checked(name, Topology((ranks,)), matrices=True)
         assert max(found.network.bytes.values()) == SCANS[name].bytes_sent(load, False), ranks
         if name == "chain":
             # The received state alone, never a matrix.
@@ -147,6 +90,6 @@ def test_doubling_takes_any_number_of_ranks(matrices: bool, monkeypatch: pytest.
 
     monkeypatch.setattr(Rounds, "run", without_receives)
     for size in (2, 3, 5, 6, 7, 9, 16, 17):
-        found, load = run("doubling", Topology((size,)), reverse=False, matrices=matrices)
+        found, load = run_checked("doubling", Topology((size,)), matrices=matrices)
         assert max(found.network.messages.values()) == count_rounds(size)
         assert max(found.network.bytes.values()) == SCANS["doubling"].bytes_sent(load, False)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lab import all_scan_protocol
 from tests.support.commands import REPOSITORY, Command
 
 PATHS = {
@@ -46,3 +47,10 @@ def test_commands_print_their_help(name: str, tmp_path: Path) -> None:
         ended = command.wait()
     assert ended.code == 0, ended
     assert not any(tmp_path.iterdir())
+
+
+def test_all_scan_protocol_is_correct_and_needs_its_rules() -> None:
+    for seed in range(5):
+        all_scan_protocol.run(seed, [*all_scan_protocol.RULES])
+    for algorithm, (rule, *_) in all_scan_protocol.RULES.items():
+        assert all_scan_protocol.fails_without(algorithm, rule)

@@ -5,6 +5,7 @@ In fp64, where a sum in another order moves almost no number over a step of fp8.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -45,43 +46,32 @@ def case_of(model: str, documents: bool = False, **settings: Any) -> Case:
     )
 
 
-def whole(
-    rank: int, world_size: int, store: str, models: Sequence[str], layouts: Sequence[bool]
-) -> dict[tuple[str, bool], Result]:
+def whole(rank: int, world_size: int, store: str, cases: dict[Any, Case]) -> dict[Any, Result]:
     mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
-    cells = [(model, documents) for model in models for documents in layouts]
-    return {cell: run_steps(case_of(*cell), scan, mesh, store) for cell in cells}
+    return {key: run_steps(case, scan, mesh, store) for key, case in cases.items()}
 
 
 def split(
     rank: int, world_size: int, store: str, expected: bytes, models: list[str], splits: Sequence[tuple[Any, ...]]
 ) -> None:
+    """Sequences over ranks; and with documents whole ones on each rank, of sharded weights."""
     results: dict[tuple[str, bool], Result] = pickle.loads(expected)
-    mesh = make_mesh(rank, world_size, world_size)
+    mesh, whole_mesh = make_mesh(rank, world_size, world_size), make_mesh(rank, world_size, 1)
     scans = build_scans(tuple(range(world_size)), *(row[0] for row in splits))
+    alone = build_scans((rank,), "dp")["dp"]
     method = build_attention(METHODS["all_gather"], dist.new_group(range(world_size)), TIMEOUT)
     for model in models:
         for scan, documents, segments, recompute, strategy in splits:
             case = case_of(model, documents, segments=segments, recompute=recompute, strategy=strategy)
             where = f"{model}, {scan}, {strategy.value}, {recompute.value}, {world_size} ranks"
-            check(
-                run_steps(case, scans[scan].replaced(attention=method), mesh, store),
-                results[model, documents],
-                TOLERANCE,
-                where,
-            )
+            found = run_steps(case, scans[scan].replaced(attention=method), mesh, store)
+            check(found, results[model, documents], TOLERANCE, where)
+    for strategy in (Strategy.ddp, Strategy.zero3) if world_size == GLOBAL_BATCH else ():
+        case = case_of(models[0], True, strategy=strategy)
+        check(run_steps(case, alone, whole_mesh, store), results[models[0], True], TOLERANCE, strategy.value)
     for used in scans.values():
         used.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything
-
-
-def shares_of_data(rank: int, world_size: int, store: str, expected: bytes) -> None:
-    """Whole sequences on each rank, sharded weights."""
-    results: dict[tuple[str, bool], Result] = pickle.loads(expected)
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((rank,), "dp")["dp"]
-    for strategy in (Strategy.ddp, Strategy.zero3):
-        case = case_of("gla", True, strategy=strategy)
-        check(run_steps(case, scan, mesh, store), results["gla", True], TOLERANCE, strategy.value)
 
 
 def with_one_scale(*parts: Tensor) -> Fp8Rows:
@@ -103,31 +93,27 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(store: str) -> dict[tuple[str, bool], Result]:
-    """Of gla with documents."""
-    found = run_distributed(whole, 1, store, ["gla"], [True])[0]
+def of_gla(store: str) -> dict[Any, Result]:
+    """On one rank, with documents in each way of recomputation, and not in fp8."""
+    cases = {("gla", True): case_of("gla", True), "bf16": case_of("gla", True, matmul=Matmul.bf16)}
+    cases |= {each: case_of("gla", True, recompute=each) for each in Recompute if each is not Recompute.none}
+    found = run_distributed(whole, 1, store, cases)[0]
     assert isinstance(found, dict)
     return found
 
 
 @pytest.mark.slow
-def test_gla_in_fp8_trains_alike_on_two_ranks(store: str, expected: dict[tuple[str, bool], Result]) -> None:
+def test_gla_in_fp8_trains_alike_on_two_ranks(store: str, of_gla: dict[Any, Result]) -> None:
+    expected = {("gla", True): of_gla["gla", True]}
     run_distributed(split, 2, store, pickle.dumps(expected), ["gla"], SPLITS[2:])
 
 
-@pytest.mark.few(1)
 @pytest.mark.campaign
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_models_in_fp8_train_alike_on_any_number_of_ranks(world_size: int, store: str) -> None:
-    expected = run_distributed(whole, 1, store, [*MODELS], [False, True])[0]
+    cells = itertools.product(MODELS, (False, True))
+    expected = run_distributed(whole, 1, store, {cell: case_of(*cell) for cell in cells})[0]
     run_distributed(split, world_size, store, pickle.dumps(expected), [*MODELS], SPLITS, timeout=1200)
-
-
-@pytest.mark.slow
-def test_sharding_of_weights_and_batch_does_not_change_fp8(
-    store: str, expected: dict[tuple[str, bool], Result]
-) -> None:
-    run_distributed(shares_of_data, 2, store, pickle.dumps(expected))
 
 
 @pytest.mark.slow
@@ -138,28 +124,15 @@ def test_scale_of_all_tokens_would_depend_on_the_split(store: str) -> None:
     assert worst(two, one)["losses"] > 1e3 * TOLERANCE
 
 
-def recomputed(rank: int, world_size: int, store: str) -> dict[Recompute, Result]:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
-    return {each: run_steps(case_of("gla", recompute=each), scan, mesh, store) for each in Recompute}
-
-
 @pytest.mark.slow
-def test_recomputation_in_fp8_has_the_same_bits(store: str) -> None:
-    found = run_distributed(recomputed, 1, store)[0]
-    plain = found.pop(Recompute.none)
-    for result in found.values():
+def test_recomputation_in_fp8_has_the_same_bits(of_gla: dict[Any, Result]) -> None:
+    plain = of_gla["gla", True]
+    for result in (of_gla[Recompute.selective], of_gla[Recompute.full]):
         assert result.losses == plain.losses
         assert result.norms == plain.norms
         assert all(torch.equal(result.parameters[name], plain.parameters[name]) for name in plain.parameters)
 
 
 @pytest.mark.slow
-def test_fp8_changes_losses_by_its_rounding(store: str, expected: dict[tuple[str, bool], Result]) -> None:
-    found = run_distributed(in_compute_dtype, 1, store)[0]
-    error = worst(expected["gla", True], found)["losses"]
-    assert 1e-5 < error < 0.1
-
-
-def in_compute_dtype(rank: int, world_size: int, store: str) -> Result:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"]
-    return run_steps(case_of("gla", True, matmul=Matmul.bf16), scan, mesh, store)
+def test_fp8_changes_losses_by_its_rounding(of_gla: dict[Any, Result]) -> None:
+    assert 1e-5 < worst(of_gla["gla", True], of_gla["bf16"])["losses"] < 0.1

@@ -30,7 +30,6 @@ from zeco_train.collectives import ScanWorker, serial
 from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
-from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
@@ -182,11 +181,6 @@ def test_piecewise_reference_equals_whole_recurrence() -> None:
     reference = Reference(case)
     assert torch.equal(reference.whole["o"], o)
     assert torch.equal(reference.carries["carry_out"], final_state)
-    documents = (0, 5, 31, 32, 62)
-    case = Case("reference with documents", case.lengths, documents=documents)
-    tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
-    o, _ = naive_gla(*tokens, doc_ids=find_doc_ids(torch.tensor(documents), 0, 62, tokens[0].device))
-    assert torch.equal(Reference(case).whole["o"], o)
 
 
 def test_every_backend_and_algorithm_is_tested() -> None:

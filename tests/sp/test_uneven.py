@@ -38,7 +38,6 @@ pytestmark = pytest.mark.numeric
 LENGTHS, WITH_HALO = (1, 7, 2, 1, 13, 3, 1, 1, 20, 5), (4, 9, 5, 4, 13, 6, 4, 7, 20, 5)
 # fp64: sums of some 60 tokens and 2 layers in another order.
 TOLERANCE = 1e-12
-DEFAULT = ("mamba2",)
 # Heads that ulysses can spread over 2, 3 and 5 ranks.
 SHAPE = {"vocab_size": 31, "hidden_size": 60, "num_layers": 2, "intermediate_size": 40}
 HYBRID = GLAConfig(**SHAPE, num_heads=2, attn=AttnConfig(every=2, num_heads=30, head_dim=2))
@@ -126,28 +125,23 @@ def suite(rank: int, world_size: int, name: str, sizes: Sequence[int], quick: bo
 
 
 @pytest.mark.parametrize(
-    ("name", "quick"),
-    [*((name, True) for name in DEFAULT), *(pytest.param(name, False, marks=pytest.mark.campaign) for name in MODELS)],
+    ("name", "sizes", "quick"),
+    [
+        ("mamba2", (3,), True),
+        *(pytest.param(n, of, False, marks=pytest.mark.campaign) for n in MODELS for of in ((3,), (2, 5))),
+    ],
 )
-def test_three_uneven_ranks_compute_what_one_does(name: str, quick: bool) -> None:
-    run_distributed(suite, 3, name, (3,), quick)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    "name", [name if name == "softmax" else pytest.param(name, marks=pytest.mark.campaign) for name in MODELS]
-)
-def test_two_and_five_uneven_ranks_compute_what_one_does(name: str) -> None:
-    run_distributed(suite, 5, name, (2, 5))
+def test_uneven_ranks_compute_what_one_does(name: str, sizes: Sequence[int], quick: bool) -> None:
+    run_distributed(suite, max(sizes), name, sizes, quick)
 
 
 @pytest.mark.slow
 def test_training_with_a_length_that_does_not_divide(tmp_path: Path) -> None:
-    """130 tokens over 3 ranks, in 4 segments, train as over one; so does validation."""
-    settings = ["data.seq_len=130", "train.steps=2", "train.dtype=fp64", "train.eval_every=2", "sp=zeco"]
+    """130 tokens over 3 ranks, in 2 segments, train as over one; so does validation."""
+    settings = ["data.seq_len=130", "train.steps=1", "train.dtype=fp64", "train.eval_every=1", "sp=zeco"]
     expected, found = (
         run_distributed(train, ranks, tmp_path / f"{ranks}", *settings, f"train.segments={segments}")[0]["rows"]
-        for ranks, segments in ((1, 1), (3, 4))
+        for ranks, segments in ((1, 1), (3, 2))
     )
     assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
     assert "val_loss" in expected[-1]

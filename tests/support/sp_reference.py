@@ -7,12 +7,10 @@ import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.store.documents import sequence_borders
 from tests.support.positions import position_of
 from tests.support.recurrence import naive_gla
 from zeco_train.collectives.scan_registry import ALL_SCANS
@@ -55,15 +53,12 @@ class Case:
     poison: bool = False  # replicated values are NaN on every rank that must not read them
     strided: bool = False  # tensors and gradients are not contiguous, gradients of outputs are expanded from one value
     dtype: torch.dtype = torch.float64
-    documents: tuple[int, ...] | None = None  # borders in the sequence, from 0 to its end; the batch is 1 then
-    doc_offsets: tuple[int, ...] = ()  # borders in the stream that contains the sequence; `documents` if empty
-    stream_start: int = 0  # position of the sequence in that stream
     tensors: dict[str, Tensor] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
-        tokens = (BATCH if self.documents is None else 1, self.borders[-1], HEADS)
-        state_shape = (tokens[0], HEADS, KEY_DIM, VALUE_DIM)
+        tokens = (BATCH, self.borders[-1], HEADS)
+        state_shape = (BATCH, HEADS, KEY_DIM, VALUE_DIM)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
 
         def random(*shape: int) -> Tensor:
@@ -90,12 +85,7 @@ class Case:
         return segment * len(self.lengths[0]) + rank
 
     def position(self, exchange: Exchange, piece: int) -> SequencePosition:
-        start, stop = self.borders[piece : piece + 2]
-        documents = None
-        if self.documents is not None:
-            doc_offsets = np.array(self.doc_offsets or self.documents)
-            documents = sequence_borders(doc_offsets, self.stream_start, self.borders[-1]).tolist()
-        return position_of(exchange, start, stop, documents)
+        return position_of(exchange, *self.borders[piece : piece + 2])
 
     def tokens(self, piece: int) -> dict[str, Tensor]:
         """q, k, v, g as leaves, and do, of one piece."""
@@ -108,7 +98,7 @@ class Case:
 
 
 class Reference:
-    """The recurrence over the whole sequence in fp64 under autograd: document by document, each from a zero state.
+    """The recurrence over the whole sequence in fp64 under autograd.
 
     Attributes:
         whole: o, dq, dk, dv, dg of all tokens.
@@ -123,13 +113,12 @@ class Reference:
         borders = case.borders
         after: dict[int, Tensor] = {}
         o: list[Tensor] = []
-        for start, stop in itertools.pairwise(case.documents or (0, borders[-1])):
-            state = carry_in if case.carry and case.documents is None else None
-            for a, b in itertools.pairwise([start, *(x for x in borders if start < x < stop), stop]):
-                part, state = naive_gla(*(x[:, a:b] for x in leaves.values()), initial_state=state)
-                o.append(part)
-                # A separate node: o's dependence on the state before the border is not part of D_in.
-                after[b] = state = state.clone()
+        state = carry_in if case.carry else None
+        for a, b in itertools.pairwise(borders):
+            part, state = naive_gla(*(x[:, a:b] for x in leaves.values()), initial_state=state)
+            o.append(part)
+            # A separate node: o's dependence on the state before the border is not part of D_in.
+            after[b] = state = state.clone()
         outputs, grads = [torch.cat(o, dim=1)], [case.tensors["do"].double()]
         if case.carry:
             outputs, grads = [*outputs, after[borders[-1]]], [*grads, case.tensors["dcarry_out"].double()]

@@ -1,0 +1,329 @@
+"""Operators over uneven ranks, by every backend, in batches whose rows have documents of their own, against their
+recurrences: the passes of the registry, and those that `op_passes` makes of a recurrence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import opcheck
+
+from tests.support.distributed import run_distributed
+from tests.support.op_passes import op_passes
+from tests.support.recurrence import naive_of
+from tests.support.sequences import dims_of, expected, own_tokens, tensors
+from tests.support.sp_reference import RecordedExchange, build_scans
+from zeco_train.ops.delta import DELTA
+from zeco_train.ops.delta.chunk_states import Chunks
+from zeco_train.ops.documents import find_doc_ids
+from zeco_train.ops.gla import GLA
+from zeco_train.ops.gla.chunked import _GlaForward
+from zeco_train.ops.mix import mix
+from zeco_train.ops.operator import Kind
+from zeco_train.ops.operator_registry import OPERATORS
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.rows import by_rows
+from zeco_train.ops.seam import Exchange
+from zeco_train.sp.exchange import local_exchange
+
+pytestmark = pytest.mark.numeric
+
+SCALE = 0.7
+# Tokens of each rank; a sequence ends with the last one.
+LENGTHS = {1: (9,), 2: (1, 6), 3: (5, 1, 3), 5: (1, 1, 1, 5, 2)}
+# Where documents begin, by row: one that continues from the carry, several over ranks after it, one a token.
+STARTS = ((), (2, 3, 6), tuple(range(10)))
+# For one operator, over several chunks of 64: inside of them and at their edges, at an edge of ranks, before the end.
+LONG, LONG_STARTS = (70, 1, 66), ((), (30, 71, 100), (64, 65, 70, 136))
+# Sums of tens of terms near 1, each rounded by 2^-53.
+TOLERANCE = 1e-13
+# An operator is tested over ranks before it has passes of its own.
+OPS = {
+    "slow gla": replace(GLA, portable=op_passes(naive_of(GLA), Kind.diagonal), cuda=None),
+    "slow delta": replace(DELTA, portable=op_passes(naive_of(DELTA), Kind.matrix), cuda=None),
+    **OPERATORS,
+}
+ROWS = [name for name, operator in OPERATORS.items() if not operator.reads_whole]
+PROMISES = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+
+
+def shard_of(
+    exchange: Exchange, bounds: Sequence[int], rank: int, starts: Sequence[Sequence[int]] = STARTS
+) -> SequencePosition:
+    """This rank's tokens, with documents of each row."""
+    start, stop = bounds[rank : rank + 2]
+    doc_ids = torch.zeros(len(starts), stop - start, dtype=torch.int32)
+    for row, own in zip(doc_ids, starts, strict=True):
+        row[[border - start for border in own if start <= border < stop]] = 1
+    shard = SequencePosition(bounds, rank, exchange=exchange)
+    return shard.with_tensors(doc_ids.cumsum(1, dtype=torch.int32), torch.arange(start, stop))
+
+
+def found_by(
+    name: str,
+    values: dict[str, Tensor],
+    shard: SequencePosition,
+    replayed: Tensor | None = None,
+    *,
+    carry: bool = True,
+    want_carry: bool = True,
+) -> dict[str, Tensor]:
+    """o, carry_out and every gradient of this rank's tokens; R, what it received, of an operator that reads all."""
+    keys = [key for key in OPERATORS[name].operands if key != "log_decay"] + ["carry_in"] * carry
+    leaves = {key: values[key].clone().requires_grad_() for key in keys}
+    o, carry_out = mix(
+        name,
+        [leaves.get(key, values[key]) for key in OPERATORS[name].operands],
+        shard,
+        incoming_state=replayed,
+        carry_in=leaves.get("carry_in"),
+        want_carry=want_carry,
+    )
+    results = {"o": o.detach()}
+    if OPERATORS[name].reads_whole:
+        results["R"] = o.grad_fn.saved_tensors[-2]  # type: ignore[union-attr]
+    outputs, grads = [o], [values["do"]]
+    if carry_out is not None:
+        outputs, grads = [o, carry_out], [values["do"], values["dcarry_out"]]
+        results |= {} if replayed is not None else {"carry_out": carry_out.detach()}
+    found = torch.autograd.grad(outputs, [*leaves.values()], grads)
+    return results | {f"d{key}": grad for key, grad in zip(leaves, found, strict=True)}
+
+
+def compare(
+    name: str,
+    backend: str,
+    exchange: RecordedExchange,
+    rank: int,
+    lengths: Sequence[int],
+    starts: Sequence[Sequence[int]] = STARTS,
+    *,
+    carry: bool = True,
+    want_carry: bool = True,
+) -> None:
+    """On this rank's tokens; a replay of what it received launches no scan forward, and has the same bits."""
+    bounds = [*itertools.accumulate(lengths, initial=0)]
+    whole, tokens = tensors(name, bounds[-1], len(starts)), slice(*bounds[rank : rank + 2])
+    # Scans of states are recorded, those of halos are not.
+    shard = shard_of(exchange.replaced(halo=exchange.states), bounds, rank, starts)
+    if is_whole := OPERATORS[name].reads_whole:
+        carry = want_carry = False
+        starts = [()] * len(starts)
+        shard = SequencePosition(bounds, rank, exchange=exchange)
+    wanted = expected(name, whole, starts, carry_in=carry, carry_out=want_carry)
+    own, where = own_tokens(name, whole, tokens), f"{name}, {backend}, {carry=}, {want_carry=}"
+    exchange.events.clear()
+    found = found_by(name, own, shard, carry=carry, want_carry=want_carry)
+    assert [event for event in exchange.events if "launch" in event] == ["launch forward", "launch reverse"], where
+    check(name, found, wanted, tokens, where)
+    received = found["R"] if is_whole else exchange.received["R"]
+    exchange.events.clear()
+    again = found_by(name, own, shard, received, carry=carry, want_carry=want_carry)
+    assert [event for event in exchange.events if "launch" in event] == ["launch reverse"], where
+    assert all(torch.equal(x, found[key]) for key, x in again.items()), f"a replay: {where}"
+    if OPERATORS[name].state_is_halo:
+        check(name, found_by(name, own, shard.over(exchange)), wanted, tokens, f"{where}, by a halo")
+
+
+def check(name: str, found: dict[str, Tensor], wanted: dict[str, Tensor], tokens: slice, where: str) -> None:
+    mine = own_tokens(name, wanted, tokens)
+    for key, x in found.items():
+        if key == "R":
+            states = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+            dist.all_gather(states, x)
+            assert all(torch.equal(x, other) for other in states), f"R differs between ranks: {where}"
+            continue
+        if not {"T", "B"} & {*dims_of(name, key)}:
+            # Of an operand of all tokens: each rank has its part of the gradient.
+            dist.all_reduce(x := x.clone())
+        error = (x - mine[key]).abs().max().item() / max(1.0, wanted[key].abs().max().item())
+        assert error <= TOLERANCE, f"{key} is off by {error:.1e}: {where}"
+
+
+def suite(rank: int, world_size: int, quick: bool) -> None:
+    """Quick: one of matrices with all backends, each other operator with one of them."""
+    scans = build_scans(tuple(range(world_size)))
+    with mock.patch.dict(OPERATORS, OPS):
+        for number, name in enumerate(OPS):
+            chosen = [*scans] if name == "delta" or not quick else [[*scans][number % len(scans)]]
+            for backend in chosen:
+                compare(name, backend, scans[backend], rank, LENGTHS[world_size])
+    if quick:
+        compare("gla", "chain/3", scans["chain/3"], rank, LONG, LONG_STARTS)
+    for scan in scans.values():
+        scan.drain()
+    dist.barrier()  # keep ranks alive until their peers have received everything
+
+
+@pytest.mark.parametrize(
+    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in (1, 2, 3, 5))]
+)
+def test_rows_with_documents_of_their_own_equal_their_recurrences(world_size: int, quick: bool) -> None:
+    run_distributed(suite, world_size, quick)
+
+
+def made_matrices(rank: int, world_size: int) -> list[int]:
+    """How often two passes (one a replay) of three rows make the matrix, without and with a carry in, and out."""
+    scan, made = build_scans(tuple(range(world_size)), "two_shot")["two_shot"], []
+    for carry, want_carry in itertools.product((False, True), repeat=2):
+        with mock.patch.object(Chunks, "transition", autospec=True, side_effect=Chunks.transition) as make:
+            compare("delta", "two_shot", scan, rank, LENGTHS[world_size], carry=carry, want_carry=want_carry)
+        made.append(make.call_count)
+    scan.drain()
+    dist.barrier()
+    return made
+
+
+def test_matrices_are_made_only_where_a_state_passes_through() -> None:
+    assert run_distributed(made_matrices, 3) == [[0, 0, 6, 6], [6, 6, 6, 6], [0, 6, 0, 6]]
+
+
+@pytest.mark.parametrize("documents", [None, (0, 70, 100)])
+def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None) -> None:
+    """State, transition and state gradient one by one, in fp64."""
+    values = tensors("gla", 100, 1)
+    operands, incoming = [values[name] for name in GLA.operands], values["carry_in"]
+    doc_ids = None if documents is None else find_doc_ids(torch.tensor(documents), 0, 100, incoming.device)
+    both = []
+    for passes in (GLA.select(operands), OPS["slow gla"].portable):
+        forward = passes.forward(operands, SCALE, doc_ids)
+        forward.overlap()
+        o = forward.outputs(incoming)
+        backward = passes.backward(operands, values["do"], forward.saved, incoming, SCALE, doc_ids)
+        backward.overlap()
+        transition, grads = forward.transition.exp(), backward.operand_grads(values["dcarry_out"])
+        both.append([forward.state, transition, o, backward.state_grad, *grads])
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_unknown_operator_and_wrong_operands_are_refused() -> None:
+    shard = SequencePosition((0, 4), exchange=local_exchange())
+    x = torch.ones(1, 4, 1, 2)
+    for name, count, field in (("gal", 4, "operator"), ("gla", 3, "operands")):
+        with pytest.raises(ValueError, match=f"^{field}: .*(gal|q, k, v, g)"):
+            mix(name, [x] * count, shard)
+
+
+def by_rows_and_alone(name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """The results of a batch over one rank, and of each of its sequences alone."""
+    shard = shard_of(local_exchange(), [0, values["do"].shape[1]], 0)
+    shard = shard.with_tensors(shard.doc_ids.to(values["do"].device), shard.positions)
+    alone = []
+    for row, doc_ids in enumerate(shard.doc_ids):
+        own = {key: x[row : row + 1] if "B" in dims_of(name, key) else x for key, x in values.items()}
+        alone.append(found_by(name, own, shard.with_tensors(doc_ids, shard.positions)))
+    return found_by(name, values, shard), alone
+
+
+def check_same_bits(name: str, values: dict[str, Tensor]) -> None:
+    found, alone = by_rows_and_alone(name, values)
+    for key, x in found.items():
+        of_rows = [row[key] for row in alone]
+        if "B" in dims_of(name, key):
+            assert torch.equal(x, torch.cat(of_rows)), f"{name}: {key}"
+        else:
+            wide = [grad.float() if grad.dtype == torch.bfloat16 else grad for grad in of_rows]
+            assert torch.equal(x, sum(wide[1:], wide[0]).to(x.dtype)), f"{name}: {key}"
+
+
+def in_bf16(name: str, tokens: int) -> dict[str, Tensor]:
+    """Tokens in bf16; decays, strengths and states in fp32."""
+    wide = ("g", "log_decay", "beta", "carry_in", "dcarry_out")
+    values = tensors(name, tokens, len(STARTS))
+    return {key: x.float() if key in wide else x.bfloat16() for key, x in values.items()}
+
+
+@pytest.mark.few(quick=3)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_has_the_bits_that_it_has_alone(name: str) -> None:
+    check_same_bits(name, in_bf16(name, 9))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+def test_kernels_give_a_row_the_bits_that_it_has_alone(name: str) -> None:
+    """Rows of odd lengths do not start at 16 bytes. Nothing synchronises the host."""
+    values = {key: x.cuda() for key, x in in_bf16(name, 203).items()}
+    check_same_bits(name, values)
+    shard = shard_of(local_exchange(), [0, 203], 0)
+    shard = shard.with_tensors(shard.doc_ids.cuda(), shard.positions)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found_by(name, values, shard)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Keeping(_GlaForward):
+    """GLA's forward pass, which saves 2g in place of g, and its states, as kernels do."""
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        self.saved = 2 * self._g, incoming_state.clone(), self.state.mT.contiguous()
+        return super().outputs(incoming_state)
+
+
+def keeping_backward(
+    operands: Sequence[Tensor],
+    do: Tensor,
+    saved: Sequence[Tensor],
+    incoming: Tensor | None,
+    scale: float,
+    doc_ids: Tensor | None,
+) -> object:
+    q, k, v, doubled = operands
+    incoming_state, turned = saved
+    assert incoming is None
+    assert turned.mT.shape == incoming_state.shape
+    return GLA.select(operands).backward([q, k, v, doubled / 2], do, (), incoming_state, scale, doc_ids)
+
+
+def keeping_saved(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    g = operands[3]
+    B, H, K, V = GLA.state_shape(operands)
+    return g.new_empty(g.shape), g.new_empty(B, H, K, V), g.new_empty(B, H, V, K)
+
+
+KEEPING = Passes(Keeping, keeping_backward, keeping_saved, replaced=(3,), needs_incoming=False)
+
+
+@pytest.mark.slow
+def test_saved_tensors_return_to_their_rows() -> None:
+    """Those in place of operands too; a compiler is promised the same ones."""
+    values = tensors("gla", 9, len(STARTS))
+    wanted, _ = by_rows_and_alone("gla", values)
+    with mock.patch.dict(OPERATORS, {"gla": replace(GLA, portable=KEEPING, cuda=None)}):
+        found, _ = by_rows_and_alone("gla", values)
+        check_promises("gla", values)
+    assert all(torch.equal(x, found[key]) for key, x in wanted.items())
+
+
+@pytest.mark.slow  # tests/ops has opcheck without rows
+@pytest.mark.parametrize("name", ["short_conv", "fixed_decay"])
+def test_operator_passes_opcheck_by_rows(name: str) -> None:
+    check_promises(name, tensors(name, 9, len(STARTS)))
+
+
+def check_promises(name: str, values: dict[str, Tensor]) -> None:
+    """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
+    shard = shard_of(local_exchange(), [0, 9], 0)
+    operands = [values[key].clone().requires_grad_(key != "log_decay") for key in OPERATORS[name].operands]
+    where = 1.0, shard.handle, shard.doc_ids
+    arguments = (operands, name, *where, None, values["carry_in"].clone().requires_grad_(), True)
+    opcheck(torch.ops.zeco.mix.default, arguments, test_utils=PROMISES)
+
+
+def test_wrong_pieces_are_refused() -> None:
+    operands = [torch.zeros(2, 4, 3, 6) for _ in range(4)]
+    doc_ids = torch.zeros(3, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^doc_ids: of 3 sequences, for a batch of 2$"):
+        by_rows(GLA, operands, doc_ids)
+    with pytest.raises(ValueError, match=r"^documents: expected ids of shape \[2, 4\], got \[2, 3\]$"):
+        GLA.check(operands, doc_ids[:2, :3])
