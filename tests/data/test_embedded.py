@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data.sources import corpora
-from data.sources.corpora import prepare_embedded, standard_library_documents
+from data.sources.corpora import Corpus, prepare_embedded, standard_library_documents
 from data.store import TokenStore, is_store, shard_name
+from tests.support.commands import check_line, run_here, snapshot
 from tests.support.stores import verify
 from zeco_train.errors import ConfigError, DataError
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -89,32 +86,20 @@ def test_embedded_corpus_is_split_and_reused(library: Path, tmp_path: Path) -> N
     assert not [folder for folder in (tmp_path / "cache").iterdir() if not is_store(folder)]
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_concurrent_processes_share_embedded_cache(library: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from data.sources.corpora import prepare_embedded, standard_library_documents\n"
-        "corpus = standard_library_documents(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.readline()\n"
-        "print(prepare_embedded(Path(sys.argv[2]), 0.25, corpus))"
-    )
-    command = [sys.executable, "-c", code, str(library), str(tmp_path / "cache")]
-    processes = [
-        subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    paths = {process.communicate()[0].strip() for process in processes}
-    assert [process.returncode for process in processes] == [0, 0]
-    assert len(paths) == 1
-    verify(TokenStore.open(paths.pop()))
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+def test_concurrent_processes_share_embedded_cache(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one finishes while this one writes."""
+    corpus, write, others = standard_library_documents(library), corpora._write, []
+
+    def write_late(folder: Path, corpus: Corpus, fraction: float) -> None:
+        monkeypatch.setattr(corpora, "_write", write)
+        others.append(prepare_embedded(tmp_path / "cache", 0.25, corpus))
+        write(folder, corpus, fraction)
+
+    monkeypatch.setattr(corpora, "_write", write_late)
+    assert [prepare_embedded(tmp_path / "cache", 0.25, corpus)] == others == [*(tmp_path / "cache").iterdir()]
+    verify(TokenStore.open(others[0]))
 
 
 @pytest.mark.parametrize("is_link", [False, True])
@@ -128,27 +113,19 @@ def test_folders_of_other_kinds_and_links_are_not_replaced(is_link: bool, librar
     else:
         (victim / "thesis.txt").touch()
         victim.rename(place)
-    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    before = snapshot(tmp_path)
     with pytest.raises(DataError, match=f"exists and is {'a link' if is_link else 'not a token store'}; choose"):
         prepare_embedded(tmp_path / "cache", 0.25, corpus)
-    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
-
-
-def test_unwritable_cache_is_reported(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("")
-    with pytest.raises(DataError, match=r"cannot be written \(.*\); choose another folder with .*ZECO_CACHE"):
-        prepare_embedded(tmp_path / "cache", 0.25, standard_library_documents(library))
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"]])
 def test_errors_of_the_command_are_one_line(
-    arguments: list[str], library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (library / "file").write_text("")
     monkeypatch.setenv("ZECO_CACHE", str(library / "file"))
     monkeypatch.setattr(corpora, "standard_library_documents", lambda: standard_library_documents(library))
-    assert corpora.main(arguments) == (ConfigError if arguments else DataError).exit_code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    outcome = run_here(corpora.main, *arguments)
+    check_line(outcome, *((ConfigError.exit_code,) if arguments else (DataError.exit_code, "cannot be", "ZECO_CACHE")))
+    assert outcome.out == ""

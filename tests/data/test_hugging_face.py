@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,14 +16,14 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from data.preparation import preparation
-from data.prepare import PrepareOptions, main, prepare_store
-from data.sources.hugging_face import RECIPES, DatasetSpec, Recipe, load_recipe, open_dataset, recipe_names
+from data.prepare import main, prepare_store
+from data.sources.hugging_face import RECIPES, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
-from data.tokenizer import load_tokenizer
 from tests.data.test_prepare import write_marked
-from tests.data.test_resume import Stopped, contents, stop_before, write_lines
+from tests.data.test_resume import Stopped, contents, options, prepare_with_stops, stop_before
+from tests.support.commands import check_line, run_here
 from tests.support.stores import documents
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = [f"document {index} " + "é" * (index % 50) for index in range(300)]
@@ -94,53 +94,31 @@ def test_workers_and_interruptions_do_not_change_the_store(
 ) -> None:
     folder = write_dataset(tmp_path / "corpus", kind)
 
-    def options(out: str, workers: int) -> PrepareOptions:
-        return PrepareOptions(
-            (),
-            tmp_path / out,
-            dataset=preparation.DatasetSpec(str(folder), streaming=streaming),
-            workers=workers,
-            min_tokens=20,
-            validation_fraction=0.1,
-            shard_tokens=2000,
-            part_characters=2500,
-            unit_bytes=4000,
-            save_seconds=0.0,
-        )
-
-    prepare_store(options("unbroken", 1))
-    runs = 0
+    spec = preparation.DatasetSpec(str(folder), streaming=streaming)
+    changes = {"sources": (), "dataset": spec, "min_tokens": 20, "shard_tokens": 2000, "part_characters": 2500}
+    some = replace(options(folder, tmp_path / "unbroken"), unit_bytes=4000, **changes)
+    prepare_store(some)
     # Starting two processes that import the library takes seconds, so only one kind has two workers.
-    for workers in (2 if kind == "jsonl.gz" else 1, *[1] * 100):
-        runs += 1
-        with monkeypatch.context() as patched:
-            stop_before(patched, preparation._Preparation, "_take", 2)
-            try:
-                prepare_store(options("store", workers))
-                break
-            except Stopped:
-                continue
-    assert runs > 2
+    again = replace(some, out=tmp_path / "store", workers=2 if kind == "jsonl.gz" else 1)
+    assert prepare_with_stops(again, monkeypatch, 2) > 2
     assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
     kept = documents(tmp_path / "store") + documents(tmp_path / "store" / "validation")
     assert kept == [text for text in TEXTS if len(text.encode()) >= 20]
 
 
-def test_changed_dataset_is_refused_on_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_dataset_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_dataset(tmp_path / "corpus", "parquet")
-    arguments = ["--dataset", folder, "--streaming", "--out", tmp_path / "store", "--workers", 1, "--save-seconds", 0]
+    arguments = ["--dataset", str(folder), "--streaming", "--out", str(tmp_path / "store"), "--save-seconds", "0"]
     with monkeypatch.context() as patched:
         stop_before(patched, preparation._Preparation, "_take", 5)
         with pytest.raises(Stopped):
             prepare(*arguments)
     os.utime(folder / "train-00002.parquet", (1, 1))
-    assert prepare(*arguments) == 3
-    assert "corpus: has changed since the interrupted preparation read it; give --over" in capsys.readouterr().err
+    problem = "corpus: has changed since the interrupted preparation read it; give --over"
+    check_line(run_here(main, *arguments), 3, problem)
 
 
-def test_save_to_disk_dataset_is_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_to_disk_dataset_is_prepared(tmp_path: Path) -> None:
     import datasets
 
     rows = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
@@ -153,17 +131,15 @@ def test_save_to_disk_dataset_is_prepared(tmp_path: Path, capsys: pytest.Capture
     assert documents(tmp_path / "held_out") == TEXTS[::7]
     assert prepare("--dataset", tmp_path / "one", "--streaming", "--out", tmp_path / "again", "--workers", 1) == 0
     assert documents(tmp_path / "again") == TEXTS
-    capsys.readouterr()
-    assert prepare(tmp_path / "splits", "--split", "test", "--out", tmp_path / "none") == 3
-    assert capsys.readouterr().err == (
-        f"error: {tmp_path / 'splits'}: no split 'test'; its splits: train, validation (--split)\n"
-    )
-    assert prepare(tmp_path / "one", tmp_path / "splits", "--out", tmp_path / "none") == 3
-    assert "is a data set of save_to_disk, which stands alone" in capsys.readouterr().err
+    one, splits = str(tmp_path / "one"), str(tmp_path / "splits")
+    outcome = run_here(main, splits, "--split", "test", "--out", str(tmp_path / "none"))
+    check_line(outcome, 3, f"{splits}: no split 'test'; its splits: train, validation (--split)")
+    outcome = run_here(main, one, splits, "--out", str(tmp_path / "none"))
+    check_line(outcome, 3, "is a data set of save_to_disk, which stands alone")
 
 
 @pytest.mark.parametrize("kind", ["link", "card", "card with an absolute path", "save_to_disk"])
-def test_files_outside_of_a_data_set_are_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_outside_of_a_data_set_are_refused(kind: str, tmp_path: Path) -> None:
     """The data set may be a stranger's, the file a private one."""
     import datasets
 
@@ -185,11 +161,8 @@ def test_files_outside_of_a_data_set_are_refused(kind: str, tmp_path: Path, caps
     elif kind != "save_to_disk":
         named = "../private.parquet" if kind == "card" else private
         (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
-    capsys.readouterr()
-    assert prepare("--dataset", folder, "--out", tmp_path / "store") == 3
-    captured = capsys.readouterr()
-    assert f"is a file outside of the data set {folder}; put the file itself there\n" in captured.err
-    assert captured.err.count("\n") == 1
+    outcome = run_here(main, "--dataset", str(folder), "--out", str(tmp_path / "store"))
+    check_line(outcome, 3, f"is a file outside of the data set {folder}; put the file itself there")
 
 
 @pytest.mark.few
@@ -205,68 +178,56 @@ def test_files_outside_of_a_data_set_are_refused(kind: str, tmp_path: Path, caps
     ],
 )
 def test_invalid_dataset_options_print_one_error_line(
-    tmp_path: Path, streaming: str, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, streaming: str, arguments: list[str], expected: str
 ) -> None:
-    folder = write_dataset(tmp_path / "corpus", "parquet")
-    assert prepare("--dataset", folder, streaming, *arguments, "--out", tmp_path / "store") == 3
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: {folder}: ")
-    assert expected in captured.err
-    assert captured.err.count("\n") == 1
+    folder = str(write_dataset(tmp_path / "corpus", "parquet"))
+    outcome = run_here(main, "--dataset", folder, streaming, *arguments, "--out", str(tmp_path / "store"))
+    check_line(outcome, 3, f"{folder}: ", expected)
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_truncated_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_file_is_reported(tmp_path: Path) -> None:
     folder = write_dataset(tmp_path / "corpus", "jsonl.gz")
     path = folder / "train-00001.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-40])
-    for source in (["--dataset", folder, "--streaming"], [folder]):
-        assert prepare(*source, "--out", tmp_path / "store", "--workers", "1") == 3
-        captured = capsys.readouterr()
-        assert captured.err.startswith(f"error: {folder}")
-        assert "cannot be " in captured.err
-        assert captured.err.count("\n") == 1
+    for source in (["--dataset", str(folder), "--streaming"], [str(folder)]):
+        check_line(run_here(main, *source, "--out", str(tmp_path / "store")), 3, str(folder), "cannot be ")
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 @pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--recipe", "pg19", "--tokenizer", "bytes"], "emozilla/pg19: cannot be loaded ("),
-        (["--recipe", "pg19"], "EleutherAI/gpt-neox-20b: transformers cannot load a tokenizer from it ("),
-    ],
-)
-def test_offline_error_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
-    """In a separate process, since huggingface_hub reads its environment at import."""
-    command = [sys.executable, "-m", "data.prepare", *arguments, "--out", str(tmp_path / "store")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 3
-    assert result.stderr.startswith(f"error: {expected}")
-    assert result.stderr.count("\n") == 1
-    assert "network" in result.stderr or "that the hub knows" in result.stderr
-    assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.slow
-def test_names_of_the_hub_are_announced(
+def test_names_that_the_hub_cannot_give_are_announced_and_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub's library tries for a minute to reach it."""
     from huggingface_hub import constants
 
-    for offline, name, is_told in ((False, "a/b", True), (True, "a/b", False), (False, str(tmp_path), False)):
+    told = {
+        "data set": (["--dataset", "a/b"], "a/b: cannot be loaded (gone); check the name"),
+        "tokenizer": (
+            ["a.txt", "--tokenizer", "a/b"],
+            "a/b: transformers cannot load a tokenizer from it (gone); give",
+        ),
+    }
+    for offline, (arguments, line) in itertools.product((False, True), told.values()):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        for load in (lambda: load_tokenizer(name, download=True), lambda: open_dataset(DatasetSpec(name), "text")):  # noqa: B023
-            with (
-                mock.patch("transformers.AutoTokenizer.from_pretrained", side_effect=OSError("gone")),
-                mock.patch("datasets.load_dataset_builder", side_effect=OSError("gone")),
-                pytest.raises(DataError),
-            ):
-                load()
-            assert (f"asking the Hugging Face hub for {name} (" in capsys.readouterr().err) is is_told
+        with (
+            mock.patch("transformers.AutoTokenizer.from_pretrained", side_effect=OSError("gone")),
+            mock.patch("datasets.load_dataset_builder", side_effect=OSError("gone")),
+        ):
+            assert prepare(*arguments, "--out", tmp_path / "store") == 3
+        *announced, error = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"error: {line}")
+        assert [text.startswith("asking the Hugging Face hub for a/b (") for text in announced] == [True] * (
+            not offline
+        )
+        assert not (tmp_path / "store").exists()
+    # The library itself, without a network.
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    assert prepare("--recipe", "pg19", "--tokenizer", "bytes", "--out", tmp_path / "store") == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: emozilla/pg19: cannot be loaded (")
+    assert "check the name and the network" in error
 
 
 # File kind and columns of each recipe's data set.
@@ -276,14 +237,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "stack_v2_edu": ("jsonl.gz", {"id": "1", "text": "", "source": "x", "metadata": {"license": "MIT"}}),
     "fineweb_edu": (
         "parquet",
-        {
-            **dict.fromkeys(("id", "dump", "url", "file_path", "language"), "x"),
-            "text": "",
-            "language_score": 0.9,
-            "token_count": 9,
-            "score": 3.1,
-            "int_score": 3,
-        },
+        dict.fromkeys(("text", "id", "dump", "url", "file_path", "language"), "x")
+        | dict.fromkeys(("language_score", "score"), 0.9)
+        | dict.fromkeys(("token_count", "int_score"), 3),
     ),
     "pg19": ("parquet", {"short_book_title": "x", "publication_date": 1880, "url": "x", "text": ""}),
     "starcoderdata": (
@@ -343,7 +299,7 @@ def test_recipe_prepares_data_of_its_schema(name: str, tmp_path: Path, capsys: p
     assert (recorded["recipe"], recorded["licence"]) == (name, recipe.licence)
 
 
-def test_user_recipe_is_prepared_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_recipe_is_prepared_or_refused(tmp_path: Path) -> None:
     folder = write_dataset(tmp_path / "corpus", "parquet", field="body")
     values = {"description": "d", "homepage": "h", "licence": "l", "size": "s", "dataset": str(folder)}
     (tmp_path / "mine.yaml").write_text(json.dumps({**values, "tokenizer": "bytes", "text_field": "body"}))
@@ -357,23 +313,9 @@ def test_user_recipe_is_prepared_or_refused(tmp_path: Path, capsys: pytest.Captu
         ("- dataset", "not a mapping"),
     ]:
         (tmp_path / "bad.yaml").write_text(text)
-        capsys.readouterr()
-        assert prepare("--recipe", tmp_path / "bad.yaml", "--out", tmp_path / "none") == 2
-        error = capsys.readouterr().err
-        assert expected in error
-        assert error.count("\n") == 1
+        check_line(run_here(main, "--recipe", str(tmp_path / "bad.yaml"), "--out", str(tmp_path / "none")), 2, expected)
     (tmp_path / "less.yaml").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="tokenizer"):
         load_recipe(str(tmp_path / "less.yaml"))
-    assert prepare("--recipe", "the_pile", "--out", tmp_path / "none") == 2
-    assert f"--recipe=the_pile: allowed: {', '.join(recipe_names())}, or the path of" in capsys.readouterr().err
-
-
-def test_sources_and_dataset_are_exclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
-    assert prepare(source, "--dataset", "x", "--out", tmp_path / "store") == 2
-    assert "give either SOURCE (files and folders) or --dataset" in capsys.readouterr().err
-    assert prepare("--out", tmp_path / "store") == 2
-    assert "give either SOURCE (files and folders) or --dataset" in capsys.readouterr().err
-    assert prepare(source, "--config", "x", "--out", tmp_path / "store") == 2
-    assert "--config=x: goes with --dataset or --recipe only" in capsys.readouterr().err
+    outcome = run_here(main, "--recipe", "the_pile", "--out", str(tmp_path / "none"))
+    check_line(outcome, 2, f"--recipe=the_pile: allowed: {', '.join(recipe_names())}, or the path of")

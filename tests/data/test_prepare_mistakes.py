@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from data.preparation import pipeline
 from data.prepare import PrepareOptions, main, prepare_store
+from tests.support.commands import check_line, run_here
 from tests.support.stores import write_lines
 from zeco_train.errors import DataError
 
@@ -28,7 +29,7 @@ def column(kind: pyarrow.DataType, *values: object, name: str = "text") -> bytes
 
 
 JSON = "each line must be one JSON object"
-# Name of a file in the folder, its contents (a path: a link there), and the line without "error: FOLDER".
+# Name of a file in the folder, its contents (a path: a link there), and the line without "FOLDER".
 PROBLEMS: dict[str, tuple[str, bytes | Path, str]] = {
     "not UTF-8": ("b.txt", b"12345\xff", "/b.txt: not UTF-8 at byte 5; convert it, for example with iconv"),
     "lines not UTF-8": (
@@ -79,7 +80,7 @@ PROBLEMS: dict[str, tuple[str, bytes | Path, str]] = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_unusable_text_is_reported(problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_text_is_reported(problem: str, tmp_path: Path) -> None:
     name, contents, expected = PROBLEMS[problem]
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -87,15 +88,13 @@ def test_unusable_text_is_reported(problem: str, tmp_path: Path, capsys: pytest.
         (folder / name).write_bytes(contents)
     else:
         (folder / name).symlink_to(contents)
-    assert main([str(folder), "--out", str(tmp_path / "store")]) == 3
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: {folder}{expected}")
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    outcome = run_here(main, str(folder), "--out", str(tmp_path / "store"))
+    check_line(outcome, 3, f"{folder}{expected}")
+    assert outcome.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_error_in_worker_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_in_worker_names_file_and_line(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", [*[{"text": "x" * 50}] * 20, {"id": 1}, *[{"text": "x"}] * 20])
     options = PrepareOptions((source,), tmp_path / "store", workers=2, unit_bytes=100)
     with pytest.raises(DataError, match=r"a\.jsonl, line 21: no field 'text'; fields there: id; choose one with"):
@@ -116,54 +115,45 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        (["none.txt", "--out", "s"], 3, "error: none.txt: no such file or folder"),
-        (
-            ["a.csv", "--out", "s"],
-            3,
-            f"error: a.csv: unknown kind of file '.csv'; known are {KINDS}",
-        ),
-        (["/dev/null", "--out", "s"], 3, "error: /dev/null: is neither a file nor a folder"),
+        (["none.txt", "--out", "s"], 3, "none.txt: no such file or folder"),
+        (["a.csv", "--out", "s"], 3, f"a.csv: unknown kind of file '.csv'; known are {KINDS}"),
+        (["/dev/null", "--out", "s"], 3, "/dev/null: is neither a file nor a folder"),
         (["a.txt", "--out", "a.txt/s"], 3, "a.txt is a file); choose another folder"),
         (["a.txt", "--out", "a.csv"], 3, "a.csv: exists and is not a token store; choose another folder"),
         (["a.txt", "--out", "folder"], 3, "folder: exists and is not a token store; choose another folder"),
         (["a.txt", "--out", "folder", "--overwrite"], 3, "folder: exists and is not a token store"),
-        (["a.txt", "--out", "s", "--tokenizer", "no/such/path"], 3, "error: no/such/path: no such tokenizer"),
+        (["a.txt", "--out", "s", "--tokenizer", "no/such/path"], 3, "no/such/path: no such tokenizer"),
         (
             ["a.txt", "--out", "s", "--validation-fraction", "0.5"],
             3,
-            "error: the validation part: would be empty: its ",
+            "the validation part: would be empty: its ",
         ),
-        (["a.txt", "--out", "s", "--validation-fraction", "1"], 2, "error: --validation-fraction=1.0: allowed: from 0"),
-        (["a.txt", "--out", "s", "--control-strings", "id"], 2, "error: --control-strings=id: allowed: text, ids"),
-        (["a.txt", "--out", "s", "--max-document-bytes", "0"], 2, "error: --max-document-bytes=0: allowed: 1 or more"),
-        (["a.txt", "--out", "s", "--workers", "0"], 2, "error: --workers=0: allowed: 1 or more"),
-        (["a.txt", "--out", "s", "--min-tokens", "0"], 2, "error: --min-tokens=0: allowed: 1 or more"),
-        (["", "--out", "s"], 2, "argument SOURCE: is empty; --help lists all"),
-        (["a.txt", "--out", ""], 2, "argument --out: is empty; --help lists all"),
-        (["a.txt", "--out", "/"], 2, "error: --out=/: needs a folder of its own"),
-        (["a.txt"], 2, "the following arguments are required: --out; --help lists all"),
+        (["a.txt", "--out", "s", "--validation-fraction", "1"], 2, "--validation-fraction=1.0: allowed: from 0"),
+        (["a.txt", "--out", "s", "--control-strings", "id"], 2, "--control-strings=id: allowed: text, ids"),
+        (["a.txt", "--out", "s", "--max-document-bytes", "0"], 2, "--max-document-bytes=0: allowed: 1 or more"),
+        (["a.txt", "--out", "s", "--workers", "0"], 2, "--workers=0: allowed: 1 or more"),
+        (["a.txt", "--out", "s", "--min-tokens", "0"], 2, "--min-tokens=0: allowed: 1 or more"),
+        (["", "--out", "s"], 2, "argument SOURCE: is empty"),
+        (["a.txt", "--out", ""], 2, "argument --out: is empty"),
+        (["a.txt", "--out", "/"], 2, "--out=/: needs a folder of its own"),
+        (["a.txt", "--dataset", "x", "--out", "s"], 2, "give either SOURCE (files and folders) or --dataset"),
+        (["--out", "s"], 2, "give either SOURCE (files and folders) or --dataset"),
+        (["a.txt", "--config", "x", "--out", "s"], 2, "--config=x: goes with --dataset or --recipe only"),
+        (["a.txt"], 2, "the following arguments are required: --out"),
         (
             ["a.txt", "--out", "s", "--workers", "two"],
             2,
-            "argument --workers: invalid int value: 'two'; --help lists all",
+            "argument --workers: invalid int value: 'two'",
         ),
     ],
 )
 def test_unusable_arguments_are_reported(
-    arguments: list[str],
-    code: int,
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], code: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("text")
     Path("a.csv").write_text("text")
     Path("folder").mkdir()
     Path("folder", "precious").write_text("text")
-    assert main(arguments) == code
-    captured = capsys.readouterr()
-    assert expected in captured.err
-    assert captured.err.count("\n") == 1
+    check_line(run_here(main, *arguments), code, expected.removeprefix(""))
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.csv", "a.txt", "folder", "precious"]

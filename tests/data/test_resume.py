@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from data.preparation import preparation
 from data.preparation.pipeline import Part, UnitTokenizer
 from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
-from data.store import TokenStore, read_meta
+from data.store import TokenStore
 from data.store.writer import StoreWriter
 from tests.support.stores import documents, verify, write_lines
 from zeco_train.errors import DataError
@@ -89,24 +91,26 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, count: 
     monkeypatch.setattr(owner, name, stopping)
 
 
+def prepare_with_stops(again: PrepareOptions, monkeypatch: pytest.MonkeyPatch, count: int) -> int:
+    """Stop every run after a few parts, and start it again with one worker; returns the number of runs."""
+    for runs in itertools.count(1):
+        with monkeypatch.context() as patched:
+            stop_before(patched, preparation._Preparation, "_take", count)
+            try:
+                prepare_store(again)
+                return runs
+            except Stopped:
+                again = replace(again, workers=1)
+    raise AssertionError
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_resume_after_stop_at_every_part(
     unbroken: tuple[Path, Path], tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every run stops after a few parts; with `workers=2`, runs alternate between two workers and one."""
     corpus, expected = unbroken
-    runs = 0
-    for runs in range(1, 100):
-        with monkeypatch.context() as patched:
-            stop_before(patched, preparation._Preparation, "_take", 2 if workers == 1 else 5)
-            try:
-                made = prepare_store(options(corpus, tmp_path / "store", workers=workers if runs % 2 else 1))
-                break
-            except Stopped:
-                continue
-    assert runs > 3
-    assert made.meta == read_meta(expected)
+    assert prepare_with_stops(options(corpus, tmp_path / "store", workers), monkeypatch, 2 if workers == 1 else 5) > 3
     assert contents(tmp_path / "store") == contents(expected)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
@@ -220,25 +224,42 @@ def test_resume_with_changed_sources_is_refused(corpus: Path, interrupted: Path,
     assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
 
 
-def test_resume_with_fewer_sources_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+def fewer_sources(corpus: Path, folder: Path) -> None:
     for path in corpus.iterdir():
         path.unlink()
     (corpus / "a.txt").write_text("one")
-    with pytest.raises(DataError, match="has changed since the interrupted preparation read it"):
-        prepare_store(options(corpus, tmp_path / "store"))
 
 
-def test_truncated_work_folder_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
-    os.truncate(interrupted / "store" / "tokens-00000.bin", 100)
-    with pytest.raises(DataError, match=r"tokens-00000\.bin: has 100 bytes, \d+ were written; prepare the store from"):
-        prepare_store(options(corpus, tmp_path / "store"))
-
-
-def test_work_folder_that_names_files_elsewhere_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
-    record = json.loads((interrupted / "state.json").read_text())
+def file_elsewhere(corpus: Path, folder: Path) -> None:
+    record = json.loads((folder / "state.json").read_text())
     record["state"]["waiting"] = [asdict(Part(0, "", 0, 1, True, "../../elsewhere", 1, 0, 0.0))]
-    (interrupted / "state.json").write_text(json.dumps(record))
-    with pytest.raises(DataError, match=r"state\.json: cannot be read \(part '../../elsewhere' is no file of"):
+    (folder / "state.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (fewer_sources, "has changed since the interrupted preparation read it"),
+        (
+            lambda corpus, folder: os.truncate(folder / "store" / "tokens-00000.bin", 100),
+            r"tokens-00000\.bin: has 100 bytes, \d+ were written; prepare the store from",
+        ),
+        (file_elsewhere, r"state\.json: cannot be read \(part '../../elsewhere' is no file of"),
+        (
+            lambda corpus, folder: (folder / "store" / "doc_offsets.npy").unlink(),
+            r"doc_offsets\.npy: has 0 bytes, \d+ were written; prepare",
+        ),
+        (
+            lambda corpus, folder: os.truncate(folder / "store" / "doc_offsets.npy", 150),
+            r"doc_offsets\.npy: has 150 bytes, \d+ were written; prepare",
+        ),
+    ],
+)
+def test_damaged_work_folder_or_other_sources_are_refused(
+    damage: Callable[[Path, Path], None], problem: str, corpus: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    damage(corpus, interrupted)
+    with pytest.raises(DataError, match=problem):
         prepare_store(options(corpus, tmp_path / "store"))
 
 
@@ -257,38 +278,6 @@ def test_links_and_other_files_in_work_folder_are_refused(
     with pytest.raises(DataError, match=rf"{name or interrupted.name}: is not a preparation's; move it away"):
         prepare_store(options(corpus, tmp_path / "store", overwrite=True))
     assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("size", [None, 150])
-def test_lost_or_truncated_offsets_are_refused(
-    corpus: Path, interrupted: Path, tmp_path: Path, size: int | None
-) -> None:
-    offsets = interrupted / "store" / "doc_offsets.npy"
-    if size is None:
-        offsets.unlink()
-    else:
-        os.truncate(offsets, size)
-    with pytest.raises(DataError, match=rf"doc_offsets\.npy: has {size or 0} bytes, \d+ were written; prepare"):
-        prepare_store(options(corpus, tmp_path / "store"))
-
-
-def test_resume_with_damaged_parquet_file_prints_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "a.parquet"
-    table = pyarrow.table({"text": ["word " * 40] * 40})
-    parquet.write_table(table, path, row_group_size=4)
-    arguments = [str(path), "--out", str(tmp_path / "store"), "--workers", "1", "--save-seconds", "0"]
-    with monkeypatch.context() as patched:
-        stop_before(patched, preparation._Preparation, "_take", 4)
-        with pytest.raises(Stopped):
-            main(arguments)
-    path.write_bytes(b"damaged")
-    assert main(arguments) == DataError.exit_code
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert err.startswith(f"error: {path}: cannot be read as parquet (")
 
 
 def test_second_process_on_same_store_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

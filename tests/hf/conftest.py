@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import train_here
+from zeco_train.hf.export import ExportSettings, export
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     assert train_here(f"run_dir={folder}", "train.steps=2", "checkpoint.every=1", "sp=lasp2").code == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def export_of_run(run: Path) -> Path:
+    """Tests change copies only."""
+    export(str(run), run.with_name("out"), ExportSettings())
+    return run.with_name("out")

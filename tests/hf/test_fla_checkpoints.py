@@ -1,55 +1,54 @@
-"""RetNet, HGRN and HGRN2 that fla's own classes have saved: import, logits, and the settings that are refused."""
+"""Models that fla's own classes have saved, hybrids among them: logits, training on from them, and exports."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import importlib
-import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
 
+from models.attn import AttnConfig
 from models.formats.format_registry import FORMATS as ALL_FORMATS
 from models.mixers.retnet import RetNetConfig
+from tests.hf.logits import error, our_logits
 from tests.support.commands import train_here
-from tests.support.fla_reference import use_decay_references, use_fp64
-from zeco_train.distributed.parallelize import Strategy
+from tests.support.fla_reference import use_decay_references, use_delta_references, use_fp64
+from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
-from zeco_train.hf.config_json import from_config_json, to_config_json
+from zeco_train.hf.config_json import from_config_json
 from zeco_train.hf.folder import INDEX_FILE
-from zeco_train.hf.trained import find_trained, load_trained
-from zeco_train.lifecycle.join import Launch
-from zeco_train.ops.position import SequencePosition
-from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.checks import join_ranks
+from zeco_train.hf.trained import check_continuation
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
-HERE = Path("model")
 TOKENS, VOCABULARY = 40, 61
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 3}
 FORMATS = {one.model_type: one for one in ALL_FORMATS if one.library == "fla"}
-# What each format needs besides its type: we do not support the default feature map of fla's linear attention.
-NEEDED: dict[str, dict[str, Any]] = {"linear_attn": {"feature_map": "elu"}}
 UNFUSED = {"fuse_norm": False, "fuse_swiglu": False, "norm_eps": 1e-3, "intermediate_size": 40}
+GATED: dict[str, Any] = {"num_heads": 2, "head_dim": 8, "num_v_heads": 4, "expand_v": 1.5, "conv_size": 3}
+DELTA = {"gated_deltanet", "delta_net", "kda"}
+ATTENTION = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 7, "rope_theta": 500.0}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "retnet": ("retnet", {"num_heads": 4}),
     "retnet of other widths, unfused": (
         "retnet",
         {"num_heads": 4, "num_kv_heads": 4, "expand_k": 0.5, "expand_v": 1.5, "attn_mode": "parallel", **UNFUSED},
     ),
+    "gla, unfused, groups": ("gla", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "fuse_norm": False}),
+    "gla, no gate, tied": ("gla", {"use_output_gate": False, "clamp_min": -0.3, "tie_word_embeddings": True}),
+    "retnet": ("retnet", {"num_heads": 4}),
     "retnet, tied": ("retnet", {"num_heads": 2, "tie_word_embeddings": True, "hidden_ratio": None}),
     "hgrn": ("hgrn", {}),
+    "gated_deltanet": ("gated_deltanet", {**GATED, "fuse_norm": False, "norm_eps": 1e-3}),
     "hgrn of another width, unfused": ("hgrn", {"expand_ratio": 2, **UNFUSED}),
     "hgrn2 by width": ("hgrn2", {"expand_ratio": 12}),
     "hgrn2 by heads, unfused": (
@@ -61,6 +60,16 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "hgrn2",
         {"expand_ratio": 24, "num_hidden_layers": 1, "tie_word_embeddings": True, "hidden_ratio": 3},
     ),
+    "hybrid of gla, window and groups": ("gla", {"num_heads": 4, "attn": ATTENTION}),
+    "gated_deltanet, no gate, tied": (
+        "gated_deltanet",
+        {**GATED, "num_v_heads": None, "use_gate": False, "allow_neg_eigval": True, "tie_word_embeddings": True},
+    ),
+    "delta_net": ("delta_net", {"num_heads": 4, "expand_k": 0.5, "use_gate": True}),
+    "kda": ("kda", {**GATED, "allow_neg_eigval": True}),
+    "hybrid of gla": ("gla", {"num_heads": 4, "attn": {"layers": [0, 2], "num_heads": 6}}),
+    "hybrid of retnet": ("retnet", {"num_heads": 4, "attn": {**ATTENTION, "layers": [2, 1]}}),
+    "hybrid of hgrn2 in a list": ("hgrn2", {"expand_ratio": 12, "attn": [ATTENTION]}),
 }
 
 
@@ -85,9 +94,10 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def their_logits(model: Any, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+def their_logits(name: str, model: Any, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """With fla's kernels replaced by its plain references."""
     with monkeypatch.context() as patch, torch.no_grad():
-        use_decay_references(patch)
+        (use_delta_references if name in DELTA else use_decay_references)(patch)
         if dtype is Dtype.fp64:
             use_fp64(patch)
         model.to(dtype.compute)
@@ -98,181 +108,128 @@ def their_logits(model: Any, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> T
         return model(tokens(), use_cache=False).logits[0]
 
 
-def our_logits(folder: Path, dtype: Dtype) -> Tensor:
-    trained = find_trained(str(folder))
-    mesh = join_ranks(trained.configure(["data.seq_len=64", f"train.dtype={dtype.value}"]), Launch(0, 1, 0))
-    model, scan = load_trained(trained, mesh, dtype=dtype, strategy=Strategy.zero2), local_exchange()
-    logits = model(tokens(), SequencePosition((0, TOKENS), exchange=scan))[0]
-    scan.drain()
-    dist.destroy_process_group()
-    return logits
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    """What flash-attn documents: [B, T, H, D], window_size (keys before a query, keys after it), −1: all."""
+    assert causal
+    assert window_size[1] in (0, -1)
+    position = torch.arange(q.shape[1])
+    distance = position[:, None] - position
+    visible = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+@pytest.fixture(autouse=True)
+def with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla's layer without flash-attn, which it asks for when it is made."""
+    import fla.layers.attn as fla_layer
+
+    monkeypatch.setattr(fla_layer, "flash_attn_func", _flash_attention)
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoint_of_fla_gives_its_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = fla_model(*CHECKPOINTS[name])
+@pytest.mark.few(3)
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, settings = CHECKPOINTS[case]
+    theirs = fla_model(name, settings)
     theirs.save_pretrained(tmp_path)
-    for dtype, tolerance in ((Dtype.fp32, 1e-5), (Dtype.fp64, 1e-12)):
-        expected = their_logits(theirs, dtype, monkeypatch)
+    # The references of GLA and of the delta rules compute in fp32.
+    dtypes = [(Dtype.fp32, 1e-5)] + ([] if name in {"gla", *DELTA} else [(Dtype.fp64, 1e-12)])
+    for dtype, tolerance in dtypes:
+        expected = their_logits(name, theirs, dtype, monkeypatch)
         assert expected.dtype is dtype.compute
         assert 1 < expected.abs().max() < 100
-        assert (found := error(our_logits(tmp_path, dtype), expected)) <= tolerance, (dtype, found)
+        assert (found := error(our_logits(tmp_path, tokens(), dtype), expected)) <= tolerance, (dtype, found)
+    if "attn" in settings:
+        # A window of one key less, or other frequencies, are another model.
+        record = json.loads((tmp_path / "config.json").read_text())
+        (attention,) = record["attn"] if isinstance(record["attn"], list) else [record["attn"]]
+        change = {"rope_theta": 400.0} if attention["window_size"] is None else {"window_size": 6}
+        (tmp_path / "config.json").write_text(json.dumps({**record, "attn": {**attention, **change}}))
+        assert error(our_logits(tmp_path, tokens()), expected) > 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize("mixer", ["retnet", "hgrn2"])
+@pytest.mark.parametrize("case", ["retnet", "hgrn2 by width"])
 def test_bf16_checkpoint_in_several_files_gives_its_logits(
-    mixer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rounded weights are computed with in fp64 on both sides."""
-    theirs = fla_model(*CHECKPOINTS["retnet" if mixer == "retnet" else "hgrn2 by width"]).bfloat16()
+    name, settings = CHECKPOINTS[case]
+    theirs = fla_model(name, settings).bfloat16()
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert (tmp_path / INDEX_FILE).is_file()
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    expected = their_logits(theirs, Dtype.fp64, monkeypatch)
-    assert error(our_logits(tmp_path, Dtype.fp64), expected) <= 1e-12
+    expected = their_logits(name, theirs, Dtype.fp64, monkeypatch)
+    assert error(our_logits(tmp_path, tokens(), Dtype.fp64), expected) <= 1e-12
     # Rounding of activations.
-    assert error(our_logits(tmp_path, Dtype.bf16), expected) <= 4e-2
+    assert error(our_logits(tmp_path, tokens(), Dtype.bf16), expected) <= 4e-2
+
+
+# fla's settings, and ours of the same model.
+TRAINED_ON: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "gla": (
+        {"num_heads": 4, "attn": ATTENTION},
+        ["num_heads=4", "attn.every=3", "attn.offset=1", "attn.num_kv_heads=2", "attn.window=7", "attn.rope_theta=500"],
+    ),
+    "retnet": ({"num_heads": 2, "expand_v": 1.5, "num_kv_heads": 2}, ["expand_v=1.5"]),
+    "hgrn2": ({"expand_ratio": 16, "num_heads": 2}, ["num_heads=3"]),
+    "gated_deltanet": (GATED, [f"{key}={value}" for key, value in GATED.items()]),
+    "delta_net": (
+        {"num_heads": 4, "expand_k": 0.5, "use_gate": True},
+        ["num_heads=4", "expand_k=0.5", "use_gate=true"],
+    ),
+    "kda": ({**GATED, "allow_neg_eigval": True}, [f"{key}={value}" for key, value in GATED.items()]),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("mixer", "settings"),
-    [
-        ("retnet", {"num_heads": 2, "expand_v": 1.5, "num_kv_heads": 2}),
-        ("hgrn2", {"expand_ratio": 16, "num_heads": 2}),
-    ],
-)
-def test_training_from_checkpoint_of_fla_and_export_keep_its_weights(
-    mixer: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", TRAINED_ON)
+def test_training_from_checkpoint_of_fla_and_export_keep_its_weights(name: str, tmp_path: Path) -> None:
     """A step with a learning rate too small to change fp32 weights; fla's class loads the export."""
-    theirs = fla_model(mixer, {**settings, "vocab_size": 259, "intermediate_size": 32})
+    settings, own = TRAINED_ON[name]
+    theirs = fla_model(name, {**settings, "vocab_size": 259, "intermediate_size": 32})
     theirs.save_pretrained(tmp_path / "theirs")
-    shape = [f"model={mixer}_tiny", "model.hidden_size=48", "model.num_layers=3"]
-    shape += ["model.expand_v=1.5"] if mixer == "retnet" else ["model.num_heads=3"]
+    shape = [f"model={name}_tiny", "model.hidden_size=48", "model.num_layers=3", *(f"model.{one}" for one in own)]
+    shape += ["model.allow_neg_eigval=true"] if "allow_neg_eigval" in settings else []
     load = [f"checkpoint.load=hf:{tmp_path / 'theirs'}", "train.steps=1", "optim.lr=1e-20", "optim.weight_decay=0"]
     outcome = train_here(f"run_dir={tmp_path / 'run'}", *shape, *load)
     assert outcome.code == 0, outcome
     assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     first, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "out"))
     assert first.keys() == again.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, again[name]), name
-    found, info = fla_classes(mixer)[1].from_pretrained(tmp_path / "out", output_loading_info=True)
+    for parameter, tensor in first.items():
+        assert torch.equal(tensor, again[parameter]), parameter
+    found, info = fla_classes(name)[1].from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
-    assert found.model.layers[1].attn.num_heads == theirs.model.layers[1].attn.num_heads
+    layers = [vars(model.model.layers[2].attn) for model in (found, theirs)]
+    assert all(layers[0].get(key) == layers[1].get(key) for key in ("num_heads", "value_dim"))
+    if "attn" in settings:
+        assert found.config.attn == theirs.config.attn
+        card = (tmp_path / "out" / "README.md").read_text()
+        heads = "4 heads of 12, 2 of keys and values, window of 7 tokens"
+        assert f"| softmax attention | layers 1, counted from 0: {heads} |" in card
+        assert "'transformers<5.24' flash-attn (" in card
 
 
-# Keys that change neither the model's parameters nor its logits: how they are computed, the loss, and other tools'.
-HARMLESS = {
-    *("attn_mode", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "use_cache"),
-    *("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
-    # Of short convolutions, which are refused.
-    "conv_size",
-    # Names of weights, of which both are read.
-    "fuse_norm",
-}
-HARMLESS_IN: dict[str, set[str]] = {
-    # fla's layer does not read them.
-    "gla": {"use_gk", "use_gv"},
-    # Its layers do not read it beside expand_ratio.
-    "hgrn2": {"num_heads"},
-    # Without parameters in the feature maps that are supported.
-    "linear_attn": {"tie_feature_map_qk"},
-}
-
-
-def another(value: Any) -> Any:
-    if value is None:
-        return 3
-    return not value if isinstance(value, bool) else value + "x" if isinstance(value, str) else value * 2
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_key_of_fla_is_read_refused_or_known_to_change_nothing(name: str) -> None:
-    kind, _ = fla_classes(name)
-    declared = inspect.signature(kind.__init__).parameters.keys() - {"self", "kwargs"}
-    record = {**kind(**NEEDED.get(name, {})).to_dict(), "architectures": [FORMATS[name].architecture]}
-    assert declared <= record.keys()
-    whole, unread = from_config_json(record, HERE), set()
-    for key in sorted(declared):
-        with contextlib.suppress(ConfigError):
-            if from_config_json({**record, key: another(record[key])}, HERE) == whole:
-                unread.add(key)
-    assert unread <= HARMLESS | HARMLESS_IN.get(name, set())
-
-
-REFUSED: list[tuple[str, Any, str]] = [
-    ("attn", {"layers": [1], "num_heads": 4, "sinks": 1}, "not supported, only layers, num_heads"),
-    ("attnres_block_size", 2, "residuals over blocks of layers: not supported, only None"),
-    ("elementwise_affine", False, "norms without weights: not supported, only True"),
-    ("hidden_act", "powlu", "another activation of the MLP and the output gate: not supported, only swish"),
-    ("quantization_config", {"bits": 4}, "quantised weights: not supported, only None"),
-    ("use_short_conv", True, "short convolutions before the operator: not supported, only False"),
-    ("architectures", ["{}Model"], "can be read"),
-    ("fuse_norm", "yes", "must be true or false"),
-    ("tie_word_embeddings", None, "must be true or false"),
-    ("norm_eps", 0, "must be finite and > 0"),
-    ("norm_eps", None, "must be a number"),
-    ("hidden_ratio", 2.5, "must be a whole number"),
-    ("intermediate_size", 0, "must be a whole number ≥ 1"),
-]
-REFUSED_BY: dict[str, list[tuple[str, Any, str]]] = {
-    "retnet": [
-        ("feature_map", "relu", "a feature map of queries and keys: not supported, only None"),
-        ("num_kv_heads", 2, "that serve several heads of queries: not supported, only None or num_heads"),
-        ("use_output_gate", False, "no output gate: not supported, only True"),
-        ("rope_theta", 500000.0, "another one than fla's layer has: not supported, only 10000.0"),
-        ("num_heads", 7, "must divide"),
-        ("expand_k", 0.3, "times it must be a multiple of num_heads"),
-        ("expand_v", None, "must be a number"),
-    ],
-    "hgrn": [
-        ("use_lower_bound", False, "no lower bounds of the forget gates: not supported, only True"),
-        ("expand_ratio", 1.5, "must be a whole number"),
-        ("expand_ratio", None, "must be a whole number"),
-        ("expand_ratio", 0, "must be a whole number ≥ 1"),
-    ],
-    "hgrn2": [
-        ("use_lower_bound", False, "no lower bounds of the forget gates: not supported, only True"),
-        ("num_heads", 7, "must divide"),
-        ("expand_ratio", 100, "must divide hidden_size, or be null beside num_heads"),
-        ("expand_ratio", 12.5, "must be a whole number"),
-        ("expand_ratio", 4096, "must divide hidden_size"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("mixer", "key", "value", "problem"),
-    [(mixer, *case) for mixer, cases in REFUSED_BY.items() for case in (*REFUSED, *cases)],
-    ids=lambda value: f"{value!s:.20}",
-)
-def test_settings_that_we_lack_are_refused_by_name(mixer: str, key: str, value: Any, problem: str) -> None:
-    record = {**fla_classes(mixer)[0]().to_dict(), "architectures": [FORMATS[mixer].architecture]}
-    # Otherwise HGRN2's layers do not read num_heads.
-    record |= {"expand_ratio": None} if mixer == "hgrn2" and key == "num_heads" else {}
+def test_continuation_compares_layers_and_names_overrides(tmp_path: Path) -> None:
+    fla_model("gla", {"num_heads": 4, "attn": ATTENTION}).save_pretrained(tmp_path)
+    found = from_config_json(json.loads((tmp_path / "config.json").read_text()), tmp_path).model
+    every = AttnConfig(every=3, offset=1, num_kv_heads=2, window=7, rope_theta=500.0)
+    check_continuation(tmp_path, dataclasses.replace(found, attn=every))
     with pytest.raises(ConfigError) as caught:
-        from_config_json({**record, key: value}, HERE)
-    assert any(f"{key}{sign}" in caught.value.line for sign in "=:.")
-    assert problem in caught.value.line
-    assert "\n" not in caught.value.line
+        check_continuation(tmp_path, dataclasses.replace(found, attn=AttnConfig()))
+    assert "it takes: model.attn.layers=[1] model.attn.num_heads=4 model.attn.num_kv_heads=2" in caught.value.line
+    assert to_plain(found)["attn"]["layers"] == [1]
 
 
-def test_retnet_with_wider_heads_than_fla_takes_is_not_exported() -> None:
-    wide = RetNetConfig(hidden_size=1024, num_heads=2)
-    with pytest.raises(ConfigError, match=r"model\.head_k_dim=512: fla's RetNet takes at most 256"):
-        to_config_json(wide, SimpleNamespace(eos_id=2), None, 128, "float32")
+def test_heads_of_retnet_are_bounded_in_fla() -> None:
+    """Why we do not export wider ones."""
     kind, model = fla_classes("retnet")
+    wide = RetNetConfig(hidden_size=1024, num_heads=2)
     with torch.device("meta"), pytest.raises(AssertionError, match="less than or equal to 256"):
-        model(kind(hidden_size=1024, num_heads=2, num_hidden_layers=1))
+        model(kind(hidden_size=wide.hidden_size, num_heads=wide.num_heads, num_hidden_layers=1))

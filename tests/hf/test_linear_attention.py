@@ -1,11 +1,9 @@
-"""Layers of linear attention against fla's, with fla's names: configuration, parameters, outputs."""
+"""Layers of linear attention against fla's, with fla's names: parameters and outputs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,73 +15,20 @@ from models.mixer_registry import MIXERS
 from models.mixers.based import BasedConfig
 from models.mixers.linear import LinearAttentionConfig, LinearFeatureMap
 from models.mixers.rebased import RebasedConfig
-from zeco_train.errors import ConfigError
-from zeco_train.hf.config_json import from_config_json, to_config_json
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
-HERE = Path("model")
 WIDTH, HEADS, TOKENS = 48, 4, 40
 SHAPE: dict[str, Any] = {"hidden_size": WIDTH, "num_heads": HEADS, "vocab_size": 61, "num_layers": 2}
 LINEAR = LinearAttentionConfig(**SHAPE, name="model", intermediate_size=40)
-TOKENIZER: Any = SimpleNamespace(eos_id=2)
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"feature_map": LinearFeatureMap.relu, "normaliser": True},
     {"feature_map": LinearFeatureMap.identity, "expand_k": 0.5, "expand_v": 2.0},
 ]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "plain")
-def test_configuration_survives_the_round_trip(variant: dict[str, Any]) -> None:
-    model = dataclasses.replace(LINEAR, **variant)
-    record = to_config_json(model, TOKENIZER, None, 128, "float32")
-    assert (record["model_type"], record["norm_feature_map"]) == ("linear_attn", model.normaliser)
-    assert "normaliser" not in record
-    assert from_config_json(record, HERE).model == model
-
-
-def test_fla_reads_every_key_that_an_export_writes() -> None:
-    from fla.models import LinearAttentionConfig as FlaConfig
-
-    record = to_config_json(LINEAR, TOKENIZER, None, 128, "float32")
-    theirs = FlaConfig().to_dict()
-    assert set(record) - {"architectures", "dtype", "hidden_ratio"} <= theirs.keys()
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"feature_map": "dpfp"}, "feature_map=dpfp: not supported, only elu, relu, identity"),
-        ({"feature_map": None}, "feature_map=None: not supported, only elu, relu, identity"),
-        ({"norm_q": True}, "norm_q=True: queries divided by their sum"),
-        ({"norm_k": True}, "norm_k=True: keys divided by their sum"),
-        ({"num_kv_heads": 2}, "num_kv_heads=2: shared heads of keys and values"),
-        ({"norm_feature_map": 1}, "norm_feature_map=1: must be true or false"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_other_settings_of_fla_are_refused_by_name(change: dict[str, Any], problem: str) -> None:
-    record = to_config_json(LINEAR, TOKENIZER, None, 128, "float32") | change
-    with pytest.raises(ConfigError) as error:
-        from_config_json(record, HERE)
-    assert problem in error.value.line
-
-
-def test_missing_feature_map_means_that_of_fla_and_is_refused() -> None:
-    record = to_config_json(LINEAR, TOKENIZER, None, 128, "float32")
-    del record["feature_map"]
-    with pytest.raises(ConfigError, match="feature_map=elementwise_product: not supported"):
-        from_config_json(record, HERE)
-
-
-@pytest.mark.parametrize("name", ["based", "rebased", "cosformer"])
-def test_models_that_fla_lacks_are_not_exported(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"fla has no model with {name}"):
-        to_config_json(MIXERS[name].config_class(), TOKENIZER, None, 128, "float32")
 
 
 def _compare(config: Any, theirs: nn.Module, call: Callable[[Tensor], Tensor]) -> float:

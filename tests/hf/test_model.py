@@ -32,14 +32,7 @@ def loaded(run: Path) -> Model:
     return zeco_train.load(run, dtype="fp64")
 
 
-@pytest.fixture(scope="module")
-def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exported") / "out"
-    assert run_here(export.main, str(run), str(folder)).code == 0
-    return folder
-
-
-def test_run_checkpoint_and_export_are_one_model(loaded: Model, run: Path, exported: Path) -> None:
+def test_run_checkpoint_and_export_are_one_model(loaded: Model, run: Path, export_of_run: Path) -> None:
     ids = loaded.encode(TEXT)
     logits = loaded.logits(ids)
     assert logits.shape == (1, len(ids), loaded.vocab_size)
@@ -49,7 +42,7 @@ def test_run_checkpoint_and_export_are_one_model(loaded: Model, run: Path, expor
         torch.device("cpu"),
         2,
     )
-    for path in (run / "checkpoints" / "step_00000002", exported, str(run)):
+    for path in (run / "checkpoints" / "step_00000002", export_of_run, str(run)):
         other = zeco_train.load(path, device="cpu", dtype=torch.float64)
         assert torch.equal(other.logits(ids.tolist()), logits)
         assert other.step == 2
