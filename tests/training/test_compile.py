@@ -12,12 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
-from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.library import opcheck
 
 from models.attn import AttnConfig
@@ -60,10 +56,17 @@ CASES = {
 def _compiler() -> Iterator[None]:
     """Reset the compiler before and after each test."""
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
         yield
     torch._dynamo.reset()
+
+
+def _counted() -> Any:
+    """A backend that counts its graphs; not imported by workers that only collect this file."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend("aot_eager")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +95,7 @@ def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh,
         case = dataclasses.replace(CASES[name], num_layers=num_layers, steps=steps)
         expected = run_steps(case, scan, mesh, store)
         torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = _counted()
         result = run_steps(dataclasses.replace(case, compiler=counter), scan, mesh, store)
         check(result, expected, TOLERANCE, str(case))
         assert result.launches == expected.launches
@@ -101,7 +104,7 @@ def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh,
     # the block once more for each of replay, carried states and recompute (9 in all), and the scaling of the loss's
     # gradients, for which Dynamo calls the backend twice in fp64, in the first backward pass only.
     assert graphs[0] == graphs[-1] <= 11
-    assert not counters["graph_break"]
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.campaign
@@ -109,7 +112,7 @@ def test_no_recompilation_after_second_length() -> None:
     """As in benchmarks: after two lengths the graphs are dynamic and serve all others."""
     scan = local_exchange()
     eager, compiled = (ModelSpec(TINY).build().double() for _ in range(2))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = _counted()
     compiled.compile_parts(backend=counter)
     graphs = []
     for tokens in (40, 60, 130):
@@ -130,7 +133,7 @@ def test_another_exchange_does_not_recompile() -> None:
     """Nor do the passes of two of them in turns; each launches its own scans."""
     model = ModelSpec(dataclasses.replace(TINY, attn=AttnConfig(every=2))).build().double()
     model.init_weights(0)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = _counted()
     model.compile_parts(backend=counter)
     ids = torch.randint(TINY.vocab_size, (1, 41), generator=torch.Generator().manual_seed(0))
 
@@ -175,6 +178,8 @@ def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
     def layer(*operands: Tensor) -> Tensor:
         o, _ = mix_at("gla", operands, 0.125, position, StateInput())
         return (o.float() * o.float().square().mean(-1, keepdim=True).rsqrt()).sum()
+
+    from torch._inductor.utils import run_fw_bw_and_get_code
 
     _, codes = run_fw_bw_and_get_code(lambda: torch.compile(layer)(q, k, v, g))
     kernels = re.findall(r"'signature': \{(.*?)\}.*?'configs': \[\{(.*?)\}\]", "".join(codes))
