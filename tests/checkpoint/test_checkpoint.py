@@ -18,7 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager
@@ -50,7 +49,6 @@ from zeco_train.tracking.metrics import read_metrics
 pytestmark = pytest.mark.numeric
 
 CHECKPOINT = CheckpointError.exit_code
-ATTEMPTS = 5
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -101,32 +99,6 @@ def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[bool]:
     return copied + written
 
 
-def _save_and_leave(rank: int, world_size: int, folder: str) -> None:
-    """Repeatedly join, save twice and leave at once."""
-    dist.destroy_process_group()
-    for attempt in range(ATTEMPTS):
-        store = dist.FileStore(f"{folder}/store{attempt}", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        settings = ["train.steps=2", "checkpoint.every=1", "train.eval_sequences=0", "data.seq_len=48"]
-        train(rank, world_size, f"{folder}/run{attempt}", *settings)
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
-    now, due = 0.0, Checkpointer.due
-
-    def later(self: Checkpointer, progress: Any) -> bool:
-        nonlocal now
-        now += (25.0, 61.0)[rank]
-        return due(self, progress)
-
-    clock = mock.Mock(monotonic=lambda: now)
-    with mock.patch.object(checkpoint, "time", clock), mock.patch.object(Checkpointer, "due", later):
-        settings = ["train.steps=7", "checkpoint.every=0", "checkpoint.minutes=1", "data.seq_len=48"]
-        train(rank, world_size, folder, *settings, "train.eval_sequences=0")
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign)])
@@ -150,23 +122,6 @@ def test_async_save_holds_state_of_its_step(world_size: int, tmp_path: Path) -> 
         for key, value in expected.items():
             same = torch.equal(value, found[key]) if torch.is_tensor(value) else value == found[key]
             assert same, (path.name, key)
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_process_groups_end_cleanly_after_async_saves(tmp_path: Path) -> None:
-    run_distributed(_save_and_leave, 2, str(tmp_path))
-    assert len(list(tmp_path.glob("run*/checkpoints/step_00000002"))) == ATTEMPTS
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_save_interval_uses_clock_of_rank_0(tmp_path: Path) -> None:
-    run_distributed(_train_by_two_clocks, 2, str(tmp_path / "clocks"))
-    # At 75 s and 150 s by rank 0's clock; by rank 1's it would be every step.
-    log = (tmp_path / "clocks" / "logs" / "rank_1.log").read_text()
-    assert [step for step in range(8) if f"checkpoint of step {step} complete" in log] == [3, 6, 7]
-    assert names(tmp_path / "clocks") == ["step_00000006", "step_00000007"]
 
 
 @contextmanager
