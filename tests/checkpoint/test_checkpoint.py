@@ -22,7 +22,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from tests.support.commands import snapshot, torchrun, train_here
+from tests.support.commands import SMALL, snapshot, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
 from tests.support.waiting import ENOUGH
@@ -319,38 +319,45 @@ def _fill(path: Path, leave: int) -> None:
     path.write_bytes(bytes(disk.f_bavail * disk.f_frsize - leave))
 
 
+def _free_after_failed_save(rank: int, world_size: int, run: str, filler: str) -> None:
+    settle = Checkpointer._settle
+
+    def free(self: Checkpointer) -> None:
+        settle(self)
+        if self._saved_at is None and rank == 0:
+            Path(filler).unlink(missing_ok=True)
+
+    with (
+        mock.patch.object(Checkpointer, "_settle", free),
+        mock.patch.object(checkpoint_writer, "_RETRY_AFTER_SECONDS", (0.2, 0.4)),
+    ):
+        train(rank, world_size, run, *SMALL, "checkpoint.every=3", "train.steps=9")
+
+
 @pytest.mark.processes
 @pytest.mark.slow
-def test_full_disk_skips_saves_until_space_is_free(small_disk: Path, tmp_path: Path) -> None:
+def test_full_disk_skips_saves_until_space_is_free(small_disk: Path) -> None:
     run, filler = small_disk / "run", small_disk / "filler"
     settings = [f"run_dir={run}", "checkpoint.every=3"]
     assert train_here(*settings, "train.steps=3").code == 0
     _fill(filler, leave=100_000)
-    before = snapshot(run / "checkpoints")
-    with torchrun(2, tmp_path, *settings, "train.steps=2000") as job:
-        job.wait_until(lambda: "; the run goes on" in job.err, "failed save")
-        filler.unlink()
-        later = len(read_metrics(run / "metrics.jsonl"))
-        job.wait_until(lambda: len(complete_checkpoints(run)) == 2, "checkpoint")
-        for name, content in before.items():
-            assert name == "latest" or content is None or (run / "checkpoints" / name).read_bytes() == content, name
-        job.signal(signal.SIGTERM)
-        outcome = job.wait()
-    assert "No space left on device; the last complete checkpoint is step_00000003; the run goes on" in outcome.err
-    assert outcome.errors == []
-    last = len(read_metrics(run / "metrics.jsonl"))
-    assert last >= later > 3
-    assert f"SIGTERM after step {last}: saved" in outcome.out
+    first = run / "checkpoints" / "step_00000003"
+    before = snapshot(first)
+    run_distributed(_free_after_failed_save, 2, str(run), str(filler))
+    log = (run / "logs" / "rank_0.log").read_text()
+    assert "No space left on device; the last complete checkpoint is step_00000003; the run goes on" in log
+    assert (names(run), snapshot(first)) == (["step_00000003", "step_00000009"], before)
     _fill(filler, leave=100_000)
-    before, further = snapshot(run / "checkpoints"), [*settings, f"train.steps={last + 2}"]
-    check_last = train_here(*further, "checkpoint.every=0")
+    before, further = snapshot(run / "checkpoints"), [*settings, "train.steps=11"]
+    with mock.patch.object(checkpoint_writer, "_RETRY_AFTER_SECONDS", (0.01, 0.02)):
+        check_last = train_here(*further, "checkpoint.every=0")
     assert check_last.code == CHECKPOINT
     assert "saving failed" in check_last.errors[0]
     assert snapshot(run / "checkpoints") == before
     filler.unlink()
     outcome = train_here(*further)
     assert outcome.code == 0, outcome.err
-    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, last + 3))
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, 12))
 
 
 def test_damaged_and_foreign_folders_are_not_checkpoints(tmp_path: Path) -> None:

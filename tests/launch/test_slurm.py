@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from lab.slurm_cluster import SlurmCluster, why_not
+from lab.slurm_job import SlurmJob, resumed_at
 from tests.support.commands import REPOSITORY, SMALL, torchrun
-from tests.support.slurm_cluster import SlurmCluster, why_not
-from tests.support.slurm_job import SlurmJob, resumed_at
 from tests.support.waiting import ENOUGH
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics

@@ -19,6 +19,7 @@ from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
+from tests.support.few import one_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.mesh import ProcessMesh
@@ -167,25 +168,26 @@ def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
             assert not kind.startswith("*") or f"({position},): [['tt.divisibility', 16]]" in aligned, (kinds, aligned)
 
 
-def _two_ranks(rank: int, world_size: int, store: str) -> None:
-    mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
-    for name, case in {
-        "two_shot": Case(Strategy.zero3, recompute=Recompute.full, segments=2, documents=True, steps=1, num_layers=1),
-        "lasp1": Case(Strategy.zero2, recompute=Recompute.selective, steps=1, num_layers=1),
-    }.items():
-        torch._dynamo.reset()
-        expected = run_steps(case, scans[name], mesh, store)
-        result = run_steps(dataclasses.replace(case, compiler="aot_eager"), scans[name], mesh, store)
-        check(result, expected, TOLERANCE, f"{name}, {case}")
-        assert result.launches == expected.launches, f"{name}, {case}"
-    for scan in scans.values():
-        scan.drain()
+def _two_ranks(rank: int, world_size: int, store: str, name: str, case: Case) -> None:
+    mesh, scan = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))[name]
+    expected = run_steps(case, scan, mesh, store)
+    result = run_steps(dataclasses.replace(case, compiler="aot_eager"), scan, mesh, store)
+    check(result, expected, TOLERANCE, f"{name}, {case}")
+    assert result.launches == expected.launches, f"{name}, {case}"
+    scan.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
+SHARDED = {
+    "lasp1": Case(Strategy.zero2, recompute=Recompute.selective, steps=1, num_layers=1),
+    "two_shot": Case(Strategy.zero3, recompute=Recompute.full, segments=2, documents=True, steps=1, num_layers=1),
+}
+
+
 @pytest.mark.slow
-def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
-    run_distributed(_two_ranks, 2, str(store))
+@pytest.mark.parametrize("name", one_of(SHARDED, "lasp1"))
+def test_compiled_sharded_blocks_equal_eager(name: str, store: Path) -> None:
+    run_distributed(_two_ranks, 2, str(store), name, SHARDED[name])
 
 
 @pytest.mark.parametrize(("setting", "calls"), [(Compile.always, 1), (Compile.auto, 0), (Compile.never, 0)])

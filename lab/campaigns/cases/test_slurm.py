@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.slurm_cluster import SlurmCluster
+from lab.slurm_job import ENDED
 from tests.launch.test_slurm import cluster
 from tests.support.commands import REPOSITORY, SMALL
-from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_job import ENDED
 from tests.support.waiting import ENOUGH
 
 # Fixtures.
