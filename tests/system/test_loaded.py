@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import TORCHRUN, Command, Outcome
+from tests.support.commands import Command, Outcome
 
 # Nothing else in the fast set starts a loaded process, which imports for seconds.
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -100,31 +100,3 @@ def test_fork_sees_and_ends_as_fresh_process(tmp_path: Path) -> None:
         assert found["fork"][name] == found["fresh"][name], name
     assert "ZeroDivisionError" in found["fork"]["error"][0].err
     assert found["fork"]["return"][1]["report_0_alone.json"]["argv"][1:] == ["one", "two words"]
-
-
-def launched(folder: Path, lines: list[str], fresh: bool, *options: str) -> tuple[Outcome, dict[str, Any]]:
-    path = script(folder, *lines)
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *options, str(path), "a=b"]
-    with Command(launcher, folder, fresh=fresh) as command:
-        return command.wait(), reports(folder, command.pid)
-
-
-def test_ranks_and_restarts_equal_those_of_fresh_launcher(tmp_path: Path) -> None:
-    """The first attempt fails by a signal on rank 1, once rank 0 has reported, too; the second one passes."""
-    lines = [
-        "import time",
-        "is_first = name.startswith('report_0')",
-        "if is_first and rank == '0':",
-        "    sys.stdout.flush()",
-        "    open('reported', 'w').close()",
-        "while is_first and not (rank == '1' and os.path.exists('reported')):",
-        "    time.sleep(0.02)",
-        "if is_first:",
-        "    os.kill(os.getpid(), signal.SIGKILL)",
-    ]
-    found = [launched(tmp_path / str(fresh), lines, fresh, "--max-restarts=1") for fresh in (False, True)]
-    assert [outcome.code for outcome, _ in found] == [0, 0], found
-    assert found[0][1] == found[1][1]
-    assert found[0][1].keys() == {f"report_{attempt}_{rank}.json" for attempt in range(2) for rank in range(2)}
-    numbers = [line for line in found[0][0].out.splitlines() if line.startswith("random")]
-    assert len({*numbers}) == len(numbers) == 4

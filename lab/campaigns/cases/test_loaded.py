@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.commands import REPOSITORY, TORCHRUN, Command, is_running
+from tests.support.commands import REPOSITORY, TORCHRUN, Command, Outcome, is_running
 from tests.support.waiting import ENOUGH
-from tests.system.test_loaded import ended, launched, reports, script
+from tests.system.test_loaded import ended, reports, script
 
 pytestmark = pytest.mark.campaign
 
@@ -118,3 +119,31 @@ def test_loaded_process_ends_with_its_owner(end: str, tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=out, timeout=ENOUGH, check=not end)
     pid = int((tmp_path / "out").read_text())
     wait_for_end([pid])
+
+
+def launched(folder: Path, lines: list[str], fresh: bool, *options: str) -> tuple[Outcome, dict[str, Any]]:
+    path = script(folder, *lines)
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *options, str(path), "a=b"]
+    with Command(launcher, folder, fresh=fresh) as command:
+        return command.wait(), reports(folder, command.pid)
+
+
+def test_ranks_and_restarts_equal_those_of_fresh_launcher(tmp_path: Path) -> None:
+    """The first attempt fails by a signal on rank 1, once rank 0 has reported, too; the second one passes."""
+    lines = [
+        "import time",
+        "is_first = name.startswith('report_0')",
+        "if is_first and rank == '0':",
+        "    sys.stdout.flush()",
+        "    open('reported', 'w').close()",
+        "while is_first and not (rank == '1' and os.path.exists('reported')):",
+        "    time.sleep(0.02)",
+        "if is_first:",
+        "    os.kill(os.getpid(), signal.SIGKILL)",
+    ]
+    found = [launched(tmp_path / str(fresh), lines, fresh, "--max-restarts=1") for fresh in (False, True)]
+    assert [outcome.code for outcome, _ in found] == [0, 0], found
+    assert found[0][1] == found[1][1]
+    assert found[0][1].keys() == {f"report_{attempt}_{rank}.json" for attempt in range(2) for rank in range(2)}
+    numbers = [line for line in found[0][0].out.splitlines() if line.startswith("random")]
+    assert len({*numbers}) == len(numbers) == 4
