@@ -132,7 +132,6 @@ def _flip(store: Path) -> None:
     (store / shard_name(0)).write_bytes(contents)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("stores", "overrides", "code", "part"),
     [
@@ -142,22 +141,13 @@ def _flip(store: Path) -> None:
             DATA,
             "OTHER: its tokenizer is {'kind': 'huggingface'}, that of FOLDER/web is {'kind'",
         ),
-        ({"third": "FOLDER/nothing"}, [], DATA, "FOLDER/nothing: no such token store"),
         (
             {"web": "min_document_tokens: 200"},
             [],
             CONFIG,
             "data.min_document_tokens=200: leaves none of the 60 documents of FOLDER/web; the longest has ",
         ),
-        (
-            {"books": "min_document_tokens: 190"},
-            ["data.seq_len=4096"],
-            CONFIG,
-            "data.seq_len=4096: longer than the corpus FOLDER/books (its documents of 190 tokens or more) of ",
-        ),
         ({}, ["model.vocab_size=100"], CONFIG, "model.vocab_size=100: the token store FOLDER/web has 259 ids"),
-        ({"third": "FLIPPED"}, ["data.verify=true"], DATA, "FLIPPED/tokens-00000.bin: its contents differ from what"),
-        ({}, ["data.cache_dir=FOLDER/web/meta.json"], 0, ""),  # unused: no index of a store of this size is cached
     ],
 )
 def test_invalid_mixtures_are_refused(

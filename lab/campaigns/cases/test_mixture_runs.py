@@ -13,7 +13,8 @@ from data.store import META_FILE, shard_name
 from tests.support.commands import torchrun
 from tests.support.distributed import run_distributed
 from tests.support.training import train
-from tests.training.test_mixture_runs import folder, mixture
+from tests.training.test_mixture_runs import CONFIG, DATA, folder, mixture
+from tests.training.test_mixture_runs import test_invalid_mixtures_are_refused as refuse
 
 # Fixtures.
 __all__ = ["folder"]
@@ -67,3 +68,23 @@ def test_shard_removed_in_mid_run_gives_one_line_error(folder: Path, tmp_path: P
     assert line.startswith(f"{tmp_path / 'books' / shard_name(0)}, bytes ")
     assert ": was removed or replaced since it was opened; " in line
     assert (tmp_path / "books" / META_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("stores", "overrides", "code", "part"),
+    [
+        ({"third": "FOLDER/nothing"}, [], DATA, "FOLDER/nothing: no such token store"),
+        (
+            {"books": "min_document_tokens: 190"},
+            ["data.seq_len=4096"],
+            CONFIG,
+            "data.seq_len=4096: longer than the corpus FOLDER/books (its documents of 190 tokens or more) of ",
+        ),
+        ({"third": "FLIPPED"}, ["data.verify=true"], DATA, "FLIPPED/tokens-00000.bin: its contents differ from what"),
+        ({}, ["data.cache_dir=FOLDER/web/meta.json"], 0, ""),  # unused: no index of a store of this size is cached
+    ],
+)
+def test_invalid_mixtures_are_refused(
+    stores: dict[str, str], overrides: list[str], code: int, part: str, folder: Path, tmp_path: Path
+) -> None:
+    refuse(stores, overrides, code, part, folder, tmp_path)
