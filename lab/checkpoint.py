@@ -134,6 +134,10 @@ class _Loop:
         self._session.settle()
         return time.perf_counter() - began
 
+    def _is_writing(self) -> bool:
+        save = self.trainer.checkpointer._save
+        return save is not None and not save.written.done()
+
     def plain_steps(self) -> None:
         """Time a few steps without a save."""
         self.stalls.plain += [self.step() for _ in range(_PLAIN_STEPS)]
@@ -149,7 +153,7 @@ class _Loop:
         held = time.perf_counter() - began
         beside = []
         # Steps are collective, so all ranks take them until the slowest one has written.
-        while mode == "async" and any(self._session.gather(self.trainer.checkpointer.is_writing)):
+        while mode == "async" and any(self._session.gather(self._is_writing())):
             beside.append(self.step())
         self.stalls.written[mode].append(time.perf_counter() - began)
         self.stalls.held[mode].append(held + self._waited)

@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
 
 from zeco_train.system.signals import die_with_launcher
 
@@ -68,6 +65,11 @@ def start(count: int, run: Callable[[int], int], folder: Path) -> Ranks:
         run: what a rank does, given its number; returns the exit code.
         folder: of the ranks' output.
     """
+    # What ranks import later; not at the top, where tests would import it to collect.
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401
+
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

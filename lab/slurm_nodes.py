@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lab.slurm_cluster import SlurmCluster, why_not
+from lab.slurm_job import SlurmJob, resumed_at
 from tests.support.commands import REPOSITORY, SMALL, train_here
 from tests.support.comparison import largest, relative
-from tests.support.slurm_cluster import SlurmCluster, why_not
-from tests.support.slurm_job import SlurmJob, resumed_at
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 

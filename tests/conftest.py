@@ -95,7 +95,8 @@ COMPILING = {"models/test_decay_mixers", "models/test_feature_maps", "ops/test_g
 COMPILING |= {"ops/test_selection", "ops/test_short_conv", "training/test_compile"}
 TOGETHER = dict.fromkeys(COMPILING, "compiling")
 # The first import of fla's models takes 5 s.
-TOGETHER |= dict.fromkeys(("hf/test_fla_checkpoints", "hf/test_hybrid_checkpoints", "hf/test_linear_attention"), "fla")
+FLA = {"checkpoint/test_earlier_versions", "hf/test_fla_checkpoints", "hf/test_hybrid_checkpoints"}
+TOGETHER |= dict.fromkeys({*FLA, "hf/test_linear_attention"}, "fla")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,7 +1,8 @@
 """Question: do the cases pass that the gate leaves out, since another case stands for their mechanism?
 Command: python -m lab.campaigns.matrices [PYTEST_ARGUMENT ...]
 Date: not yet run whole
-Answer: results/matrices.txt, which a run without arguments writes: outcome and seconds of each test marked `campaign`.
+Answer: results/matrices.txt, which a run without arguments writes: outcome and seconds of each test marked `campaign`
+    of tests/ and cases/.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ["tests", "lab/campaigns/cases"]
 TABLE = Path(__file__).with_name("results") / "matrices.txt"
 
 
@@ -32,7 +34,15 @@ def main(arguments: list[str]) -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "campaign", f"--junitxml={report}", *(arguments or ["tests"])]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "campaign",
+            f"--junitxml={report}",
+            *(arguments or ["tests", "lab/campaigns/cases"]),
+        ]
         code = subprocess.run(command, cwd=ROOT).returncode
         if report.exists():
             print(found := table(report))

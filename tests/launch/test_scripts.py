@@ -47,3 +47,27 @@ def test_quickstart_keeps_an_earlier_run(argument: str, tmp_path: Path) -> None:
     ended = subprocess.run([tmp_path / "launch" / "quickstart.sh", argument], env=env, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0 if argument == "--help" else 1, "")
     assert weights.read_text() == "a day's work"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "setting", "line"),
+    [
+        ("64:8", "seed=1", "STAGES: 64:8: must be SEQ_LEN:GLOBAL_BATCH:STEPS"),
+        ("64:8:3:1:1:1", "seed=1", "STAGES: 64:8:3:1:1:1: must be"),
+        ("64:8:3", "train.steps=5", "train.steps: set by this script"),
+    ],
+)
+def test_invalid_stages_and_settings_are_refused(stages: str, setting: str, line: str, tmp_path: Path) -> None:
+    names = {
+        "STAGES": stages,
+        "RUN_DIR": str(tmp_path / "runs"),
+        "NPROC": "1",
+        "VENV": "none",
+        "PYTHON": sys.executable,
+    }
+    script = REPOSITORY / "launch" / "length_extension.sh"
+    ended = subprocess.run([script, setting], env={**os.environ, **names}, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"error: {line}"), ended.stderr
+    assert not (tmp_path / "runs").exists()

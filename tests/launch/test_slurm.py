@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from lab.slurm_cluster import SlurmCluster, why_not
+from lab.slurm_job import SlurmJob, resumed_at
 from tests.support.commands import REPOSITORY, SMALL, torchrun
-from tests.support.slurm_cluster import SlurmCluster, why_not
-from tests.support.slurm_job import ENDED, SlurmJob, resumed_at
 from tests.support.waiting import ENOUGH
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
@@ -111,31 +111,6 @@ def test_failed_node_checks_end_job_before_training(cluster: SlurmCluster, tmp_p
     assert "error: the checks above found faults (CHECKS=warn starts all the same)" in output
     assert "step " not in output
     assert not (job.run_dir / "logs").exists()
-
-
-@pytest.mark.campaign
-def test_sweep_submits_only_unfinished_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
-    def sweep(*options: str) -> list[str]:
-        grid = ["--backends", "dp", "lasp2", "--lengths", "1k", "--ranks-per-node=1", "--cpu", "--folder=a sweep"]
-        settings = [s for s in SMALL if not s.startswith("data.seq_len")]
-        command = [sys.executable, str(REPOSITORY / "launch" / "sweep.py"), *grid, *options, "--", *settings]
-        output = cluster.run(*command, "train.steps=2", "train.device=cpu", cwd=tmp_path)
-        return [line.rpartition("-1n")[2].strip() for line in output.splitlines()[1:]]
-
-    cluster.environment |= {"CHECKS": "off", "CACHE_DIR": str(tmp_path / "cache")}
-    held = ["--sbatch=--hold"]
-    first = sweep(*held)
-    numbers = [re.fullmatch(r"submitted as job (\d+), from the start", state) for state in first]
-    dp, lasp2 = (match[1] for match in numbers if match is not None)
-    cluster.run("scontrol", "release", dp)
-    cluster.wait(lambda: cluster.job(dp)["JobState"] in ENDED, "end of the job", ENOUGH)
-    assert cluster.job(dp)["JobState"] == "COMPLETED", (tmp_path / "a sweep" / f"dp-1k-1n-{dp}.out").read_text()
-    assert sweep(*held) == ["finished", f"pending as job {lasp2}"]
-    cluster.run("scancel", lasp2)
-    (again,) = sweep(*held)[1:]
-    assert again.startswith("submitted as job ")
-    assert again != first[1]
-    cluster.run("scancel", "--state=PENDING", f"--user={os.getuid()}")
 
 
 def check_folder(job: SlurmJob) -> None:

@@ -181,32 +181,6 @@ def test_peers_end_with_exit_code_of_failed_rank(error: Exception, code: int, mo
     assert "rank 1 failed: " in str(told[0])
 
 
-@pytest.mark.campaign
-def test_sigterm_goes_to_watchdog_but_ends_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(end, "launcher_store", lambda launch: store)
-    before = signal.getsignal(signal.SIGTERM)
-    # The watchdog would end this process within two seconds.
-    monkeypatch.setattr(Job, "_abandon", lambda *arguments: None)
-    running = Job(Launch(0, 2, 0), ADVICE)
-    try:
-        running.guard(timedelta(seconds=60))
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert running.watchdog.is_terminated
-        # Many attempts, since the signal has to arrive during the fork.
-        for _ in range(100):
-            child = os.fork()
-            if child == 0:
-                time.sleep(5)
-                os._exit(0)
-            os.kill(child, signal.SIGTERM)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    finally:
-        running.watchdog.stop()
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_closed_terminal_does_not_change_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end.tqdm, "write", mock.Mock(side_effect=BrokenPipeError))
     assert fail_with(ConfigError("field", 1, "must be 2"), []) == ConfigError.exit_code

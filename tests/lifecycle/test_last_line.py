@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -93,14 +94,16 @@ def test_no_last_line_before_a_restart(count: str, most: str, expected: bool, mo
     assert end._is_restarted() == expected
 
 
-def _launched(folder: Path, *arguments: str) -> Command:
+def _launched(folder: Path, setting: str, fault: str) -> Command:
+    """By the name that a user gives it, which its ranks look for."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    endless = ["train.steps=1000000", "run_dir=run"]
-    return Command([*launcher, str(REPOSITORY / "train.py"), *SMALL, *endless, *arguments], folder, fresh=True)
+    script = REPOSITORY / ("tests/support/faulty_train.py" if fault else "train.py")
+    settings = [*SMALL, "train.steps=1000000", "run_dir=run", *filter(None, [setting])]
+    return Command([*launcher, str(script), *settings], folder, fault)
 
 
-def _after_two_steps(act: Callable[[Command], object]) -> Callable[[Command, Path], None]:
-    def wait(job: Command, folder: Path) -> None:
+def _after_two_steps(act: Callable[[Command], object]) -> Callable[[Command], None]:
+    def wait(job: Command) -> None:
         job.wait_until(lambda: "step       2/" in job.out, "two steps")
         act(job)
 
@@ -113,36 +116,30 @@ def _kill_rank_1(job: Command) -> None:
 
 
 _SAVED = ": saved; the same command goes on from there"
+_LOST = "goes on from the last checkpoint"
+_SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 # A setting, what happens then, the beginning and end of the last line, and the lines of torchrun below it.
 ENDS = {
     "mistake": ("train.steps=0", None, "  traceback : error: train.steps=0: must be ≥ 1", "", 1),
-    "SIGTERM": (
-        "",
-        _after_two_steps(lambda job: job.signal(signal.SIGTERM)),
-        "SIGTERM after step ",
-        _SAVED,
-        0,
-    ),
-    "SIGINT": (
-        "",
-        _after_two_steps(lambda job: job.signal(signal.SIGINT)),
-        "SIGINT after step ",
-        _SAVED,
-        0,
-    ),
+    **{
+        name: ("", _after_two_steps(partial(Command.signal, number=number)), f"{name} after step ", _SAVED, 0)
+        for name, number in _SIGNALS.items()
+    },
     "warning": ("", _after_two_steps(Command.warn), "SIGUSR1 after step ", _SAVED, 0),
-    "killed": ("", _after_two_steps(_kill_rank_1), "error: rank 0: ", "goes on from the last checkpoint", 0),
+    "killed": ("", _after_two_steps(_kill_rank_1), "error: rank 0: ", _LOST, 0),
+    "bug": ("bug:1:3", None, "error: rank 0: step 3, ", _LOST, 0),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("name", one_of(ENDS, "SIGTERM"))
+@pytest.mark.parametrize("name", one_of(ENDS, "SIGTERM", "bug"))
 def test_last_line_and_exit_code_of_torchrun(name: str, tmp_path: Path) -> None:
-    setting, act, start, stop, below = ENDS[name]
-    with _launched(tmp_path, *filter(None, [setting])) as job:
+    given, act, start, stop, below = ENDS[name]
+    setting, fault = ("", given) if name == "bug" else (given, "")
+    with _launched(tmp_path, setting, fault) as job:
         if act is not None:
-            act(job, tmp_path)
+            act(job)
         outcome = job.wait()
         # torchrun's own code, whatever those of its ranks are.
         assert outcome.code == 1, outcome
@@ -152,5 +149,6 @@ def test_last_line_and_exit_code_of_torchrun(name: str, tmp_path: Path) -> None:
     assert lines[-1 - below].startswith(start), job.err
     assert lines[-1 - below].endswith(stop), job.err
     assert lines[len(lines) - below :] == [BORDER] * below
+    assert name != "bug" or ": rank 1 failed: OSError: the disk is on fire; nothing more was saved" in lines[-1]
     # torchrun's traceback is above.
     assert any(line.startswith("Traceback (most recent call last)") for line in lines[:-2])

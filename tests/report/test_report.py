@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from tests.support.commands import Outcome, check_line
 from zeco_train.report import panels
@@ -95,6 +94,8 @@ class Page(HTMLParser):
 
 
 def report(tmp_path: Path, *paths: Path) -> Page:
+    from matplotlib.image import imread
+
     assert main([*map(str, paths), "--out", str(tmp_path / "out")]) == 0
     picture = tmp_path / "out" / "report.png"
     assert imread(picture).std() > 0.01

@@ -124,7 +124,8 @@ class Command:
             command = ["/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *command]
             self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self._out, stderr=self._err)
         else:
-            launches, ignored = command[1] == TORCHRUN[1], [*ignored_signals(), signal.SIGUSR1]
+            launches = command[1] == TORCHRUN[1] or command[1:3] == ["-m", "torch.distributed.run"]
+            ignored = [*ignored_signals(), signal.SIGUSR1]
             start = Start(command, str(folder), environment, ignored, launches=launches)
             self._process = loaded().start(start, self._out.fileno(), self._err.fileno())
         self._ranks: dict[int, int] = {}

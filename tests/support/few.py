@@ -33,11 +33,11 @@ def is_among_few(
     return any(all(_same(rows[k % len(rows)], own) for rows, own in zip(plain, found, strict=True)) for k in chosen)
 
 
-def one_of(cases: Iterable[str], kept: str) -> list[Any]:
-    """Cases of which only `kept` is a test of every gate; `lab.campaigns.matrices` runs the others."""
+def one_of(cases: Iterable[str], *kept: str) -> list[Any]:
+    """Cases of which only `kept` are tests of every gate; `lab.campaigns.matrices` runs the others."""
     cases = [*cases]
-    assert kept in cases
-    return [case if case == kept else pytest.param(case, marks=pytest.mark.campaign) for case in cases]
+    assert {*kept} <= {*cases}
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.campaign) for case in cases]
 
 
 def mark_others(item: pytest.Item) -> None:

@@ -48,7 +48,7 @@ _READ_LATER = {
     "TRITON_CACHE_DIR",
     "CUDA_CACHE_PATH",
 }
-# First variable of a loaded process; the memory of its text is where a rank says its number, see `_show_rank`.
+# First variable of a loaded process; the memory of its text is where a rank says its number, see `_show`.
 _PLACE = "ZECO_PLACE"
 _PR_SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 1 << 20
@@ -252,7 +252,7 @@ def _become(start: Start, files: list[int], channel: socket.socket) -> NoReturn:
     _reset_signals(start.ignored)
     _reseed()
     gc.enable()
-    _show_rank()
+    _show(start)
     channel.send(str(os.getpid()).encode())
     channel.close()
     code = _run(list(start.command))
@@ -302,17 +302,19 @@ def _reseed() -> None:
         numpy.random.seed()
 
 
-def _show_rank() -> None:
+def _show(start: Start) -> None:
     """Write `RANK=…` where /proc/PID/environ is read from, the memory of the variables that `exec` was given.
 
-    `os.environ` is no longer there, since its variables were replaced.
+    `os.environ` is no longer there, since its variables were replaced. And torchrun by its own name, `-m
+    torch.distributed.run`, in place of this process's arguments: its ranks look whether it has started them.
     """
-    if (rank := os.environ.get("RANK")) is None:
-        return
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    address = int(fields[47])
-    assert ctypes.string_at(address, len(_PLACE)) == _PLACE.encode()
-    ctypes.memmove(address, f"RANK={rank}\0".encode(), len(rank) + 6)
+    arguments, end, variables = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:48])
+    if start.launches and start.command[1] == "-m":
+        text = "\0".join(start.command[:3]).encode()
+        ctypes.memmove(arguments, text.ljust(end - arguments, b"\0"), end - arguments)
+    if (rank := os.environ.get("RANK")) is not None:
+        assert ctypes.string_at(variables, len(_PLACE)) == _PLACE.encode()
+        ctypes.memmove(variables, f"RANK={rank}\0".encode(), len(rank) + 6)
 
 
 def _run(command: list[str]) -> int:

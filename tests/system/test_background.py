@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
-import time
 from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.commands import REPOSITORY
-from tests.support.ends import ENDS
-from tests.support.waiting import ENOUGH
 from zeco_train.collectives.worker import ScanWorker
 from zeco_train.lifecycle.end import Advice, Job
 from zeco_train.lifecycle.join import Launch
 from zeco_train.system import background
-
-_CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}
-
-
-@pytest.mark.campaign
-def test_process_ends_while_thread_is_inside_torch() -> None:
-    """Every kind of exit keeps its exit code and message; a stuck thread is not waited for."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.support.ends"],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        timeout=ENOUGH,
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    assert time.monotonic() - began < 55, "a stuck thread was waited for"
-    ended = json.loads(result.stdout)
-    assert {name: code for name, (code, _) in ended.items()} == {name: _CODES[name.split(",")[0]] for name in ENDS}
-    for name, (_, err) in ended.items():
-        if name.startswith("bug"):
-            assert err.startswith("Traceback"), err
-            assert err.endswith("KeyError: 'ours'\n"), err
-        else:
-            assert err == ("error: field=1: must be 2\n" if name.startswith("mistake") else ""), name
 
 
 def test_stop_all_joins_threads_and_returns_stuck_ones() -> None:

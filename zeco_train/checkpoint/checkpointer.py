@@ -129,11 +129,6 @@ class Checkpointer:
         self._saved_at: int | None = 0
         self._last = time.monotonic()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank has a save in progress."""
-        return self._save is not None and not self._save.written.done()
-
     def due(self, progress: Progress) -> bool:
         """Whether a checkpoint is due. Call once after each step: it also reports the outcome of a finished save."""
         # `done` may differ between ranks, so `_settle` must not communicate.

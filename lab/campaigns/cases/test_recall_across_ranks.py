@@ -10,6 +10,8 @@ import pytest
 from tests.support.commands import REPOSITORY, TORCHRUN, Command
 from tests.support.waiting import ENOUGH
 
+pytestmark = pytest.mark.campaign
+
 # The first stage of lab/recall.sh, in smaller batches.
 STAGE = ["data.seq_len=16", "data.global_batch=32", "data.micro_batch=32", "train.steps=350"]
 TASK = ["data.synthetic.facts=2", "data.synthetic.keys=2", "data.synthetic.queries=1"]
@@ -24,7 +26,6 @@ def run_on_two_ranks(*command: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.campaign
 def test_recall_across_ranks_depends_on_states(tmp_path: Path) -> None:
     run = f"run_dir={tmp_path}/run"
     run_on_two_ranks("train.py", "+experiment=gla_recall", run, *TASK, *STAGE, *QUIET)

@@ -15,6 +15,8 @@ from tests.support.commands import REPOSITORY, SMALL
 from tests.support.waiting import ENOUGH
 from zeco_train.tracking.metrics import read_metrics
 
+pytestmark = pytest.mark.campaign
+
 SETTINGS = [s for s in SMALL if not s.startswith(("data.seq_len", "data.global_batch"))]
 
 
@@ -30,7 +32,6 @@ def weights(run: Path, whole: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.campaign
 def test_each_stage_starts_from_previous_weights(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     first, second = runs / "stage_1_64", runs / "stage_2_256"
@@ -46,17 +47,3 @@ def test_each_stage_starts_from_previous_weights(tmp_path: Path) -> None:
     assert [row["tokens"] for row in read_metrics(second / "metrics.jsonl")] == [512, 1024]
     after = weights(second, tmp_path / "second.pt")
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_invalid_stages_and_settings_are_refused(tmp_path: Path) -> None:
-    for stages, setting, part in (
-        ("64:8", "seed=1", "STAGES: 64:8: must be SEQ_LEN:GLOBAL_BATCH:STEPS"),
-        ("64:8:3:1:1:1", "seed=1", "STAGES: 64:8:3:1:1:1: must be"),
-        ("64:8:3", "train.steps=5", "train.steps: set by this script"),
-    ):
-        outcome = extend(tmp_path / "runs", stages, setting)
-        assert outcome.returncode == 1
-        assert outcome.stderr.startswith(f"error: {part}"), outcome.stderr
-    assert not (tmp_path / "runs").exists()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lab.slurm_cluster import SlurmCluster
 from tests.support.commands import REPOSITORY
-from tests.support.slurm_cluster import SlurmCluster
 from tests.support.waiting import ENOUGH
 from zeco_train.system.files import METRICS_FILE
 

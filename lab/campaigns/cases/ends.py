@@ -1,4 +1,4 @@
-"""Interpreter exits while a thread is inside a torch call: `python -m tests.support.ends` prints the exit codes.
+"""Interpreter exits while a thread is inside a torch call: `python -m lab.campaigns.cases.ends` prints the exit codes.
 
 Each exit runs in its own interpreter, which takes so long to finalise that the call returns meanwhile. Python ends a
 thread that returns then, and C++ code aborts the whole process for that, see `zeco_train.system.background`.

@@ -1,0 +1,1 @@
+"""Cases that the gate leaves out, since another stands for their mechanism; `lab.campaigns.matrices` runs them."""

@@ -1,0 +1,3 @@
+"""The hooks of the tests."""
+
+from tests.conftest import *  # noqa: F403

@@ -1,0 +1,88 @@
+"""Inductor on CPUs, lengths that change, and addresses of NaN in compiled blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.spec import ModelSpec
+from tests.support.sp_reference import RecordedExchange
+from tests.support.steps import TINY, Case, check, make_loader, make_step, run_steps
+from tests.training.test_compile import TOLERANCE, _compiler, _counted, mesh, store
+from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.recompute import Recompute
+from zeco_train.sp.exchange import local_exchange
+from zeco_train.training.nonfinite import explain
+
+# Fixtures.
+__all__ = ["_compiler", "mesh", "store"]
+pytestmark = pytest.mark.campaign
+
+
+def test_no_recompilation_after_second_length() -> None:
+    """As in benchmarks: after two lengths the graphs are dynamic and serve all others."""
+    scan = local_exchange()
+    eager, compiled = (ModelSpec(TINY).build().double() for _ in range(2))
+    counter = _counted()
+    compiled.compile_parts(backend=counter)
+    graphs = []
+    for tokens in (40, 60, 130):
+        ids = torch.randint(TINY.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
+        shard, grads = SequencePosition((0, tokens), exchange=scan), []
+        for model in (eager, compiled):
+            model.init_weights(0)
+            model.zero_grad()
+            model(ids[:, :-1], shard, ids[:, 1:]).backward()
+            grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=TOLERANCE * grads[0].norm().item())
+        graphs.append(counter.frame_count)
+    assert graphs[1] == graphs[2]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPUs")
+def test_inductor_equals_eager(mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    scan = RecordedExchange(local_exchange())
+    case = Case(recompute=Recompute.full, segments=2, documents=True, steps=1, num_layers=1)
+    expected = run_steps(case, scan, mesh, store)
+    # Workers that compile in parallel would import torch first.
+    with torch._inductor.config.patch(compile_threads=1):
+        result = run_steps(dataclasses.replace(case, compiler="inductor"), scan, mesh, store)
+    check(result, expected, TOLERANCE, "inductor")
+    assert result.launches == expected.launches
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("recompute", [Recompute.full, Recompute.selective, Recompute.none])
+@pytest.mark.parametrize("compiled_before", [True, False])
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_non_finite_tensor_in_compiled_block_is_named(
+    recompute: Recompute, compiled_before: bool, with_backward: bool, mesh: ProcessMesh, store: Path
+) -> None:
+    case = Case(recompute=recompute, compiler="aot_eager")
+    scan = local_exchange()
+    model, step = make_step(case, scan, mesh)
+    loader = make_loader(case, mesh, store)
+    batches = [[loader.batch(0, micro_step)] for micro_step in range(loader.micro_steps)]
+    if compiled_before:
+        step.loss(batches[0])
+        step.backward(batches[0], last=True)
+        step.zero_grad()
+    attention: Any = model.model.layers[1].attn
+    with torch.no_grad():
+        # Finite, but not their product.
+        for weight in (attention.g_norm_swish_gate.weight, attention.o_proj.weight):
+            weight.to_local().fill_(1e300)
+    found = explain(step, "the loss is nan", batches.__getitem__, len(batches), with_backward=with_backward)
+    begin = (
+        "the loss is nan; the first non-finite tensor is the output of model.layers.1.attn.o_proj (gla), on rank 0: "
+    )
+    assert found.startswith(begin + "token 0 of sequence ")
+    # As before.
+    assert {block.recompute for block in model.model.blocks()} == {recompute}
