@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from models.mixer_registry import LAYERS, MIXERS, describe_mixer
+from tests.support.commands import REPOSITORY
 from zeco_train.bench.__main__ import CASES
 from zeco_train.config.help import WIDTH, describe_settings, first_clause, keys_of, meanings
 from zeco_train.config.overrides import _keys
@@ -133,6 +136,18 @@ def test_a_section_or_key_is_explained_in_full() -> None:
         describe(["dat"])
     assert found.value.field == "--help"
     assert "data" in str(found.value)
+
+
+@pytest.mark.slow
+def test_help_imports_nothing_that_only_training_needs() -> None:
+    """They take as long as torch itself."""
+    code = "import sys; from zeco_train.cli import main; main(['--help', 'data']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    heavy = {f"torch.distributed.{name}" for name in ("tensor", "checkpoint", "fsdp")}
+    heavy |= {"sympy", "zeco_train.training.build"}
+    assert "zeco_train.config.schema" in loaded
+    assert not heavy & {*loaded}
 
 
 @pytest.mark.few(quick=3)

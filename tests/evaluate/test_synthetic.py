@@ -19,8 +19,8 @@ from models.spec import ModelSpec
 from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import init_mesh
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.scoring import Cut, Scores, score_examples
 from zeco_train.evaluate.synthetic import ZeroedScan

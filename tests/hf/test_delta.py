@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from models.formats.format_registry import FORMATS
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_delta_references
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
 from zeco_train.hf.config_json import from_config_json

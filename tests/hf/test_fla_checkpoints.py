@@ -21,7 +21,7 @@ from models.formats.format_registry import FORMATS as ALL_FORMATS
 from models.mixers.retnet import RetNetConfig
 from tests.support.commands import train_here
 from tests.support.fla_reference import use_decay_references, use_fp64
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
 from zeco_train.hf.config_json import from_config_json, to_config_json

@@ -22,7 +22,7 @@ from tests.data.test_prepare import hugging_face
 from tests.models.test_model import reference_logits
 from tests.support.commands import train_here
 from tests.support.stores import write_lines
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import main
 from zeco_train.hf import parity

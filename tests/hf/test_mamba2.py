@@ -17,7 +17,7 @@ from torch import Tensor
 from models.mixers.mamba2 import Mamba2Config
 from tests.support.commands import train_here
 from tests.support.transformers_alone import in_transformers
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.config_json import from_config_json, to_config_json
 from zeco_train.hf.export import ExportSettings, export

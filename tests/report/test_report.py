@@ -310,6 +310,9 @@ def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.C
     torn = write_run(tmp_path / "torn" / "run", {1: 1.0}, [])
     (torn / "starts.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "other.json").write_text("{}")
+    # Where it warns of a page that it replaces, it does so after the errors.
+    Path("runs/report").mkdir(parents=True)
+    Path("runs/report/report.html").touch()
     for arguments, code, part in (
         ([], 2, "PATH"),
         ([tmp_path / "none"], 3, "has no metrics.jsonl, nor has a folder in it"),

@@ -20,8 +20,8 @@ from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, make_step, run_steps, write_documents
 from tests.support.training import largest_difference, train
 from zeco_train.config.schema import load_config
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.owned_matrices import WholeMatrices, assign
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.tracking.run_folder import RunFolder

@@ -22,8 +22,8 @@ from tests.support.distributed import run_distributed
 from tests.support.steps import Case, make_mesh, make_step
 from tests.support.training import full
 from zeco_train.config.schema import load_config
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.exchange import local_exchange

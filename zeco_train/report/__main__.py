@@ -46,8 +46,8 @@ def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
     Raises:
         ZecoError: a path is neither a run nor a benchmark, or a file cannot be written.
     """
-    check_outputs("--out", out, (PAGE_FILE, PICTURE_FILE, RESULTS_FILE))
     comparison = read(paths)
+    check_outputs("--out", out, (PAGE_FILE, PICTURE_FILE, RESULTS_FILE))
     drawn = panels(comparison)
     files = [out / PAGE_FILE]
     if drawn:
