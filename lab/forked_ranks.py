@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 
+import zeco_train.training.build  # noqa: F401 - train.py imports it after its arguments are checked
 from zeco_train.system.signals import die_with_launcher
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from models.spec import spec_of
 from zeco_train.config.schema import describe, load_config
 from zeco_train.lifecycle.end import Advice, Job, run_job
-from zeco_train.system.command import quick_imports
+from zeco_train.system.command import explained_if_missing, quick_imports
 from zeco_train.system.numbers import compact
 from zeco_train.system.signals import exit_code
 
@@ -35,7 +35,7 @@ def _train(arguments: list[str], job: Job) -> int:
         return 0
     config = load_config(arguments)
     # After the help and the checks of the arguments, which need none of it: these imports take a second.
-    with quick_imports():
+    with explained_if_missing(), quick_imports():
         from zeco_train.training.build import load_trainer
         from zeco_train.training.checks import join_ranks
         from zeco_train.training.opening import open_run

@@ -24,6 +24,7 @@ from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS
 from zeco_train.export import ExportSettings
 from zeco_train.hf.parity import ParitySettings
 from zeco_train.plan.config import PlanSettings
+from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.verify.config import VerifyConfig
 
 SETTINGS: dict[str, Any] = {
@@ -121,6 +122,8 @@ def test_overview_has_each_section_once_and_the_values_of_the_command_line() -> 
         line.startswith("  train.steps=7 ") and line.endswith("  optimizer steps of the whole run") for line in lines
     )
     assert any(line.startswith("  data.seq_len=128 ") for line in lines)
+    for name in ("auto", *METHODS):
+        assert any(line.startswith(f"  sp.attention={name} ") for line in lines)
 
 
 def test_a_section_or_key_is_explained_in_full() -> None:

@@ -1,4 +1,4 @@
-"""Section `parallel`; apart from `parallelize.py`, whose imports take a second, since `--help` needs it."""
+"""Section `parallel`, and how many ranks share a sequence or parameters. Light to import, since `--help` needs it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeco_train.errors import ConfigError
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.numbers import divisors
 
 
@@ -61,3 +62,22 @@ def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: 
         allowed = f"must divide the world size {world_size}: {legal}, or -1 for the strategy's default"
         raise ConfigError("parallel.shard_size", shard_size, allowed)
     return shard_size
+
+
+def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
+    """Resolve `sp.size`: −1 means the world size, or 1 for a backend that does not shard sequences.
+
+    Raises ConfigError for a size that does not divide the world size, or that the backend does not support.
+    """
+    if sp_size == -1:
+        return world_size if BACKENDS[backend].scans else 1
+    legal = divisors(world_size)
+    if sp_size not in legal:
+        raise ConfigError(
+            "sp.size",
+            sp_size,
+            f"must divide the world size {world_size}: {', '.join(map(str, legal))}, or -1 for the backend's default",
+        )
+    if (problem := BACKENDS[backend].size_problem(sp_size)) is not None:
+        raise ConfigError("sp.size", sp_size, problem)
+    return sp_size
