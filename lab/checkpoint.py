@@ -24,7 +24,7 @@ from zeco_train.bench.case import Report
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.samples import Row, slowest_rank
 from zeco_train.bench.session import Session
-from zeco_train.checkpoint.checkpointer import CheckpointMode
+from zeco_train.checkpoint.config import CheckpointMode
 from zeco_train.checkpoint.files import CHECKPOINT_FOLDER
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import ProcessMesh

@@ -23,7 +23,7 @@ from models.mixer_registry import MIXERS
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops.recompute import Recompute
 
 # The contract is 1e-9, for losses and norms of three steps; here it also holds for gradients and parameters.

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import zeco_train.training.build  # noqa: F401 - train.py imports it after its arguments are checked
 from zeco_train.system.signals import die_with_launcher
 
 

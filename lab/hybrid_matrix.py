@@ -21,7 +21,7 @@ from models.config import LanguageModelConfig
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, write_documents
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.method_registry import METHODS, build_attention
 

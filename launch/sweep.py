@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_split
 from zeco_train.config.schema import Config, load_config
-from zeco_train.distributed.mesh import resolve_sp_size
+from zeco_train.distributed.config import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.sp.of_model import check_softmax

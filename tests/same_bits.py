@@ -267,6 +267,7 @@ def work() -> int:
         import zeco_train.evaluate
         import zeco_train.export
         import zeco_train.generate.command
+        import zeco_train.training.build
     import zeco_train
 
     assert Path(zeco_train.__file__).resolve().is_relative_to(tree), (zeco_train.__file__, tree)

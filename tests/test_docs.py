@@ -294,18 +294,13 @@ def test_valid_pages_have_no_problems(text: str, tree: Path) -> None:
     ("text", "problem"),
     [
         ("[x](docs/none.md)", "page.md: docs/none.md: no such file"),
-        ("![x](none.png)", "page.md: none.png: no such file"),
         ('<img src="none.png">', "page.md: none.png: no such file"),
         ("[x](../outside.md)", "page.md: ../outside.md: no such file"),
         ("[x](docs/other.md#none)", "page.md: docs/other.md#none: no such heading"),
-        ("[x](docs/other.md#same-2)", "page.md: docs/other.md#same-2: no such heading"),
         ("[x](#none)", "page.md: #none: no such heading"),
         ("```\npython -m zeco_train.none\n```", "page.md: python -m zeco_train.none: no such module"),
-        ("`torchrun --standalone -m tests.none`", "page.md: python -m tests.none: no such module"),
         ("```\n./launch/none.sh\n```", "page.md: launch/none.sh: no such file"),
-        ("```\npython train.py\n```", "page.md: train.py: no such file"),
         ("`configs/none.yaml`", "page.md: configs/none.yaml: no such file"),
-        ("`zeco_train/bench/none.py`", "page.md: zeco_train/bench/none.py: no such file"),
         ("```\npython x +experiment=none\n```", "page.md: +experiment=none: no such file"),
     ],
 )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 from models.spec import spec_of
 from zeco_train.config.schema import describe, load_config
 from zeco_train.lifecycle.end import Advice, Job, run_job
+from zeco_train.system.command import explained_if_missing, quick_imports
 from zeco_train.system.numbers import compact
 from zeco_train.system.signals import exit_code
-from zeco_train.training.build import load_trainer
-from zeco_train.training.checks import join_ranks
-from zeco_train.training.opening import open_run
-from zeco_train.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from zeco_train.training.trainer import Trainer
 
 _ADVICE = Advice(
     lost_peer="nothing more was saved, the same command goes on from the last checkpoint",
@@ -33,6 +34,11 @@ def _train(arguments: list[str], job: Job) -> int:
             print(describe([a for a in arguments if a not in ("-h", "--help")]))
         return 0
     config = load_config(arguments)
+    # After the help and the checks of the arguments, which need none of it: these imports take a second.
+    with explained_if_missing(), quick_imports():
+        from zeco_train.training.build import load_trainer
+        from zeco_train.training.checks import join_ranks
+        from zeco_train.training.opening import open_run
     with job.joining(timedelta(seconds=config.parallel.timeout_seconds)):
         mesh = join_ranks(config, job.launch)
     job.enter("opening data and the run's folder")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from zeco_train.bench.config import OfModelConfig, RunsConfig
 from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.config.schema import Config
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend_registry import BACKENDS, SHARING
 from zeco_train.system.numbers import check_least

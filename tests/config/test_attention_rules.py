@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.commands import check_line, train_here
 from tests.support.planning import make_case
-from zeco_train.config.schema import describe, load_config
+from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.plan.attention_costs import method_of
-from zeco_train.sp.attention.method_registry import METHODS, choose
+from zeco_train.sp.attention.method_registry import choose
 from zeco_train.sp.of_model import softmax_load
 from zeco_train.training.checks import join_ranks
 
@@ -36,7 +36,6 @@ def _chosen(overrides: list[str], ranks: int, seq_len: int = 4096) -> str | None
         ([HYBRID, "model.attn.offset=2"], "model.attn.offset=2: must be from 0 to 1"),
         (["model.attn.offset=1"], "model.attn.offset=1: needs model.attn.every"),
         (["model.attn.layers=[1,4]"], "model.attn.layers=[1, 4]: must be ascending numbers of layers, from 0 to 3"),
-        (["model.attn.layers=[2,1]"], "model.attn.layers=[2, 1]: must be ascending numbers of layers, from 0 to 3"),
         ([HYBRID, "model.attn.layers=[1]"], "model.attn.layers=[1]: names layers in place of model.attn.every"),
         (
             [HYBRID, "model.attn.num_heads=3"],
@@ -45,7 +44,6 @@ def _chosen(overrides: list[str], ranks: int, seq_len: int = 4096) -> str | None
         ([HYBRID, "model.attn.num_kv_heads=3"], "model.attn.num_kv_heads=3: must divide the 4 heads of queries"),
         ([HYBRID, "model.attn.window=0"], "model.attn.window=0: must be a whole number ≥ 1, or null"),
         ([HYBRID, "train.segments=2"], f"train.segments=2: {CONSTANT}s 1, 3"),
-        (["model.attn.layers=[2]", "train.segments=4"], f"train.segments=4: {CONSTANT} 2"),
         ([HYBRID, "train.segments=2", HUGE], f"train.segments=2: {CONSTANT}s 1, 3, 5, 7, …"),
         (
             [HYBRID, "model.mixer=linear", "model.causal=false", "task=mlm"],
@@ -57,7 +55,6 @@ def _chosen(overrides: list[str], ranks: int, seq_len: int = 4096) -> str | None
         ),
         ([HYBRID, "sp.attention=rings"], "sp.attention=rings: must be one of auto, all_gather, ulysses, ring"),
         (["sp.attention=ring"], "sp.attention=ring: would be ignored; it needs model.attn.every"),
-        (["model.attn.window=64"], "model.attn.window=64: would be ignored; it needs model.attn.every"),
         (
             [HYBRID, "sp=dp", "sp.attention=ring"],
             "sp.attention=ring: would be ignored; it needs sp=lasp1 or sp=lasp2 or sp=zeco",
@@ -97,18 +94,10 @@ def test_auto_counts_both_passes_and_what_a_window_leaves_out() -> None:
     assert [_chosen(shared, ranks, 4096) for ranks in (2, 8)] == ["all_gather", "ulysses"]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("settings", [[], ["model.attn.window=512"], ["model.attn.num_kv_heads=1"]])
-@pytest.mark.parametrize("length", [1024, 16384])
-def test_plan_and_run_choose_alike(settings: list[str], length: int) -> None:
-    arguments = [HYBRID, *settings, f"data.seq_len={length}"]
-    assert method_of(make_case(*arguments, "world_size=4")).name == _chosen(arguments, 4, length)
+def test_plan_and_run_choose_alike() -> None:
+    arguments = [HYBRID, "model.attn.window=512", "data.seq_len=16384"]
+    assert method_of(make_case(*arguments, "world_size=4")).name == _chosen(arguments, 4, 16384)
 
 
 def test_mistyped_number_of_layers_does_not_hang() -> None:
     check_line(train_here(HUGE, HYBRID), ConfigError.exit_code, "model=gla_tiny: ", "this machine has")
-
-
-def test_help_lists_the_methods() -> None:
-    text = describe([])
-    assert all(f"  sp.attention={name}" in text for name in ("auto", *METHODS))

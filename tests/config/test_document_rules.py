@@ -112,15 +112,15 @@ def test_every_rank_refuses_a_long_document_and_none_waits(tmp_path: Path) -> No
     assert not (tmp_path / "runs" / "long").exists()
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 def test_evaluations_refuse_longer_sequences(run: Path, store: Path) -> None:
-    settings = ["data=tokens", f"data.validation_path={store}", f"data.path={store}"]
-    known = run_here(evaluate.main, str(run), "--tasks", "validation", "validation.lengths=[64]", *settings)
-    assert known.code == 0, known
-    longer = run_here(evaluate.main, str(run), "--tasks", "validation", "validation.lengths=[64,128]", *settings)
-    assert (longer.code, longer.err) == (ConfigError.exit_code, f"error: validation.lengths=128: {DEFINED}\n")
-    recall = run_here(evaluate.main, str(run), "--tasks", "recall", "recall.lengths=[512]")
-    assert (recall.code, recall.err) == (ConfigError.exit_code, f"error: recall.lengths=512: {DEFINED}\n")
+    validation = ["validation.lengths=[64,128]", "data=tokens", f"data.validation_path={store}", f"data.path={store}"]
+    for task, field, settings in (
+        ("validation", "validation.lengths=128", validation),
+        ("recall", "recall.lengths=512", ["recall.lengths=[512]"]),
+    ):
+        found = run_here(evaluate.main, str(run), "--tasks", task, *settings)
+        assert (found.code, found.err) == (ConfigError.exit_code, f"error: {field}: {DEFINED}\n")
 
 
 def test_standard_tasks_refuse_longer_texts() -> None:

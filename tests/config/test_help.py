@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from models.mixer_registry import LAYERS, MIXERS, describe_mixer
+from tests.support.commands import REPOSITORY
 from zeco_train.bench.__main__ import CASES
 from zeco_train.config.help import WIDTH, describe_settings, first_clause, keys_of, meanings
 from zeco_train.config.overrides import _keys
@@ -21,6 +24,7 @@ from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS
 from zeco_train.export import ExportSettings
 from zeco_train.hf.parity import ParitySettings
 from zeco_train.plan.config import PlanSettings
+from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.verify.config import VerifyConfig
 
 SETTINGS: dict[str, Any] = {
@@ -118,6 +122,8 @@ def test_overview_has_each_section_once_and_the_values_of_the_command_line() -> 
         line.startswith("  train.steps=7 ") and line.endswith("  optimizer steps of the whole run") for line in lines
     )
     assert any(line.startswith("  data.seq_len=128 ") for line in lines)
+    for name in ("auto", *METHODS):
+        assert any(line.startswith(f"  sp.attention={name} ") for line in lines)
 
 
 def test_a_section_or_key_is_explained_in_full() -> None:
@@ -133,6 +139,18 @@ def test_a_section_or_key_is_explained_in_full() -> None:
         describe(["dat"])
     assert found.value.field == "--help"
     assert "data" in str(found.value)
+
+
+@pytest.mark.slow
+def test_help_imports_nothing_that_only_training_needs() -> None:
+    """They take as long as torch itself."""
+    code = "import sys; from zeco_train.cli import main; main(['--help', 'data']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    heavy = {f"torch.distributed.{name}" for name in ("tensor", "checkpoint", "fsdp")}
+    heavy |= {"sympy", "zeco_train.training.build"}
+    assert "zeco_train.config.schema" in loaded
+    assert not heavy & {*loaded}
 
 
 @pytest.mark.few(quick=3)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +13,8 @@ import pytest
 import torch
 
 from data import inspect, prepare
-from tests.support.commands import REPOSITORY, Outcome, check_line, run_here, snapshot, train_here
+from tests.support.commands import Command, Outcome, check_line, run_here, snapshot, train_here
 from tests.support.stores import write_store
-from tests.support.waiting import ENOUGH
 from zeco_train import compare, export
 from zeco_train.bench import __main__ as bench
 from zeco_train.config.overrides import load_settings
@@ -242,26 +239,6 @@ def test_output_without_write_permission_is_reported(tmp_path: Path, monkeypatch
         check_line(run_here(main, argument), CONFIG, f"cannot be written ({tmp_path}: Permission denied)")
 
 
-@pytest.mark.campaign
-def test_replaced_results_are_warned_about(trained: Path, tmp_path: Path) -> None:
-    """A command that replaces results of an earlier one prints one warning first."""
-    run = shutil.copytree(trained / "run", tmp_path / "run")
-    commands = {
-        "plan.json": lambda: run_here(plan.main, f"json={tmp_path / 'plan.json'}"),
-        "text.json": lambda: _generate(str(run), "--json", str(tmp_path / "text.json")),
-        "out/compare.json": lambda: run_here(compare.main, str(run), "--out", str(tmp_path / "out")),
-        "out/report.html": lambda: run_here(report.main, str(run), "--out", str(tmp_path / "out")),
-    }
-    for file, command in commands.items():
-        first, second = command(), command()
-        assert (first.code, second.code) == (0, 0), (first, second)
-        assert "warning" not in first.err
-        warnings = [line for line in second.err.splitlines() if line.startswith("warning: ")]
-        assert len(warnings) == 1, second.err
-        assert f"{tmp_path / file}" in warnings[0]
-        assert warnings[0].endswith("replaced in the end")
-
-
 @pytest.mark.slow
 def test_export_removes_leftovers_of_killed_export(trained: Path, tmp_path: Path) -> None:
     """The next export succeeds and removes leftovers of a killed one, but not those of a running one."""
@@ -271,8 +248,10 @@ def test_export_removes_leftovers_of_killed_export(trained: Path, tmp_path: Path
         "work.write_checksums = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(export.main(sys.argv[1:]))"
     )
-    killed = subprocess.run([sys.executable, "-c", script, run, str(out)], cwd=REPOSITORY, timeout=ENOUGH)
-    assert killed.returncode == -signal.SIGKILL
+    (tmp_path / "killed.py").write_text(script)
+    with Command([sys.executable, str(tmp_path / "killed.py"), run, str(out)], tmp_path) as command:
+        assert command.wait().code == -signal.SIGKILL
+    (tmp_path / "killed.py").unlink()
     assert [path.name for path in tmp_path.iterdir()] != []
     # As another process's running export to the same folder.
     other = tmp_path / ".out.tmp-1-other"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from data.store import META_FILE, shard_name
-from tests.support.commands import REPOSITORY, SMALL, Command, check_line, snapshot, torchrun, train_here
+from data.store import shard_name
+from tests.support.commands import check_line, snapshot, train_here
 from tests.support.stores import write_store
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 
@@ -67,10 +65,6 @@ def _remove(store: Path) -> None:
     shutil.rmtree(store)
 
 
-def _half(store: Path) -> None:
-    (store / META_FILE).unlink()
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("damage", "overrides", "code", "parts"),
@@ -78,7 +72,6 @@ def _half(store: Path) -> None:
         (_remove, [], DATA, ["no such token store", "zeco_train.prepare"]),
         (_empty, [], DATA, ["an empty folder, not a token store"]),
         (_foreign, [], DATA, ["not a token store (no meta.json)"]),
-        (_half, [], DATA, ["not a token store (no meta.json)"]),
         (_truncate, [], DATA, ["tokens-00000.bin: truncated: 7999 bytes, meta.json says 8000"]),
         (_keep, ["model.vocab_size=100"], CONFIG, ["model.vocab_size=100: ", "259 or more"]),
         (
@@ -106,11 +99,7 @@ def test_unusable_token_store_is_reported(
     [
         ("seed=1", "seed=1: the run in RUN has 0"),
         ("model=gla_340m", "model.name=gla_340m: the run in RUN has gla_tiny"),
-        ("model.num_layers=2", "model.num_layers=2: the run in RUN has 1"),
-        ("model.tie_word_embeddings=true", "model.tie_word_embeddings=True: the run in RUN has False"),
         ("data.seq_len=128", "data.seq_len=128: the run in RUN has 64"),
-        ("data.global_batch=8", "data.global_batch=8: the run in RUN has 4"),
-        ("data.reset_state_at_document=true", "data.reset_state_at_document=True: the run in RUN has False"),
         ("train.dtype=fp64", "train.dtype=fp64: the run in RUN has fp32"),
         ("data.path=OTHER_TOKENS", "data: these are not the tokens that the run in RUN began with"),
         ("data.path=OTHER_TOKENIZER", "data.tokenizer={'kind': 'huggingface'}: the run in RUN has {'kind': 'bytes'}"),
@@ -127,14 +116,6 @@ def test_resume_with_changed_identity_is_refused(
     outcome = train_here(*on(store), f"run_dir={run}", "train.steps=4", override)
     check_line(outcome, CHECKPOINT, part.replace("RUN", str(run)), f"checkpoint.load={run}")
     assert snapshot(run) == before
-
-
-@pytest.mark.campaign
-def test_resume_accepts_changed_split_and_steps(run: Path, store: Path) -> None:
-    changes = ["train.steps=3", "parallel.strategy=ddp", "sp=lasp2", "data.micro_batch=2", "checkpoint.every=1"]
-    outcome = train_here(*on(store), f"run_dir={run}", *changes)
-    assert outcome.code == 0, outcome.err
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
 def test_finished_run_has_nothing_to_do(run: Path, store: Path) -> None:
@@ -176,7 +157,7 @@ def test_run_locked_by_another_process_is_refused(run: Path, store: Path) -> Non
     assert snapshot(run) == before
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+@pytest.mark.parametrize("text", ["[1]", "\xff"])
 def test_damaged_identity_file_is_reported(text: str, run: Path, store: Path) -> None:
     (run / "identity.json").write_bytes(text.encode("latin-1"))
     before = snapshot(run)
@@ -216,48 +197,3 @@ def test_damaged_checkpoint_is_reported_and_left_alone(name: str, run: Path, sto
     outcome = train_here(*on(store), f"run_dir={run}", "train.steps=4")
     check_line(outcome, CHECKPOINT, str(path.parent))
     assert snapshot(run / "checkpoints") == before
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_train_script_without_torchrun(store: Path, tmp_path: Path) -> None:
-    """`python train.py` runs one rank, from any folder; errors set the exit code. Fresh: its imports print nothing."""
-    command = [sys.executable, str(REPOSITORY / "train.py"), *SMALL, *on(store)]
-    with (
-        Command([*command, "train.steps=1", "name=alone"], tmp_path, fresh=True) as right,
-        Command([*command, "train.stepz=1", "name=wrong"], tmp_path, fresh=True) as wrong,
-    ):
-        check_line(wrong.wait(), CONFIG, "did you mean train.steps?")
-        outcome = right.wait()
-    assert outcome.code == 0, outcome.err
-    assert outcome.err == ""
-    assert len((tmp_path / "runs" / "alone" / "metrics.jsonl").read_text().splitlines()) == 1
-    assert not (tmp_path / "runs" / "wrong").exists()
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_error_on_several_ranks_prints_one_line(store: Path, tmp_path: Path) -> None:
-    """Errors before joining, after joining and while building: one rank reports them, and no rank hangs.
-
-    A minute is far below `parallel.timeout_seconds=300`, for which a rank left alone would wait.
-    """
-    with (
-        torchrun(2, tmp_path, "run_dir=early", *on(store), "sp.size=3") as early,
-        torchrun(4, tmp_path, "run_dir=joined", *on(tmp_path / "missing"), "sp=dp") as joined,
-        torchrun(2, tmp_path, "run_dir=built", *on(store), "checkpoint.load=missing") as built,
-    ):
-        outcomes = {
-            "sp.size=3: must divide the world size 2": early.wait(),
-            f"{tmp_path / 'missing'}: no such token store": joined.wait(),
-            "checkpoint.load=missing: holds no complete checkpoint": built.wait(),
-        }
-    for part, outcome in outcomes.items():
-        assert outcome.code != 0
-        assert len(outcome.errors) == 1, outcome.err
-        assert part in outcome.errors[0]
-        # torchrun's failure summary has a traceback too, but not through this project's files.
-        assert 'train.py", line' not in outcome.err
-        assert "zeco_train/" not in outcome.err
-    assert not (tmp_path / "early").exists()
-    assert not (tmp_path / "joined").exists()

@@ -20,8 +20,8 @@ from tests.support.distributed import run_distributed
 from tests.support.steps import SEQ_LEN, TINY, make_mesh, write_documents
 from tests.support.training import largest_difference, train
 from zeco_train.config.schema import load_config
+from zeco_train.distributed.config import ParallelConfig, Strategy, count_shards
 from zeco_train.distributed.owned_matrices import local
-from zeco_train.distributed.parallelize import ParallelConfig, Strategy, count_shards
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect, local_exchange

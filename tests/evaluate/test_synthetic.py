@@ -19,8 +19,8 @@ from models.spec import ModelSpec
 from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import init_mesh
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.scoring import Cut, Scores, score_examples
 from zeco_train.evaluate.synthetic import ZeroedScan
@@ -151,7 +151,7 @@ def test_synthetic_tasks_write_results_and_plots(run: Path, tmp_path: Path) -> N
         "recall.tokens=128",
         "recall.zeroed=true",
     ]
-    needle = ["needle.lengths=[512]", "needle.depths=0", "needle.examples=3"]
+    needle = ["needle.lengths=[512]", "needle.depths=0", "needle.examples=1"]
     ended = run_here(main, str(run), "--tasks", "recall,needle", "--out", str(out), *grid, *needle)
     assert ended.code == 0, ended
     results = json.loads((out / "results.json").read_text())["tasks"]
@@ -168,10 +168,10 @@ def test_synthetic_tasks_write_results_and_plots(run: Path, tmp_path: Path) -> N
     assert results["needle"]["depths"] == [None]
     for picture in ("recall.png", "recall_zeroed.png", "needle.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
-    again = run_here(main, str(run), "--tasks", "recall", "--out", str(tmp_path / "again"), *grid)
+    again = run_here(main, str(run), "--tasks", "recall", "--out", str(tmp_path / "again"), *grid[:-1])
     assert again.code == 0, again
     repeated = json.loads((tmp_path / "again" / "results.json").read_text())["tasks"]["recall"]
-    assert repeated == recall
+    assert repeated["whole"] == recall["whole"]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from zeco_train.sp.exchange import connect, local_exchange
 pytestmark = pytest.mark.numeric
 
 CONFIG = GLAConfig(hidden_size=24, num_layers=2, num_heads=3, intermediate_size=20, gate_low_rank_dim=5)
-PROMPTS = ["def main(", "import numpy as np\n" * 5, "é", "", "class A:\n"]
+PROMPTS = ["def main(", "import numpy as np\n" * 5, "é", ""]
 
 
 def model() -> LanguageModel:
@@ -90,23 +90,16 @@ def test_prefill_time_ends_when_the_device_is_done(mesh: ProcessMesh) -> None:
 
 @pytest.mark.slow
 def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh) -> None:
-    found = generate(generator(mesh, prefill_tokens=70), samples=2)
+    found = generate(generator(mesh, prefill_tokens=70), samples=2, limits=Limits(10))
     assert [(c.prompt, c.sample) for c in found] == [(p, s) for p in range(len(PROMPTS)) for s in range(2)]
     tokenizer = ByteTokenizer()
     # The reference takes long, so the first or the second text of a prompt in turns.
     for completion in (c for c in found if c.sample == c.prompt % 2):
-        expected = sampled_one_by_one(PROMPTS[completion.prompt], 3 + completion.sample, 20)
+        expected = sampled_one_by_one(PROMPTS[completion.prompt], 3 + completion.sample, 10)
         assert completion.tokens == expected
         assert completion.ended_by == ("eos" if expected[-1] == tokenizer.eos_id else "length")
         assert completion.text == tokenizer.decode(torch.tensor(expected).numpy())
     assert len({tuple(c.tokens) for c in found}) == len(found)
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("settings", [{"batch": 1}, {"batch": 4, "prefill_tokens": 7}, {"prefill_tokens": 100}])
-def test_texts_do_not_depend_on_batch_or_prefill_size(mesh: ProcessMesh, settings: dict[str, int]) -> None:
-    assert generate(generator(mesh, **settings)) == generate(generator(mesh))
 
 
 @pytest.mark.slow
@@ -127,11 +120,11 @@ def test_streamed_pieces_join_to_the_texts(mesh: ProcessMesh) -> None:
 
 @pytest.mark.slow
 def test_generation_stops_at_stop_text_or_eos(mesh: ProcessMesh) -> None:
-    plain = generate(generator(mesh), limits=Limits(max_tokens=30, at_eos=False))
+    plain = generate(generator(mesh), limits=Limits(max_tokens=20, at_eos=False))
     assert {c.ended_by for c in plain} == {"length"}
-    assert {len(c.tokens) for c in plain} == {30}
+    assert {len(c.tokens) for c in plain} == {20}
     stop = plain[0].text[5:8]
-    found = generate(generator(mesh), limits=Limits(30, (stop,), at_eos=False))
+    found = generate(generator(mesh), limits=Limits(20, (stop,), at_eos=False))
     for completion, before in zip(found, plain, strict=True):
         place = before.text.find(stop)
         assert completion.text == (before.text if place < 0 else before.text[:place])
@@ -139,7 +132,7 @@ def test_generation_stops_at_stop_text_or_eos(mesh: ProcessMesh) -> None:
         assert completion.tokens == before.tokens[: len(completion.tokens)]
     assert "stop" in {c.ended_by for c in found}
     eos = ByteTokenizer.eos_id
-    limited = generate(generator(mesh), limits=Limits(30))
+    limited = generate(generator(mesh), limits=Limits(20))
     for completion, before in zip(limited, plain, strict=True):
         expected = before.tokens[: before.tokens.index(eos) + 1] if eos in before.tokens else before.tokens
         assert completion.tokens == expected

@@ -21,7 +21,7 @@ from tests.support.distributed import run_distributed
 from tests.support.fla_reference import use_references
 from tests.support.model_card import run_snippet, snippet
 from tests.support.training import full, train
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.hf.config_json import from_config_json
 from zeco_train.hf.export import ExportSettings, export

@@ -11,27 +11,11 @@ import pytest
 from lab import emulated_nodes
 from lab.emulated_nodes import EmulatedNodes, Network, main, run_ranks, why_not
 from lab.emulated_switch import _receiver
-from tests.support.bench_settings import error_line
 from tests.support.commands import REPOSITORY, SMALL, train_here
 from zeco_train.tracking.metrics import read_metrics
 
 STEPS, TIMEOUT = 40, 10.0
 SETTINGS = ["train.dtype=fp64", f"train.steps={STEPS}", "checkpoint.every=4", "train.device=cpu"]
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--nodes", "0"], "error: --nodes=0: must be from 1 to 64"),
-        (["--ranks", "0"], "error: --ranks=0: must be ≥ 1"),
-        (["--delay-ms", "nan"], "error: --delay-ms=nan: must be > 0"),
-        (["--rate-mb", "0"], "error: --rate-mb=0.0: must be > 0"),
-        (["--cut", "4"], "error: --cut=4: must be from 0 to 3"),
-    ],
-)
-def test_mistakes_are_one_line(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(emulated_nodes, "why_not", return_value=None):
-        assert error_line([*options, "--", "train.py"], capsys, main, 2).startswith(line)
 
 
 def test_machine_that_cannot_emulate_nodes_says_why(capsys: pytest.CaptureFixture[str]) -> None:

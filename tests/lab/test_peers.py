@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from triton import Config
 from triton.runtime._async_compile import active_mode
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from lab.peers import precompile, tuned
-from tests.support.commands import check_line, run_here
 
 CONFIGURATIONS = [Config({"BLOCK": 16}), Config({"BLOCK": 32})]
-
-
-@pytest.mark.parametrize("module", [[], ["zeco_train.nothing"], ["nothing.at_all"], ["not a module"], [".bench"]])
-def test_tuned_needs_a_module(module: list[str]) -> None:
-    check_line(run_here(tuned.main, *module), 2, f"MODULE={''.join(module)}: ", "zeco_train.bench")
-
-
-def test_tuned_runs_the_module_with_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_peer.py").write_text("import sys\nprint(__name__, sys.argv[1:])\nsys.exit(3)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    original = Autotuner.run
-    with pytest.raises(SystemExit, match="3"):
-        tuned.main(["a_peer", "tokens=[64]"])
-    assert Autotuner.run is original
-    assert sys.argv[0] != "a_peer"
 
 
 def _autotuner(launch: Callable[..., object], measured: Callable[[], object]) -> Autotuner:
@@ -61,11 +42,6 @@ def test_tuned_compiles_all_configurations_before_it_times_any(
         _autotuner(launch, lambda: events.append("timed")).run(1, grid=(1,), warmup=False)
     assert events == [("compiled", 16), ("compiled", 32), "timed", "timed", ("launched", 16)]
     assert "tuned kernel: 2 configurations" in capsys.readouterr().err
-
-
-def test_precompile_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check_line(run_here(precompile.main), 2, "TUNE_DEVICE=cuda", "needs a GPU")
 
 
 def test_precompile_submits_every_configuration_and_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:

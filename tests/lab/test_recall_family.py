@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -12,11 +10,8 @@ from unittest import mock
 import pytest
 
 from lab import recall_family
-from lab.recall_family import MODELS, SHARED, main
+from lab.recall_family import main
 from lab.recall_report import Model, Result, recall_table
-from models.spec import spec_of
-from tests.support.bench_settings import error_line
-from tests.support.waiting import ENOUGH
 from zeco_train import cli
 from zeco_train.config.schema import load_config
 
@@ -40,13 +35,6 @@ def test_table_has_mean_and_range_over_seeds_with_control_and_chance() -> None:
         "| chance |  |  |  |  |  | 1.6 | 1.6 |",
     ]
     assert lines[0].endswith("| 64 tokens, 8 pairs | 128 tokens, 16 pairs |")
-
-
-@pytest.mark.slow
-def test_linear_models_have_states_of_equal_size() -> None:
-    shapes = {name: spec_of(load_config([*own, *SHARED.split()]).model).state_shape for name, own in MODELS.items()}
-    assert shapes.pop("softmax") == (0, 0, 0)
-    assert shapes == dict.fromkeys(("gla", "gated_deltanet", "kda"), (2, 32, 32)) | {"mamba2": (4, 16, 32)}
 
 
 def _family(folder: Path, on_ranks: Callable[..., str], *more: str) -> int:
@@ -98,47 +86,3 @@ def test_stages_follow_each_other_and_finished_ones_are_kept(
     assert "| softmax | " in (tmp_path / "recall_family.md").read_text()
     assert _family(tmp_path, finished, "--", "optim.lr=1e-3") == 2
     assert "error: settings=" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (
-            ["--models", "gla", "ring"],
-            "error: --models=ring: must be different ones of gla, mamba2, ",
-        ),
-        (["--models", "kda", "kda"], "error: --models=kda: must be different ones of"),
-        (["--lengths", "96"], "error: --lengths=96: must be different ones of 64, 128, 256, 512"),
-        (["--seeds", "-1"], "error: --seeds=-1: must be different numbers ≥ 0"),
-        (["--minutes", "nan"], "error: --minutes=nan: must be > 0"),
-        (["--out", "a${b}"], "must have no ${ in its path; name another folder"),
-        (["--fast"], "error: argument="),
-        (["--", "data.seq_len=64"], "error: data.seq_len=64: is set by lab/recall_family.py; see --help"),
-        (["--", "train.stepz=5"], "error: gla-0: train.stepz"),
-    ],
-)
-def test_mistakes_end_in_one_line(
-    options: list[str],
-    line: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert line in error_line(options, capsys, main, 2)
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_runs_train_and_are_evaluated(tmp_path: Path) -> None:
-    # In a process of its own, which forks its ranks.
-    command = [sys.executable, "-m", "lab.recall_family", "--models", "kda", "--seeds", "1"]
-    more = ["--lengths", "64", "--out", str(tmp_path / "out"), "--", "train.steps=2", "sched.warmup_steps=1"]
-    ended = subprocess.run([*command, *more], capture_output=True, text=True, cwd=tmp_path, timeout=4 * ENOUGH)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    result = json.loads((tmp_path / "out" / "kda-1" / "64" / "recall.json").read_text())
-    assert (result["model"], result["seed"], result["length"], result["pairs"]) == ("kda", 1, 64, 8)
-    # Chance is 1.6 %, of 1,600 answers.
-    assert 0 < result["whole"] < 0.06
-    assert 0 < result["zeroed"] < 0.06

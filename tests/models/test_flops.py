@@ -14,7 +14,7 @@ from data.loader import Batch
 from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec, TokenFLOPs, spec_of
 from tests.models.test_model import SMALL, plain_products
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops import CHUNK
 from zeco_train.ops.gla.chunked import CHUNKED, intra_scores, local_states
 from zeco_train.ops.position import SequencePosition

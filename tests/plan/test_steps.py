@@ -28,9 +28,9 @@ from zeco_train.collectives import ScanWorker
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.scan_registry import SCANS
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.owned_matrices import local
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import loss
 from zeco_train.ops.position import SequencePosition

@@ -18,6 +18,7 @@ from zeco_train.report import panels
 from zeco_train.report.__main__ import main
 from zeco_train.report.measurements import Spread, read
 from zeco_train.system.figures import new_figure
+from zeco_train.system.paths import check_outputs
 from zeco_train.tracking.starts import Layout, Start, append_start
 
 RESULTS = Path(__file__).resolve().parents[2] / "lab" / "results"
@@ -160,7 +161,7 @@ def test_hostile_names_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     report(tmp_path, three_runs(tmp_path)[1])
 
 
-def test_page_is_complete_and_self_contained(tmp_path: Path) -> None:
+def test_page_is_complete_and_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = report(tmp_path, *three_runs(tmp_path))
     throughput, losses = page.tables
     assert [row[0] for row in throughput[1:]] == ["dp", HOSTILE, "longer"]
@@ -178,6 +179,9 @@ def test_page_is_complete_and_self_contained(tmp_path: Path) -> None:
     assert all(title in page.text for title in titles)
     results = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [m["rate"]["median"] for m in results["measurements"]] == [100.0, 200.0, 90.0]
+    check_outputs("--out", tmp_path / "out", ["report.html", "none.json"])
+    line = f"warning: {tmp_path / 'out' / 'report.html'} exists and is replaced in the end\n"
+    assert capsys.readouterr().err.endswith(line)
 
 
 @pytest.mark.slow
@@ -311,6 +315,9 @@ def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.C
     torn = write_run(tmp_path / "torn" / "run", {1: 1.0}, [])
     (torn / "starts.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "other.json").write_text("{}")
+    # Where it warns of a page that it replaces, it does so after the errors.
+    Path("runs/report").mkdir(parents=True)
+    Path("runs/report/report.html").touch()
     for arguments, code, part in (
         ([], 2, "PATH"),
         ([tmp_path / "none"], 3, "has no metrics.jsonl, nor has a folder in it"),

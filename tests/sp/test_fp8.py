@@ -22,7 +22,7 @@ from models import projections
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, worst, write_documents
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops.linear import Fp8Rows, Matmul, quantise_rows
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.method_registry import METHODS, build_attention

@@ -157,6 +157,7 @@ def gla(**changes: Any) -> Any:
 
 
 q, g = torch.randn(2, 8, 4, 6, dtype=torch.float64), torch.zeros(2, 8, 4, 6)
+narrow = {name: x.float() for name, x in operands_of("gla", 8).items()}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,8 @@ q, g = torch.randn(2, 8, 4, 6, dtype=torch.float64), torch.zeros(2, 8, 4, 6)
         ({"k": q.float()}, "k: expected a floating point dtype, that of q; got torch.float32"),
         ({"q": q.long()}, "q: expected a floating point dtype"),
         ({"g": g.bfloat16()}, "g: expected float32 or float64"),
+        ({"g": g}, "g: expected torch.float64 beside operands in torch.float64, got torch.float32"),
+        (narrow | {"g": g.double()}, "g: expected torch.float32 beside operands in torch.float32, got torch.float64"),
         ({"v": q.to("meta")}, "v: is on meta, q on cpu"),
         ({"initial_state": q}, "initial_state: expected shape [2, 4, 6, 5] in torch.float64 on cpu"),
         ({"documents": [[0, 9]] * 2}, "documents: expected borders that rise from 0 to 8"),

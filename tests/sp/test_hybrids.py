@@ -17,7 +17,7 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.steps import make_mesh, run_steps, worst, write_documents
 from zeco_train.collectives.wire import Transfer, Wire
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.method_registry import METHODS, build_attention
 

@@ -15,7 +15,7 @@ from models.mixers.gla import GatedLinearAttention
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange

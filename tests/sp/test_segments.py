@@ -18,8 +18,8 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from tests.support.training import largest_difference, train
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training import trainer

@@ -24,7 +24,7 @@ from models.spec import spec_of
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.training import train
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.method_registry import METHODS, build_attention

@@ -12,7 +12,9 @@ import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
 
-import zeco_train.training.trainer  # noqa: F401
+import zeco_train.training.build
+import zeco_train.training.checks
+import zeco_train.training.opening  # noqa: F401
 from data.sources import corpora
 from tests.support.training import SMALL
 from zeco_train.config.schema import load_config

@@ -25,8 +25,8 @@ from models.parameters import parameter_rules
 from tests.support.comparison import largest, relative
 from tests.support.sp_reference import RecordedExchange
 from tests.support.training import full
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute

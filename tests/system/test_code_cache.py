@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from models.language_model import LanguageModel
 from tests.support.steps import TINY, make_mesh
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.system import code_cache
 from zeco_train.system.code_cache import default_folder, private_folder, use_private_caches

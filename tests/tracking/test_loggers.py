@@ -16,7 +16,6 @@ from tests.support.commands import check_line, train_here
 from tests.support.waiting import ENOUGH
 from tests.support.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
-from zeco_train.report.dashboard import _HISTORIES
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
 from zeco_train.tracking.loggers import ExperimentLogger, TensorBoardLogger, WandbLogger, build_logger
 from zeco_train.tracking.starts import Layout, Start, length_name
@@ -179,37 +178,6 @@ def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, 
         assert synced.returncode == 0, synced.stderr
         assert [row["step"] for row in server.rows(run_id)] == [1, 2, 3, 4, 3, 4, 5]
         assert {start["name"] for start in server.started} == {run_id}
-
-
-_BACKENDS = """
-import sys
-from tests.support.commands import SMALL
-from zeco_train.cli import main
-for backend in ("dp", "lasp2", "zeco"):
-    steps = ["train.steps=2", "train.eval_sequences=1", "train.eval_every=1", "checkpoint.every=0"]
-    assert main([*SMALL, f"sp={backend}", f"run_dir={sys.argv[1]}/{backend}", "logger=wandb", *steps]) == 0
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_offline_runs_of_three_backends_can_be_compared(tmp_path: Path) -> None:
-    """W&B lays curves of equal names on one chart, and groups and filters by keys that all runs have."""
-    done = run_python(["-c", _BACKENDS, str(tmp_path)], tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    logs = [next(tmp_path.glob(f"{name}/wandb/offline-run-*/run-*.wandb")) for name in ("dp", "lasp2", "zeco")]
-    runs = [run_record(log) for log in logs]
-    assert {run.run_group for run in runs} == {"gla_tiny-64"}
-    assert [run.tags[0] for run in runs] == ["sp=dp", "sp=lasp2", "sp=zeco"]
-    config = [{item.key: json.loads(item.value_json) for item in run.config.update} for run in runs]
-    assert config[0].keys() == config[1].keys() == config[2].keys()
-    assert [values["layout"]["backend"] for values in config] == ["dp", "lasp2", "zeco"]
-    names = [{name for row in history(log) for name in row} for log in logs]
-    of_scans = {"comm_exposed_seconds", "comm_exposed_share"}
-    assert names[0] - of_scans == names[1] - of_scans == names[2] - of_scans
-    # Of the dashboard's curves a CPU lacks those of GPUs only, and a single rank has no scans.
-    shown = {name for plots in _HISTORIES.values() for _, *columns in plots for name in columns}
-    assert shown - names[0] - of_scans == {"memory_gb", "mfu", "hfu"}
 
 
 @pytest.mark.processes

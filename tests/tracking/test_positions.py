@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.support.distributed import run_distributed
-from tests.support.training import train
 from zeco_train.ops.loss import TokenScores, linear_cross_entropy, linear_token_scores
 from zeco_train.system.numbers import IGNORE_INDEX
 from zeco_train.tracking.charts import VALIDATION_FILE, plot_validations, position_figure
-from zeco_train.tracking.metrics import LineWriter, read_metrics
+from zeco_train.tracking.metrics import LineWriter
 from zeco_train.tracking.positions import PositionLosses, PositionSums, bucket_edges
 
 pytestmark = pytest.mark.numeric
@@ -107,29 +105,3 @@ def test_single_sequence_has_nan_error_stored_as_null(tmp_path: Path) -> None:
     picture = plot_validations(tmp_path)
     assert picture is not None
     assert picture.is_file()
-
-
-def train_twice(rank: int, world_size: int, folder: Path) -> None:
-    common = ("train.dtype=fp64", "train.steps=1", "train.eval_every=1", "train.eval_sequences=3", "checkpoint.every=0")
-    # Three sequences over two groups: one group is padded.
-    train(rank, world_size, folder / "one", *common, "sp=dp")
-    train(rank, world_size, folder / "two", *common, "train.segments=2", "sp=lasp2", "sp.size=2")
-
-
-@pytest.mark.campaign
-def test_training_records_loss_by_position(tmp_path: Path) -> None:
-    run_distributed(train_twice, 2, tmp_path)
-    one, two = (read_metrics(tmp_path / name / VALIDATION_FILE) for name in ("one", "two"))
-    assert [row["step"] for row in one] == [1] == [row["step"] for row in two]
-    for row, other in zip(one, two, strict=True):
-        for key in ("losses", "errors"):
-            assert other["by_position"][key] == pytest.approx(row["by_position"][key], rel=1e-9), key
-    # val_loss of the metrics is the mean over the buckets.
-    metrics = read_metrics(tmp_path / "one" / "metrics.jsonl")
-    for row, of_step in zip(one, metrics, strict=True):
-        edges, losses = row["by_position"]["edges"], row["by_position"]["losses"]
-        assert edges[-1] == 768
-        whole = sum((b - a) * loss for (a, b), loss in zip(pairwise(edges), losses, strict=True)) / 768
-        assert whole == pytest.approx(of_step["val_loss"], rel=1e-12)
-        assert of_step["val_perplexity"] == pytest.approx(math.exp(of_step["val_loss"]), rel=1e-12)
-    assert (tmp_path / "one" / "logs" / "rank_0.log").read_text().count("left out: ") == 1

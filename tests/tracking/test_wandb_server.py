@@ -14,6 +14,7 @@ import pytest
 from tests.support.commands import REPOSITORY, SMALL
 from tests.support.waiting import ENOUGH
 from tests.support.wandb_server import WandbServer, history
+from tests.tracking.test_loggers import run_python
 from zeco_train.tracking.metrics import read_metrics
 
 # Timeouts for the W&B service to start and finish; the short one is for a server that does not answer.
@@ -79,13 +80,24 @@ def test_lost_wandb_connection_does_not_end_run(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+_ONLINE = """
+import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
+config = LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online)
+try:
+    build_logger(config, sys.argv[1], 0).begin({}, Start(0, Layout("zeco", "gla_tiny", 1024, 1, 1), {}), None)
+except ConfigError as error:
+    print(error)
+"""
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_refusing_wandb_server_gives_one_line_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
     with WandbServer() as server:
         server.answer_with = 403
-        code, err = Training(tmp_path / "run", server, "train.steps=1").end()
-    assert code == 2
-    assert err.startswith("error: logger.mode=online: W&B cannot start (")
-    assert "403" in err
-    assert err.count("\n") == 1
+        done = run_python(["-c", _ONLINE, str(tmp_path / "run")], tmp_path, **server.environment(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("logger.mode=online: W&B cannot start (")
+    assert "403" in done.stdout
+    assert done.stdout.count("\n") == 1

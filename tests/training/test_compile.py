@@ -22,8 +22,8 @@ from tests.support.distributed import run_distributed
 from tests.support.few import one_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import TINY, Case, check, make_mesh, run_steps, write_documents
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.linear import Matmul, quantise_rows

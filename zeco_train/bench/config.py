@@ -12,8 +12,8 @@ from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.config.help import describe_settings
 from zeco_train.config.overrides import load_settings, parse_settings
 from zeco_train.config.schema import Config, load_config
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.device import Device
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.operator_registry import DEFAULT, OPERATORS

@@ -18,7 +18,7 @@ from data.config import DataConfig, check_config
 from data.loader.masking import TaskConfig
 from models.config import LanguageModelConfig
 from models.mixer_registry import DEFAULT_CONFIG, check_document, describe_mixer, describe_mixers
-from zeco_train.checkpoint.checkpointer import CheckpointConfig
+from zeco_train.checkpoint.config import CheckpointConfig
 from zeco_train.config import composing
 from zeco_train.config.composing import (
     MIXER,
@@ -33,7 +33,7 @@ from zeco_train.config.help import Key, describe_groups, keys_of
 from zeco_train.config.overrides import apply_overrides, check_groups, find_value, of_groups
 from zeco_train.config.rules import check_attention, check_task
 from zeco_train.config.rules import needs as attention_needs
-from zeco_train.distributed.parallelize import ParallelConfig
+from zeco_train.distributed.config import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.method_registry import describe_methods
 from zeco_train.sp.backend_registry import BACKENDS, SPConfig, describe_backends

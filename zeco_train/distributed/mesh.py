@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeco_train.collectives.topology import Topology, find_topology
-from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.errors import ZecoError
 from zeco_train.lifecycle.join import Launch, check_same, gather, join, setup
-from zeco_train.sp.backend_registry import BACKENDS
-from zeco_train.system.numbers import divisors
 
 if TYPE_CHECKING:
     from data.loader.batches import DataSplit
@@ -74,25 +72,6 @@ class ProcessMesh:
 
         place = self.dp_rank, self.dp_size, self.sp_rank, self.sp_size
         return DataSplit(seq_len, micro_batch, *place, documents, segments, labels_across_documents)
-
-
-def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
-    """Resolve `sp.size`: −1 means the world size, or 1 for a backend that does not shard sequences.
-
-    Raises ConfigError for a size that does not divide the world size, or that the backend does not support.
-    """
-    if sp_size == -1:
-        return world_size if BACKENDS[backend].scans else 1
-    legal = divisors(world_size)
-    if sp_size not in legal:
-        raise ConfigError(
-            "sp.size",
-            sp_size,
-            f"must divide the world size {world_size}: {', '.join(map(str, legal))}, or -1 for the backend's default",
-        )
-    if (problem := BACKENDS[backend].size_problem(sp_size)) is not None:
-        raise ConfigError("sp.size", sp_size, problem)
-    return sp_size
 
 
 def init_mesh(

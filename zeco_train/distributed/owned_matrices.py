@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+# Imported where it is used: it takes a second, and `--help` reads the settings of the optimizers, which import this.
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 def assign(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -29,6 +33,8 @@ def assign(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, sharing its memory."""
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -40,6 +46,8 @@ class WholeMatrices:
     """
 
     def __init__(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
+        from torch.distributed.tensor import DTensor
+
         self._shapes = [parameter.shape for parameter in parameters]
         self._rank, table = 0, torch.zeros(1, 1, dtype=torch.int)
         first = parameters[0] if parameters else None
@@ -106,6 +114,8 @@ class WholeMatrices:
 
 def _table(ranks: Tensor, placements: Sequence[Placement]) -> Tensor:
     # The mesh's ranks as a table [replicas, shards].
+    from torch.distributed.tensor import Replicate, Shard
+
     cut = [dim for dim, placement in enumerate(placements) if placement == Shard(0)]
     others = [placement for placement in placements if placement != Shard(0)]
     assert len(cut) <= 1, placements

@@ -18,8 +18,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -28,65 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zeco_train.distributed.config import Strategy, count_shards
 from zeco_train.distributed.gradient_packing import use_own_packing
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh, world_mesh
 from zeco_train.distributed.unsharded import OneRankReduction, cast_in_place
-from zeco_train.errors import ConfigError
-from zeco_train.system.numbers import divisors
-
-
-class Strategy(Enum):
-    """See the module's table."""
-
-    ddp = "ddp"
-    zero2 = "zero2"
-    zero3 = "zero3"
-    hsdp = "hsdp"
-
-
-@dataclass
-class ParallelConfig:
-    """Settings of sharding and of communication.
-
-    Attributes:
-        strategy: how parameters, gradients and optimizer state are sharded.
-        shard_size: adjacent ranks over which they are sharded; all such groups hold the same. -1 is all ranks, with
-            hsdp sp.size. `python -m zeco_train.plan` says when fewer are faster.
-        timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
-    """
-
-    strategy: Strategy = Strategy.zero2
-    shard_size: int = -1
-    timeout_seconds: float = 300.0
-
-    def __str__(self) -> str:
-        """For logs: `zero2`, or `zero2 within 8 ranks`."""
-        return self.strategy.value if self.shard_size == -1 else f"{self.strategy.value} within {self.shard_size} ranks"
-
-    def validate(self) -> None:
-        if self.shard_size != -1 and self.shard_size < 1:
-            raise ConfigError("parallel.shard_size", self.shard_size, "must be ≥ 1, or -1 for the strategy's default")
-        if self.shard_size != -1 and self.strategy is Strategy.ddp:
-            allowed = "ddp shards nothing; take parallel=zero2, zero3 or hsdp"
-            raise ConfigError("parallel.shard_size", self.shard_size, allowed)
-        if not 1 <= self.timeout_seconds <= 1e6:
-            raise ConfigError("parallel.timeout_seconds", self.timeout_seconds, "must be from 1 to 1e6")
-
-
-def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: int) -> int:
-    """Ranks over which parameters are sharded; `shard_size` as in `ParallelConfig`.
-
-    Raises ConfigError for a shard size that does not divide the world size.
-    """
-    if strategy is Strategy.ddp:
-        return 1
-    if shard_size == -1:
-        return sp_size if strategy is Strategy.hsdp else world_size
-    if world_size % shard_size:
-        legal = ", ".join(map(str, divisors(world_size)))
-        allowed = f"must divide the world size {world_size}: {legal}, or -1 for the strategy's default"
-        raise ConfigError("parallel.shard_size", shard_size, allowed)
-    return shard_size
 
 
 def parallelize(

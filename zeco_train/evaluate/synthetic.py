@@ -231,35 +231,23 @@ class MultiKey(_Numbers):
     """Settings of `needle_multikey`.
 
     Attributes:
-        facts: number of names with a number; null: as in training, else 4.
+        facts: number of names, of the name's numbers, or of boxes that hold the number; null: as in training, else 4.
     """
 
     task: ClassVar[Task] = Task.needle_multikey
     facts: int | None = None
 
 
-@dataclass
-class MultiValue(_Numbers):
-    """Settings of `needle_multivalue`.
+class MultiValue(MultiKey):
+    """Settings of `needle_multivalue`."""
 
-    Attributes:
-        facts: number of numbers of the name; null: as in training, else 4.
-    """
-
-    task: ClassVar[Task] = Task.needle_multivalue
-    facts: int | None = None
+    task = Task.needle_multivalue
 
 
-@dataclass
-class Variables(_Numbers):
-    """Settings of `variables`.
+class Variables(MultiKey):
+    """Settings of `variables`."""
 
-    Attributes:
-        facts: number of boxes that hold the number; null: as in training, else 4.
-    """
-
-    task: ClassVar[Task] = Task.variables
-    facts: int | None = None
+    task = Task.variables
 
 
 @dataclass

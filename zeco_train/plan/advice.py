@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.attention_costs import attention_blocks, problem_of
 from zeco_train.plan.case import Case

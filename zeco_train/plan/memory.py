@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from models.spec import Shape
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.plan import calibration
 from zeco_train.plan.attention_costs import method_costs
 from zeco_train.plan.case import Case

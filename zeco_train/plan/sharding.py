@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.devices import Machine

@@ -26,7 +26,7 @@ from zeco_train.report.panels import panels, whole_figure
 from zeco_train.system.command import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.figures import save_figure
 from zeco_train.system.files import write_json_result, write_result
-from zeco_train.system.paths import check_outputs
+from zeco_train.system.paths import check_output_folder, check_outputs
 from zeco_train.system.terminal import visible
 
 PAGE_FILE, PICTURE_FILE, RESULTS_FILE = "report.html", "report.png", "report.json"
@@ -46,8 +46,10 @@ def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
     Raises:
         ZecoError: a path is neither a run nor a benchmark, or a file cannot be written.
     """
-    check_outputs("--out", out, (PAGE_FILE, PICTURE_FILE, RESULTS_FILE))
+    check_output_folder("--out", out)
     comparison = read(paths)
+    # After all that may be refused, since it warns of files that it replaces.
+    check_outputs("--out", out, (PAGE_FILE, PICTURE_FILE, RESULTS_FILE))
     drawn = panels(comparison)
     files = [out / PAGE_FILE]
     if drawn:

@@ -27,7 +27,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix
-from zeco_train.ops.operator import Operator
+from zeco_train.ops.operator import WIDE, Operator
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
@@ -185,6 +185,7 @@ def _function(name: str, operator: Operator) -> Callable[..., tuple[Tensor, Tens
         operands = [values[operand] for operand in operator.operands]
         _check_tensors(operands, operator.operands, operator.dims)
         operator.check(operands, None)
+        _check_wide(operands, operator)
         state = values.get("initial_state")
         _check_state(state, operator, operands)
         ranks = _ranks_of(values.get("ranks"))
@@ -258,6 +259,14 @@ def _check_tensors(tensors: Sequence[object], names: Sequence[str], dims: Sequen
         assert isinstance(first, Tensor)
         if x.device != first.device:
             raise ValueError(f"{name}: is on {x.device}, {names[0]} on {first.device}; all must be on one device")
+
+
+def _check_wide(operands: Sequence[Tensor], operator: Operator) -> None:
+    # Of `_MEANINGS`: a wider decay would be rounded to the dtype of the states without a word.
+    tokens = operands[operator.output].dtype
+    for name, x in zip(operator.operands, operands, strict=True):
+        if name in WIDE and x.dtype != (wanted := accumulation_dtype(tokens)):
+            raise ValueError(f"{name}: expected {wanted} beside operands in {tokens}, got {x.dtype}")
 
 
 def _check_state(state: object, operator: Operator, operands: Sequence[Tensor]) -> None:

@@ -99,11 +99,13 @@ def quick_imports() -> Iterator[None]:
     Modules stay to the end. Without this, collections that find nothing take a third of the time of importing torch and
     of ending the interpreter.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
-        gc.freeze()
+        # Not again in a process that has them: it may run a command many times, whose garbage is to be collected.
+        if len(sys.modules) > before:
+            gc.freeze()
     finally:
         if was_enabled:
             gc.enable()

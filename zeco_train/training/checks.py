@@ -13,9 +13,9 @@ from data.config import check_split
 from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed import gradient_packing
+from zeco_train.distributed.config import count_shards, resolve_sp_size
 from zeco_train.distributed.device import find_device, total_memory
-from zeco_train.distributed.mesh import ProcessMesh, join_alike, resolve_sp_size
-from zeco_train.distributed.parallelize import count_shards
+from zeco_train.distributed.mesh import ProcessMesh, join_alike
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.linear import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE, Matmul

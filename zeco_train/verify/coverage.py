@@ -11,7 +11,7 @@ import torch
 
 from models.mixer_registry import MIXERS
 from zeco_train.collectives.scan_registry import ALL_SCANS
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.recompute import Recompute

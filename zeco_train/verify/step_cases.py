@@ -37,8 +37,8 @@ from models.mixer_registry import MIXERS, unmasked_mixers
 from models.mixers.gla import GLAConfig
 from models.parameters import parameter_rules
 from models.spec import spec_of
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange

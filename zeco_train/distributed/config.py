@@ -1,0 +1,83 @@
+"""Section `parallel`, and how many ranks share a sequence or parameters. Light to import, since `--help` needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from zeco_train.errors import ConfigError
+from zeco_train.sp.backend_registry import BACKENDS
+from zeco_train.system.numbers import divisors
+
+
+class Strategy(Enum):
+    """How parameters, gradients and optimizer state are sharded; `parallelize.py` has the table."""
+
+    ddp = "ddp"
+    zero2 = "zero2"
+    zero3 = "zero3"
+    hsdp = "hsdp"
+
+
+@dataclass
+class ParallelConfig:
+    """Settings of sharding and of communication.
+
+    Attributes:
+        strategy: how parameters, gradients and optimizer state are sharded.
+        shard_size: adjacent ranks over which they are sharded; all such groups hold the same. -1 is all ranks, with
+            hsdp sp.size. `python -m zeco_train.plan` says when fewer are faster.
+        timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
+    """
+
+    strategy: Strategy = Strategy.zero2
+    shard_size: int = -1
+    timeout_seconds: float = 300.0
+
+    def __str__(self) -> str:
+        """For logs: `zero2`, or `zero2 within 8 ranks`."""
+        return self.strategy.value if self.shard_size == -1 else f"{self.strategy.value} within {self.shard_size} ranks"
+
+    def validate(self) -> None:
+        if self.shard_size != -1 and self.shard_size < 1:
+            raise ConfigError("parallel.shard_size", self.shard_size, "must be ≥ 1, or -1 for the strategy's default")
+        if self.shard_size != -1 and self.strategy is Strategy.ddp:
+            allowed = "ddp shards nothing; take parallel=zero2, zero3 or hsdp"
+            raise ConfigError("parallel.shard_size", self.shard_size, allowed)
+        if not 1 <= self.timeout_seconds <= 1e6:
+            raise ConfigError("parallel.timeout_seconds", self.timeout_seconds, "must be from 1 to 1e6")
+
+
+def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: int) -> int:
+    """Ranks over which parameters are sharded; `shard_size` as in `ParallelConfig`.
+
+    Raises ConfigError for a shard size that does not divide the world size.
+    """
+    if strategy is Strategy.ddp:
+        return 1
+    if shard_size == -1:
+        return sp_size if strategy is Strategy.hsdp else world_size
+    if world_size % shard_size:
+        legal = ", ".join(map(str, divisors(world_size)))
+        allowed = f"must divide the world size {world_size}: {legal}, or -1 for the strategy's default"
+        raise ConfigError("parallel.shard_size", shard_size, allowed)
+    return shard_size
+
+
+def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
+    """Resolve `sp.size`: −1 means the world size, or 1 for a backend that does not shard sequences.
+
+    Raises ConfigError for a size that does not divide the world size, or that the backend does not support.
+    """
+    if sp_size == -1:
+        return world_size if BACKENDS[backend].scans else 1
+    legal = divisors(world_size)
+    if sp_size not in legal:
+        raise ConfigError(
+            "sp.size",
+            sp_size,
+            f"must divide the world size {world_size}: {', '.join(map(str, legal))}, or -1 for the backend's default",
+        )
+    if (problem := BACKENDS[backend].size_problem(sp_size)) is not None:
+        raise ConfigError("sp.size", sp_size, problem)
+    return sp_size
