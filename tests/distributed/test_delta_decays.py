@@ -18,7 +18,8 @@ from models.parameters import cast
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.steps import make_mesh
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
+from zeco_train.distributed.config import Strategy
+from zeco_train.distributed.parallelize import begin_micro_batch, num_shards
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange

@@ -13,8 +13,9 @@ from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec
 from tests.support.comparison import largest, relative
 from tests.support.distributed import run_distributed
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import init_mesh
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, num_shards, parallelize
+from zeco_train.distributed.parallelize import begin_micro_batch, global_norm, num_shards, parallelize
 from zeco_train.lifecycle.join import Launch
 
 pytestmark = pytest.mark.numeric

@@ -18,9 +18,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import patch_bf16
 from zeco_train.distributed import gradient_packing
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh, world_mesh
 from zeco_train.distributed.owned_matrices import local
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards, parallelize
+from zeco_train.distributed.parallelize import begin_micro_batch, num_shards, parallelize
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator import Target, assume
 

@@ -22,8 +22,9 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from tests.support.training import full, train
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, num_shards
+from zeco_train.distributed.parallelize import begin_micro_batch, num_shards
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange

@@ -15,7 +15,8 @@ from models.language_model import LanguageModel
 from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY, make_mesh
-from zeco_train.distributed.parallelize import Strategy, parallelize
+from zeco_train.distributed.config import Strategy
+from zeco_train.distributed.parallelize import parallelize
 from zeco_train.evaluate.scoring import Score, ScoreRequest, _deal, score
 from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.sp.exchange import connect

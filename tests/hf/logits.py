@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition

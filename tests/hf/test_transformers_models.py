@@ -20,7 +20,7 @@ from tests.support.distributed import run_distributed
 from tests.support.model_card import run_snippet
 from tests.support.training import full
 from tests.support.transformers_alone import in_transformers
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import CheckpointError
 from zeco_train.export import main
 from zeco_train.hf.config_json import from_config_json

@@ -14,8 +14,9 @@ from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, find_weights
 from zeco_train.config.schema import Config
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh, agree
-from zeco_train.distributed.parallelize import Strategy, parallelize
+from zeco_train.distributed.parallelize import parallelize
 from zeco_train.hf.weights import load_weights
 from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.ops.seam import Exchange

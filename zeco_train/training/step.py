@@ -17,8 +17,9 @@ from torch import Tensor
 
 from data.loader.batches import Batch
 from models.language_model import LanguageModel
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, num_shards
+from zeco_train.distributed.parallelize import begin_micro_batch, global_norm, num_shards
 from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.seam import Exchange
 from zeco_train.tracking.metrics import PassNumbers, StepNumbers

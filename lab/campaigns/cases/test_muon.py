@@ -13,7 +13,7 @@ from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, write_documents
 from tests.support.training import largest_difference, train
 from tests.training.test_muon import SETTINGS
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 
 pytestmark = pytest.mark.campaign
 

@@ -14,7 +14,7 @@ from tests.support.distributed import run_distributed
 from tests.support.steps import Case, make_mesh, make_step
 from tests.support.training import full
 from tests.training.test_optim import set_gradients, update
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.config import Strategy
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.optim.optimizer_registry import OptimConfig, OptimizerName
 from zeco_train.training.step import TrainingStep
