@@ -108,11 +108,13 @@ class Model:
         Args:
             text_or_ids: a text, of which every token counts: as in training an end-of-sequence id precedes it. Or ids
                 [T] or [B, T], of which the first of each sequence is given only.
-            documents: as of `logits`, of ids; labels cross their borders.
+            documents: as of `logits`, of ids (a text is one document); labels cross their borders.
         """
         if not self._trained.model.causal:
             raise ConfigError("model.causal", "false", "a model that reads in both directions has no next-token loss")
         if isinstance(text_or_ids, str):
+            if documents is not None:
+                raise ConfigError("documents", f"{documents!r:.100}", "a text is one document; give ids")
             if not text_or_ids:
                 raise ConfigError("text", "", "is empty")
             eos = torch.tensor([self._tokenizer.eos_id])
@@ -120,7 +122,7 @@ class Model:
         rows = self._checked(text_or_ids, least=2)
         inputs, labels = rows[:, :-1], rows[:, 1:].contiguous()
         if documents is not None:
-            documents = _checked_documents(documents, rows.shape[1])
+            documents = _checked_documents(documents, rows)
             documents = [_without_last(borders) for borders in documents]
         return float(self._run(inputs, documents, labels)) / labels.numel()
 
@@ -158,6 +160,8 @@ class Model:
         texts = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
             raise ConfigError("prompts", f"{prompts!r:.100}", "must be a text, or several")
+        if not isinstance(at_eos, bool):
+            raise ConfigError("at_eos", f"{at_eos!r:.100}", "must be True or False")
         if samples < 1:
             raise ConfigError("samples", samples, "must be ≥ 1")
         ids = [self._generator.encode(text) for text in texts]
@@ -182,7 +186,7 @@ class Model:
     def _run(self, ids: Tensor, documents: Documents, labels: Tensor | None) -> Any:
         num_tokens = ids.shape[1]
         if documents is not None:
-            documents = _checked_documents(documents, num_tokens)
+            documents = _checked_documents(documents, ids)
         position = SequencePosition((0, num_tokens), documents=documents, exchange=self._exchange)
         if documents is None:
             check_document(self.module.config, "tokens", num_tokens)
@@ -206,18 +210,23 @@ class Model:
             raise ConfigError("ids", f"{list(found.shape)} {found.dtype}", "must be integers [T] or [B, T]")
         found = (found if found.dim() == 2 else found[None]).to(torch.int64)
         if found.shape[1] < least or not len(found):
-            raise ConfigError("ids", list(found.shape), f"needs at least {least} tokens of each sequence")
+            problem = f"needs at least {least} tokens of each sequence"
+            raise ConfigError("ids", f"a tensor of shape {list(found.shape)}", problem)
         wrong = found[(found < 0) | (found >= self.vocab_size)]
         if len(wrong):
             raise ConfigError("ids", int(wrong[0]), f"must be from 0 to {self.vocab_size - 1}, the model's vocabulary")
         return found
 
 
-def _checked_documents(documents: Any, num_tokens: int) -> list[Tensor]:
+def _checked_documents(documents: Any, ids: Tensor) -> list[Tensor]:
+    batch, num_tokens = ids.shape
     try:
-        return [checked_borders("documents", borders, num_tokens) for borders in documents]
+        found = [checked_borders("documents", borders, num_tokens) for borders in documents]
+        if len(found) == batch:
+            return found
+        raise ValueError(f"{len(found)} sequences, not {batch}")
     except (TypeError, ValueError) as error:
-        problem = f"must have for each sequence borders that rise from 0 to {num_tokens}, as [[0, {num_tokens}]]"
+        problem = f"must have for each of {batch} sequences borders that rise from 0 to {num_tokens}"
         raise ConfigError("documents", f"{documents!r:.100}", problem) from error
 
 

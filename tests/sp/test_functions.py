@@ -106,10 +106,10 @@ def softmax_over_ranks(rank: int, world_size: int) -> None:
     ranks = functional.connect()
     bounds = [*itertools.accumulate(LENGTHS[:world_size], initial=0)]
     generator = torch.Generator().manual_seed(0)
-    for key_heads, window in ((2, None), (4, 7)):
+    for key_heads, value_dim, window in ((2, 6, None), (4, 5, 7)):
         q, k, v, do = (
-            torch.randn(2, bounds[-1], heads, 6, generator=generator, dtype=torch.float64)
-            for heads in (4, key_heads, key_heads, 4)
+            torch.randn(2, bounds[-1], heads, width, generator=generator, dtype=torch.float64)
+            for heads, width in ((4, 6), (key_heads, 6), (key_heads, value_dim), (4, value_dim))
         )
         borders = [[0, 5, 15, bounds[-1]]] * 2
         wanted = exact_softmax(q, k, v, do, borders=torch.tensor(borders[0]), window=window)
@@ -166,15 +166,17 @@ narrow = {name: x.float() for name, x in operands_of("gla", 8).items()}
         ({"q": q[0]}, "q: expected a tensor of shape [B, T, H, K], got [8, 4, 6]"),
         ({"q": [1.0]}, "q: expected a tensor of shape [B, T, H, K], got list"),
         ({"k": q[:, :7]}, "k: expected shape"),
-        ({"k": q.float()}, "k: expected a floating point dtype, that of q; got torch.float32"),
-        ({"q": q.long()}, "q: expected a floating point dtype"),
+        ({"k": q.float()}, "k: expected torch.float64, the dtype of q; got torch.float32"),
+        ({"q": q.long()}, "q: expected torch.bfloat16, torch.float32, torch.float64; got torch.int64"),
+        ({"q": q.half()}, "q: expected torch.bfloat16, torch.float32, torch.float64; got torch.float16"),
+        ({"scale": "1"}, "scale: expected a number, or None; got '1'"),
         ({"g": g.bfloat16()}, "g: expected float32 or float64"),
         ({"g": g}, "g: expected torch.float64 beside operands in torch.float64, got torch.float32"),
         (narrow | {"g": g.double()}, "g: expected torch.float32 beside operands in torch.float32, got torch.float64"),
         ({"v": q.to("meta")}, "v: is on meta, q on cpu"),
         ({"initial_state": q}, "initial_state: expected shape [2, 4, 6, 5] in torch.float64 on cpu"),
         ({"documents": [[0, 9]] * 2}, "documents: expected borders that rise from 0 to 8"),
-        ({"documents": [[0, 8]]}, "position: has the documents of 1 sequences, not of 2"),
+        ({"documents": [[0, 8]]}, "documents: expected the borders of 2 sequences, got those of 1"),
         ({"bounds": [0, 4, 8]}, "bounds: expected 2 positions"),
         ({"bounds": [0, 9]}, "bounds: [0, 9] give rank 0 9 tokens, it has 8"),
         ({"ranks": 2}, "ranks: expected the result of connect(group), got int"),
@@ -188,7 +190,7 @@ def test_what_does_not_fit_is_named_in_one_line(changes: dict[str, Any], field: 
 
 
 def test_arguments_are_python_s() -> None:
-    with pytest.raises(TypeError, match="'g'"):
+    with pytest.raises(TypeError, match=r"^gla: .*'g'"):
         functional.gla(q, q, q)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="initial_state"):
         functional.unmasked(q, q, q, initial_state=q)  # type: ignore[call-arg]

@@ -208,7 +208,9 @@ class Operator:
                 raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
             # Those of heads or channels may have a dtype of their own.
             if name not in WIDE and not (x.is_floating_point() and ("T" not in dims[name] or x.dtype == dtype)):
-                raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
+                is_free = name == first or "T" not in dims[name]
+                wanted = "a floating point dtype" if is_free else f"{dtype}, the dtype of {first}"
+                raise ValueError(f"{name}: expected {wanted}; got {x.dtype}")
             if name in WIDE and x.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
         if "G" in sizes and sizes["H"] % sizes["G"]:

@@ -52,19 +52,22 @@ class Ranks:
     rank: int
     size: int
     backend: str
-    _exchange: Exchange
-    _group: ProcessGroup | None = None
-    _timeout: timedelta = timedelta()
-    _device: torch.device | None = None
-    _methods: dict[str, Exchange] = field(default_factory=dict)
+    _exchange: Exchange = field(repr=False)
+    _group: ProcessGroup | None = field(default=None, repr=False)
+    _timeout: timedelta = field(default=timedelta(), repr=False)
+    _device: torch.device | None = field(default=None, repr=False)
+    _methods: dict[str, Exchange] = field(default_factory=dict, repr=False)
 
     def position(
-        self, num_tokens: int, bounds: Sequence[int] | None, documents: Any, *, continues: bool
+        self, like: Tensor, bounds: Sequence[int] | None, documents: Any, *, continues: bool
     ) -> SequencePosition:
-        """Where this rank's tokens lie; a ValueError names what does not fit them.
+        """Where this rank's tokens of `like` [B, T, …] lie; a ValueError names what does not fit them.
 
         `continues`: the first document has tokens before the sequence, of which there is a state.
         """
+        batch, num_tokens = like.shape[:2]
+        if documents is not None and len(documents) != batch:
+            raise ValueError(f"documents: expected the borders of {batch} sequences, got those of {len(documents)}")
         # The record has such a document's earlier tokens as one.
         before = int(continues and documents is not None)
         found = [num_tokens * rank for rank in range(self.size + 1)] if bounds is None else [int(x) for x in bounds]
@@ -140,6 +143,7 @@ def _alone() -> Ranks:
     return Ranks(0, 1, "none", local_exchange())
 
 
+_DTYPES = torch.bfloat16, torch.float32, torch.float64
 _RESULT = "tuple[Tensor, Tensor | None]"
 _OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "scale": ("float | None", None, "factor of the outputs; None is K^-1/2."),
@@ -181,16 +185,20 @@ def _function(name: str, operator: Operator) -> Callable[..., tuple[Tensor, Tens
     signature = _signature(operator.operands, options, _RESULT)
 
     def function(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        values = signature.bind(*args, **kwargs).arguments
+        try:
+            values = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
         operands = [values[operand] for operand in operator.operands]
         _check_tensors(operands, operator.operands, operator.dims)
         operator.check(operands, None)
         _check_wide(operands, operator)
         state = values.get("initial_state")
         _check_state(state, operator, operands)
+        _check_scale(values.get("scale"))
         ranks = _ranks_of(values.get("ranks"))
         bounds, documents = values.get("bounds"), values.get("documents")
-        position = ranks.position(operands[0].shape[1], bounds, documents, continues=state is not None)
+        position = ranks.position(operands[operator.output], bounds, documents, continues=state is not None)
         want_state = values.get("output_final_state", False)
         return mix(name, operands, position, scale=values.get("scale"), carry_in=state, want_carry=want_state)
 
@@ -259,6 +267,9 @@ def _check_tensors(tensors: Sequence[object], names: Sequence[str], dims: Sequen
         assert isinstance(first, Tensor)
         if x.device != first.device:
             raise ValueError(f"{name}: is on {x.device}, {names[0]} on {first.device}; all must be on one device")
+    assert isinstance(first, Tensor)
+    if first.dtype not in _DTYPES:
+        raise ValueError(f"{names[0]}: expected {', '.join(map(str, _DTYPES))}; got {first.dtype}")
 
 
 def _check_wide(operands: Sequence[Tensor], operator: Operator) -> None:
@@ -280,6 +291,11 @@ def _check_state(state: object, operator: Operator, operands: Sequence[Tensor]) 
         raise ValueError(f"initial_state: expected shape {shape} in {dtype} on {device}, got {found}")
 
 
+def _check_scale(scale: object) -> None:
+    if scale is not None and not isinstance(scale, int | float):
+        raise ValueError(f"scale: expected a number, or None; got {scale!r:.100}")
+
+
 _SOFTMAX_OPTIONS = ("scale", "window", "documents", "bounds", "ranks")
 
 
@@ -297,17 +313,18 @@ def _softmax_attention(
     tensors, names, of = (q, k, v), ("q", "k", "v"), _ranks_of(ranks)
     _check_tensors(tensors, names, ("BTHD", "BTGD", "BTGV"))
     for name, x in zip(names, tensors, strict=True):
-        if not x.is_floating_point() or x.dtype != q.dtype:
-            raise ValueError(f"{name}: expected a floating point dtype, that of q; got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}: expected {q.dtype}, the dtype of q; got {x.dtype}")
     heads, groups = q.shape[2], k.shape[2]
     if k.shape[3] != q.shape[3] or k.shape[:2] != q.shape[:2] or v.shape[:3] != k.shape[:3] or heads % groups:
         found = ", ".join(str(list(x.shape)) for x in tensors)
         raise ValueError(f"q, k, v: expected shapes [B, T, H, D], [B, T, G, D], [B, T, G, V], G divides H; got {found}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 key, or None; got {window}")
+    _check_scale(scale)
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        raise ValueError(f"window: expected a number of keys from 1 on, or None; got {window!r}")
     if of.size > 1 and bounds is None:
         raise ValueError(f"bounds: softmax attention over {of.size} ranks needs them, the same on every rank")
-    position = of.position(q.shape[1], bounds, documents, continues=False).over(of.for_softmax(q, k, window)).on(q)
+    position = of.position(q, bounds, documents, continues=False).over(of.for_softmax(q, k, window)).on(q)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, _ = attend_at(q, k, v, scale, position, (StateInput(), StateInput()), window)
     return o

@@ -55,7 +55,7 @@ def import_own_packages() -> None:
         if spec is not None and spec.origin is not None and not _is_own(spec.origin):
             path = spec.origin
         if path is not None:
-            remedy = "rename it, or work in another folder (zeco_train.functional needs neither)"
+            remedy = "rename it, or work in another folder (zeco_train.functional works beside it)"
             raise ConfigError("package", name, f"{path} is in the way of this project's package {name}; {remedy}")
     # The finder of an editable install would come after a namespace package of the program.
     sys.path.insert(0, str(_ROOT))

@@ -60,10 +60,14 @@ def attend_backward(
 
 # Outputs [B, H, N, V] and their log-sum-exp [B, H, N].
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    if q.device.type != "cuda":
+    if _is_for_torch(q, v):
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     return _products(q, k, v, mask, scale)
+
+
+def _is_for_torch(q: Tensor, v: Tensor) -> bool:
+    return q.device.type != "cuda" and q.shape[-1] == v.shape[-1]
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -76,7 +80,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tu
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type != "cuda":
+    if _is_for_torch(q, v):
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return op(do, q, k, v, o, lse, 0.0, False, attn_mask=mask, scale=scale)
     return _products_backward(do, q, k, v, o, lse, mask, scale)
