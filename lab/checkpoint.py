@@ -22,8 +22,8 @@ import torch.distributed as dist
 from lab.bench_case import LabCase
 from zeco_train.bench.case import Report
 from zeco_train.bench.config import CaseConfig
-from zeco_train.bench.samples import Row, slowest_rank
-from zeco_train.bench.session import Session
+from zeco_train.bench.session import Row, Session
+from zeco_train.bench.timing import slowest_rank
 from zeco_train.checkpoint.config import CheckpointMode
 from zeco_train.checkpoint.files import CHECKPOINT_FOLDER
 from zeco_train.config.schema import Config, load_config

@@ -26,8 +26,7 @@ from data.store.writer import StoreWriter
 from lab.bench_case import LabCase
 from zeco_train.bench.case import Report
 from zeco_train.bench.config import CaseConfig
-from zeco_train.bench.samples import Row
-from zeco_train.bench.session import Session
+from zeco_train.bench.session import Row, Session
 from zeco_train.system.numbers import check_least
 from zeco_train.system.signals import run_command
 

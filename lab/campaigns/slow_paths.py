@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from zeco_train.bench.operands import Attention, Inputs, Shape
+from zeco_train.bench.operator import Attention, Inputs, Shape
 from zeco_train.bench.variants import BENCHED
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput

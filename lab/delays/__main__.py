@@ -28,12 +28,9 @@ from lab.delays.spins import Place, Spins, spinning
 from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.case import Report, time_columns
-from zeco_train.bench.operands import Inputs, Shape
-from zeco_train.bench.operator import TOLERANCE, operator_step
-from zeco_train.bench.runner import Runner, Subject
-from zeco_train.bench.samples import Row, Summary, check_results
-from zeco_train.bench.session import Session
-from zeco_train.bench.steps import Mark, mark, milliseconds
+from zeco_train.bench.operator import TOLERANCE, Inputs, Shape, operator_step
+from zeco_train.bench.session import Row, Session, check_results
+from zeco_train.bench.timing import Mark, Runner, Subject, Summary, mark, milliseconds
 from zeco_train.bench.variants import Variant, gathered_exchange
 from zeco_train.errors import ConfigError, ZecoError, first_cause
 from zeco_train.ops.mix import mix

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from lab.delays.chains import TwoGpuChain
 from lab.delays.config import DelaysConfig
-from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row, check_results
-from zeco_train.bench.session import Session
+from zeco_train.bench.session import Row, Session, check_results
+from zeco_train.bench.timing import Runner, Subject, capture_all
 from zeco_train.bench.variants import backend_variant
 from zeco_train.collectives.chain import CHAIN
 from zeco_train.collectives.cost_model import MEASURED, Link, Load

@@ -14,13 +14,11 @@ import torch
 from tests.support.commands import run_here
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
-from zeco_train.bench import attention, attention_variants, figures
-from zeco_train.bench.attention import AttentionConfig, _flops
-from zeco_train.bench.attention_variants import DEFAULTS, VARIANTS, build_variant
+from zeco_train.bench import attention
+from zeco_train.bench.attention import DEFAULTS, VARIANTS, AttentionConfig, _flops, build_variant
 from zeco_train.bench.config import PASSES
-from zeco_train.bench.operands import Inputs
-from zeco_train.bench.samples import WrongResultError
-from zeco_train.bench.session import Session
+from zeco_train.bench.operator import Inputs
+from zeco_train.bench.session import Session, WrongResultError
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.attention import method as local
@@ -34,24 +32,6 @@ TORCH = VARIANTS["torch"]
 SMALL += ["heads=4", "head_dim=8", "tokens=[24]", "check_tokens=20"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["variants=[dp,flash]"], "variants=['dp', 'flash']: must be a list of different ones of dp, all_gather, "),
-        (["variants=[]"], "variants=[]: must be a list of different ones"),
-        (["key_heads=3"], "key_heads=3: must be ≥ 1 and divide heads=16"),
-        (["window=0"], "window=0: must be ≥ 1, or null"),
-        (["graph=true"], "graph=True: a method's messages are not captured; take graph=false"),
-        (["tokens=[1]"], "tokens=[1]: must be a list of numbers ≥ 2"),
-        (["passes=[backward]"], "passes=['backward']: must be a list of forward, forward_backward"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        AttentionConfig.load(arguments)
-    assert says in str(caught.value)
-
-
 def test_flops_count_the_pairs_that_are_read() -> None:
     for window in (None, 5):
         config = AttentionConfig.load(["heads=2", "head_dim=8", f"window={'null' if window is None else window}"])
@@ -62,24 +42,19 @@ def test_flops_count_the_pairs_that_are_read() -> None:
 
 
 def test_torch_is_refused_where_it_does_not_apply() -> None:
-    session = mock.Mock(spec=Session, on_cuda=False, world_size=2, rank=0, device=torch.device("cpu"))
-    config = AttentionConfig.load(["key_heads=4"])
-    with pytest.raises(ConfigError, match="need CUDA"):
-        build_variant(TORCH, config.shape(TORCH, 8), None, session)
-    session.on_cuda = True
-    for window in (None, 4):
-        with pytest.raises(ConfigError, match="without window, and with key_heads=null"):
-            build_variant(TORCH, config.shape(TORCH, 8), window, session)
-    whole = AttentionConfig.load([]).shape(TORCH, 8)
-    positions = [
-        build_variant(
-            TORCH,
-            whole,
-            None,
-            mock.Mock(spec=Session, on_cuda=True, world_size=2, rank=rank, device=torch.device("cpu")),
-        ).positions.tolist()
-        for rank in (0, 1)
+    sessions = [
+        mock.Mock(spec=Session, on_cuda=on_cuda, world_size=2, rank=rank, device=torch.device("cpu"))
+        for on_cuda, rank in ((False, 0), (True, 0), (True, 1))
     ]
+    grouped, plain = (AttentionConfig.load(more).shape(TORCH, 8) for more in (["key_heads=4"], []))
+    for session, shape, window, says in (
+        (sessions[0], plain, None, "need CUDA"),
+        (sessions[1], grouped, None, "without window, and with key_heads=null"),
+        (sessions[1], plain, 4, "without window, and with key_heads=null"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            build_variant(TORCH, shape, window, session)
+    positions = [build_variant(TORCH, plain, None, session).positions.tolist() for session in sessions[1:]]
     assert positions == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
 
 
@@ -96,24 +71,6 @@ def test_deterministic_variant_adds_up_in_one_order(name: str) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_figure_shows_times_and_balance() -> None:
-    row = {"heads": 4, "key_heads": 2, "head_dim": 8, "window": None, "pass": "forward_backward", "gpus": 2}
-    rows = [
-        {**row, "variant": name, "tokens": tokens, "median_ms": 3.0, "exposed_us": 400.0, "slowest": 1.02}
-        for name in ("all_gather", "gla:zeco")
-        for tokens in (16, 64)
-    ]
-    figure = figures._draw_attention(rows, "here")
-    assert figure is not None
-    assert [len(axes.patches) for axes in figure.axes] == [4, 0, 4, 0]
-    assert [line.get_xdata()[0] for line in figure.axes[1].lines] == [1.02, 1.02, 1.0]
-    assert figure.axes[2].yaxis_inverted(), "the first variant is on top"
-    for each in rows:
-        del each["slowest"]
-    assert len(figures._draw_attention(rows, "here").axes) == 2
-    assert not [*figures._attention([{**row, "pass": "forward"}], "here")]
-
-
 def _case(rank: int, world_size: int, folder: str, settings: list[str]) -> list[str]:
     found = []
     config = AttentionConfig.load([*SMALL, *settings, f"out={folder}/right"])
@@ -123,7 +80,7 @@ def _case(rank: int, world_size: int, folder: str, settings: list[str]) -> list[
     # A method that forgets the keys of other ranks must not be timed.
     config = AttentionConfig.load([*SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong"])
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    with mock.patch.object(attention_variants, "_method", return_value=local.LocalAttention()):
+    with mock.patch.object(attention, "_method", return_value=local.LocalAttention()):
         try:
             attention.CASE.measure(config, session)
         except WrongResultError as error:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,16 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.commands import REPOSITORY, TORCHRUN, Command, is_pending
+from tests.support.bench_settings import error_line
+from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
-from tests.support.waiting import ENOUGH
 from zeco_train.bench import __main__ as command
 from zeco_train.bench.case import LogLines, Report
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig
-from zeco_train.bench.runner import Runner
-from zeco_train.bench.samples import Summary, WrongResultError, check_results, slowest_rank
-from zeco_train.bench.session import Session
-from zeco_train.bench.trace import intersection, length, overlap_of, union
+from zeco_train.bench.session import Session, WrongResultError, check_results
+from zeco_train.bench.timing import Runner, Summary, slowest_rank
 from zeco_train.bench.variants import LocalCopyScan, Variant, backend_variant, over_all_ranks
 from zeco_train.config.overrides import load_settings
 from zeco_train.lifecycle.join import Launch
@@ -62,46 +57,6 @@ def test_errors_are_relative_to_the_norm() -> None:
             check_results("zeco", 1, {"o": (expected, expected), "dq": (wrong, expected)}, 1e-3)
 
 
-def test_interval_union_intersection_and_length() -> None:
-    assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
-    assert intersection([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
-    assert length([(1, 2), (3, 4.5)]) == 2.5
-
-
-def test_overlap_counts_only_kernels_launched_in_the_step() -> None:
-    def kernel(name: str, start: float, duration: float, stream: int, correlation: int) -> dict[str, Any]:
-        args = {"stream": stream, "correlation": correlation}
-        return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": args}
-
-    def call(start: float, correlation: int) -> dict[str, Any]:
-        return {"cat": "cuda_runtime", "name": "launch", "ts": start, "dur": 1, "args": {"correlation": correlation}}
-
-    events = [
-        {"cat": "user_annotation", "name": "bench_step", "ts": 10, "dur": 10},
-        *(call(5, 0), call(11, 1), call(12, 2), call(13, 3), call(14, 4)),
-        kernel("fill", 0, 100, 7, 0),  # before the step
-        kernel("states", 100, 10, 7, 1),
-        kernel("ncclDevKernel_SendRecv", 110, 20, 20, 2),
-        kernel("intra", 112, 8, 7, 3),
-        kernel("fold", 115, 3, 21, 4),  # on the scan's own stream: counts as neither
-    ]
-    overlap = overlap_of(events)
-    assert (overlap.communication_us, overlap.hidden_us, overlap.compute_us) == (20, 8, 18)
-    assert overlap.kernels == ("ncclDevKernel_SendRecv",)
-    assert "8.0 µs (40%)" in str(overlap)
-    assert str(overlap_of([])) == "no communication kernels"
-    assert (overlap.idle_us, overlap.num_kernels) == (0, 4)
-    replayed = overlap_of(events, replayed=True)
-    assert (replayed.communication_us, replayed.hidden_us, replayed.compute_us) == (20, 8, 18)
-    moved = overlap_of([*events, call(15, 5), kernel("moved", 120, 6, 22, 5)], replayed=True)
-    assert (moved.hidden_us, moved.compute_us) == (14, 24)
-    apart = overlap_of(
-        [kernel("a", 0, 10, 7, 0), kernel("b", 5, 7, 8, 1), kernel("c", 15, 1, 7, 2), kernel("d", 17, 1, 7, 3)]
-    )
-    assert (apart.idle_us, apart.longest_idle_us) == (4, 3)
-    assert apart.idle == "4 kernels, none of which runs for 0.00 ms, for 3.0 µs at most at a time"
-
-
 def test_settings_are_yaml_values() -> None:
     config = load_settings(
         OperatorConfig, ["heads=[4]", "dims=[[64, 128]]", "dtype=fp32", "graph=true", "variants=[dp,zeco:chain]"]
@@ -115,53 +70,56 @@ def test_settings_are_yaml_values() -> None:
     assert (paper.all_scan.algorithm, paper.all_scan.transport) == (AllScanAlgorithm.chain, AllScanTransport.symmetric)
 
 
+_ZECO = ", ".join(SHARING)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ("collective", "case=collective: must be collectives, operator, attention, model, decode or plot"),
+        ("collectives size_mb=[1]", "size_mb=[1]: unknown key; did you mean sizes_mb?"),
+        ("collectives sizes_mb=[0.7]", "sizes_mb=0.7: must be a multiple of 0.03125"),
+        ("collectives runs", "argument=runs: must be KEY=VALUE"),
+        ("collectives runs=0", "runs=0: must be ≥ 1"),
+        ("collectives budget_seconds=.inf", "budget_seconds=.inf: must be a number"),
+        ("collectives variants=[dp]", f"variants=dp: must be one of all_gather, all_reduce, {_ZECO}"),
+        ("collectives variants=[zeco:tree]", "variants=zeco:tree: tree must be one of auto, chain, two_shot"),
+        ("operator variants=[zeco:chain:p2p:0]", "sp.all_scan.blocks=0: must be ≥ 1"),
+        ("operator dims=[64,128]", "dims=[64,128]: must be a list [a list [a whole number, …], …]"),
+        ("operator dims=[[64]]", "must be a list of pairs [K, V]"),
+        ("operator operator=rwkv", "operator=rwkv: must be one of gla, scalar_decay, fixed_decay, delta, gated_delta"),
+        ("operator groups=2", "groups=2: gla has none; take another operator"),
+        ("operator operator=scalar_decay groups=3", "groups=3: must be ≥ 1 and divide heads=[16, 32]"),
+        ("operator decay=none", "decay=none: gla draws its decays; take operator=fixed_decay"),
+        ("operator operator=fixed_decay decay=alibi", "decay=alibi: must be one of retention, none"),
+        ("operator passes=[backward]", "passes=['backward']: must be a list of forward, forward_backward"),
+        ("operator tokens=[]", "tokens=[]: must be a list of numbers ≥ 1"),
+        ("operator variants=[fla:compile]", f"variants=fla:compile: must be one of dp, copy, {_ZECO}, fla"),
+        ("operator device=cpu kernels=require", "kernels=require: there are no kernels on CPUs"),
         (
-            ["collective"],
-            "case=collective: must be collectives, operator, attention, model, decode or plot",
+            "attention variants=[dp,flash]",
+            "variants=['dp', 'flash']: must be a list of different ones of dp, all_gather, ",
         ),
-        (["collectives", "size_mb=[1]"], "size_mb=[1]: unknown key; did you mean sizes_mb?"),
-        (["collectives", "sizes_mb=[0.7]"], "sizes_mb=0.7: must be a multiple of 0.03125"),
-        (["collectives", "runs"], "argument=runs: must be KEY=VALUE"),
-        (["collectives", "runs=many"], "runs=many: must be a whole number"),
-        (["collectives", "runs=0"], "runs=0: must be ≥ 1"),
-        (["collectives", "budget_seconds=.inf"], "budget_seconds=.inf: must be a number"),
-        (["collectives", "variants=[dp]"], f"variants=dp: must be one of all_gather, all_reduce, {', '.join(SHARING)}"),
-        (["collectives", "variants=[zeco:tree]"], "variants=zeco:tree: tree must be one of auto, chain, two_shot"),
-        (["operator", "variants=[zeco:chain:p2p:0]"], "sp.all_scan.blocks=0: must be ≥ 1"),
-        (["operator", "dims=[64,128]"], "dims=[64,128]: must be a list [a list [a whole number, …], …]"),
-        (["operator", "dims=[[64]]"], "must be a list of pairs [K, V]"),
-        (["operator", "dtype=fp8"], "dtype=fp8: must be one of bf16, fp32, fp64"),
+        ("attention variants=[]", "variants=[]: must be a list of different ones"),
+        ("attention key_heads=3", "key_heads=3: must be ≥ 1 and divide heads=16"),
+        ("attention window=0", "window=0: must be ≥ 1, or null"),
+        ("attention graph=true", "graph=True: a method's messages are not captured; take graph=false"),
+        ("decode model=gla_tiny contexts=[64,32]", "contexts=[64, 32]: must rise"),
         (
-            ["operator", "operator=rwkv"],
-            "operator=rwkv: must be one of gla, scalar_decay, fixed_decay, delta, gated_delta",
+            "decode model=gla_tiny variants=[fast]",
+            "must be a list of different ones of eager, graph",
         ),
-        (["operator", "groups=2"], "groups=2: gla has none; take another operator"),
-        (["operator", "operator=scalar_decay", "groups=3"], "groups=3: must be ≥ 1 and divide heads=[16, 32]"),
-        (["operator", "decay=none"], "decay=none: gla draws its decays; take operator=fixed_decay"),
-        (["operator", "operator=fixed_decay", "decay=alibi"], "decay=alibi: must be one of retention, none"),
-        (["operator", "passes=[backward]"], "must be a list of forward, forward_backward"),
-        (["operator", "tokens=[]"], "tokens=[]: must be a list of numbers ≥ 1"),
-        (
-            ["operator", "variants=[fla:compile]"],
-            f"variants=fla:compile: must be one of dp, copy, {', '.join(SHARING)}, fla",
-        ),
-        (["operator", "--trace"], "argument=--trace: must be KEY=VALUE, as in seed=0"),
-        (["plot"], "needs results.json"),
-        (["plot", "/nowhere.json"], "/nowhere.json: cannot be read"),
+        ("decode model=gla_9b", "gla_tiny"),
+        ("decode model=gla_tiny device=cpu variants=[graph]", "variants=['graph']: CUDA graphs need CUDA"),
+        ("plot", "needs results.json"),
+        ("plot /nowhere.json", "/nowhere.json: cannot be read"),
     ],
 )
 def test_invalid_arguments_print_one_error_line(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command.main(arguments) != 0
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert says in err
+    monkeypatch.chdir(tmp_path)
+    assert says in error_line(arguments.split(), capsys)
 
 
 def test_help_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,94 +170,34 @@ def test_backend_with_wrong_results_is_not_timed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _bench(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    with Command([*launcher, "-m", "zeco_train.bench", *arguments, f"out={folder}"], folder) as running:
-        outcome = running.wait()
-    assert outcome.code == 0, outcome
-    results = json.loads((folder / "results.json").read_text())
-    assert (results["format"], results["world_size"]) == (1, 2)
+def _collectives(rank: int, world_size: int, folder: str) -> None:
+    config = load_settings(CollectivesConfig, [*SMALL_STATES, f"out={folder}"])
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    command.CASES["collectives"].measure(config, session)
+    session.drain()
+
+
+@pytest.mark.slow
+def test_collectives_case_on_two_ranks(tmp_path: Path) -> None:
+    run_distributed(_collectives, 2, str(tmp_path))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["format"], results["world_size"], results["config"]["runs"]) == (1, 2, 3)
     assert {"python", "packages", "commit", "device", "device_name", "variables"} <= results["environment"].keys()
-    assert results["config"]["runs"] == 3
-    for row in results["rows"]:
-        if "note" in row:
-            continue
+    rows = {row["variant"]: row for row in results["rows"]}
+    assert rows.keys() == {*load_settings(CollectivesConfig, []).variants}
+    for row in (row for row in rows.values() if "note" not in row):
         samples = row["samples_ms_by_rank"]
         assert [len(of_rank) for of_rank in samples] == [3, 3]
         assert row["median_ms"] == Summary.of(samples).median
         assert row["min_ms"] <= row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] <= row["max_ms"]
-    return (folder / "table.txt").read_text(), results
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_collectives_case_on_two_ranks(tmp_path: Path) -> None:
-    table, results = _bench(tmp_path, "collectives", *SMALL_STATES)
-    rows = {row["variant"]: row for row in results["rows"]}
-    assert rows.keys() == {*load_settings(CollectivesConfig, []).variants}
     assert rows["all_gather"]["ratio"] == 1.0
     assert rows["zeco:two_shot:p2p"]["choice"] == "two_shot by gloo"
     assert rows["lasp2"]["ratio"] == rows["lasp2"]["median_ms"] / rows["all_gather"]["median_ms"]
     assert 0.0 < rows["all_reduce"]["relative_error"] < 1e-6
+    table = (tmp_path / "table.txt").read_text()
     assert "need CUDA" in table.replace("needs", "need")
     assert "no CUDA graphs on a CPU" in table
     assert (tmp_path / "collectives.png").exists()
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_operator_case_on_two_ranks(tmp_path: Path) -> None:
-    table, results = _bench(tmp_path, "operator", *SMALL_STEPS, "trace=true", "variants=[dp,copy,lasp1,zeco:chain,fla]")
-    rows = {(row["pass"], row["variant"]): row for row in results["rows"]}
-    assert len(rows) == len(results["rows"]) == 8
-    zeco, copy, dp = (rows["forward_backward", name] for name in ("zeco:chain", "copy", "dp"))
-    assert zeco["exposed_us"] == pytest.approx(1e3 * (zeco["median_ms"] - copy["median_ms"]))
-    assert zeco["ratio"] == zeco["median_ms"] / dp["median_ms"]
-    assert zeco["tokens_per_second_per_gpu"] == pytest.approx(64e3 / zeco["median_ms"])
-    assert zeco["relative_error"] < 1e-12
-    assert dp["exposed_us"] is None
-    assert "fla is not measured" in table
-    assert "no trace on a CPU" in table
-    assert {path.name for path in tmp_path.iterdir()} >= {"operator.png", "operator_tokens.png"}
-
-
-def _start_with_fault(fault: str, folder: Path) -> Command:
-    folder.mkdir()
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    script = REPOSITORY / "tests/support/faulty_bench.py"
-    return Command([*launcher, str(script), "collectives", *SMALL_STATES, f"out={folder}/out"], folder, fault)
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_out_of_memory_and_lost_rank_print_one_error_line(tmp_path: Path) -> None:
-    """The survivor of a lost rank names it even if it is terminated by the launcher before it has noticed."""
-    with contextlib.ExitStack() as stack:
-        memory, lost, stopped = (
-            stack.enter_context(_start_with_fault(fault, tmp_path / name))
-            for name, fault in (("memory", "memory"), ("lost", "wait"), ("stopped", "wait"))
-        )
-        for job, name in ((lost, "lost"), (stopped, "stopped")):
-            files = [tmp_path / name / f"measuring_{rank}" for rank in range(2)]
-            job.wait_until(lambda files=files: all(file.exists() for file in files), "measurement")
-        os.kill(lost.ranks()[0], signal.SIGSTOP)
-        os.kill(lost.ranks()[1], signal.SIGKILL)
-        lost.wait_until(lambda: is_pending(lost.ranks()[0], signal.SIGTERM), "SIGTERM from the launcher")
-        os.kill(lost.ranks()[0], signal.SIGCONT)
-        stopped.signal(signal.SIGTERM)
-        for job, parts in (
-            (memory, ["a state of 0.03125 MiB: out of memory (Tried to allocate 2 GiB); fewer tokens, heads or MiB"]),
-            (lost, ["rank 1 no longer answers (killed, stopped or unreachable; last seen in a state of 0.03125 MiB)"]),
-        ):
-            outcome = job.wait()
-            assert outcome.code != 0
-            assert len(outcome.errors) == 1, outcome
-            assert all(part in outcome.errors[0] for part in parts), outcome
-            assert "zeco_train/" not in outcome.err, outcome
-        assert "; the results so far stand" in outcome.errors[0]
-        # The launcher itself received SIGTERM: no rank reports an error.
-        outcome = stopped.wait(ENOUGH)
-        assert (outcome.code, outcome.errors) == (1, []), outcome
 
 
 @pytest.mark.processes

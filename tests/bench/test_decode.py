@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.language_model import LanguageModel
-from tests.support.commands import check_line, run_here
+from tests.support.commands import run_here
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import decode
 from zeco_train.generate.decode import Decoder
@@ -129,19 +129,3 @@ def test_each_turn_starts_from_the_states_of_the_context(tmp_path: Path, monkeyp
     assert len(others) == 3
     assert all(torch.equal(states, first) for states in others)
     assert positions_begun[1:] == [[70]] * 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["contexts=[64,32]"], ["contexts=[64, 32]", "must rise"]),
-        (["contexts=[]"], ["contexts=[]", "≥ 1"]),
-        (["variants=[fast]"], ["variants=['fast']", "eager, graph"]),
-        (["model=gla_9b"], ["model=gla_9b", "gla_tiny"]),
-        (["variants=[graph]"], ["CUDA"]),
-    ],
-)
-def test_invalid_arguments_print_one_error_line(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
-    if torch.cuda.is_available() and "CUDA" in parts:
-        pytest.skip("there is a CUDA device")
-    check_line(run_here(command.main, "decode", *TINY, *arguments, f"out={tmp_path}"), 2, *parts)

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from tests.support.bench_settings import QUICK, error_line
-from tests.support.commands import TORCHRUN, Command, run_here
+from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
-from zeco_train.bench import __main__ as command
-from zeco_train.bench import figures, model, steps
+from zeco_train.bench import model, timing
 from zeco_train.bench.backends import RandomTokens
 from zeco_train.bench.case import Report
 from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
-from zeco_train.bench.samples import Summary, WrongResultError
-from zeco_train.bench.session import Session
-from zeco_train.bench.steps import Contender, time_in_turns
+from zeco_train.bench.session import Session, WrongResultError
+from zeco_train.bench.timing import Contender, Summary, time_in_turns
 from zeco_train.bench.variants import LocalCopyScan, Variant, over_all_ranks
+from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
+from zeco_train.sp.attention.method_registry import AttentionChoice
 from zeco_train.sp.backend_registry import SHARING
 from zeco_train.sp.exchange import local_exchange
 
@@ -41,7 +41,6 @@ pytestmark = pytest.mark.numeric
         (["model.num_heads=2"], "model.num_heads=2: write heads=[…] here"),
         (["model.name=a/b"], "model.name=a/b: names the figures; must be a plain name without /"),
         (["mixers=[gla,ring]"], "model.mixer=ring: must be one of gla, linear, "),
-        (["mixers=[gla,gla]"], "mixers=['gla', 'gla']: must be a list of different ones"),
         (["mixers=[retnet]", "model.mixer=gla"], "model.mixer=gla: is one of mixers=[…] already; leave it out"),
         (["mixers=[gla,retnet]", "model.gate_low_rank_dim=8"], "unknown key of mixer retnet"),
         (["model=gla_125m", "mixers=[retnet]"], "model.mixer=retnet: no configs/model/retnet_125m.yaml"),
@@ -54,9 +53,7 @@ pytestmark = pytest.mark.numeric
         (["segments=3"], "tokens=16384: must divide by segments=3"),
         (["segments=512"], "check_tokens=256: must divide by segments=512"),
         (["steps=0"], "steps=0: must be ≥ 1"),
-        (["seq_len=-1"], "seq_len=-1: must be ≥ 0"),
         (["seq_len=12288"], "tokens=16384: must divide by seq_len=12288"),
-        (["runs=5"], "runs=5: unknown key"),
         (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
         (["variants=[copy]"], f"variants=copy: must be one of dp, products, {', '.join(SHARING)}, fla"),
         (["variants=[fla:fast]"], "fla takes :no_optimizer and :compile"),
@@ -79,6 +76,29 @@ def test_settings_convert_to_run_config() -> None:
     assert (run.train.segments, run.train.recompute.name, run.train.dtype.name) == (2, "full", "fp32")
     assert ModelConfig().steps == 100
     assert ModelConfig().variants == ["dp", "products", *SHARING, "fla", "fla:no_optimizer"]
+
+
+def test_each_mixer_has_the_file_of_the_size() -> None:
+    # Not loaded: that composes each model to check it.
+    config = ModelConfig(model="gla_tiny", mixers=["gla", "retnet"], overrides=["model.num_layers=2"])
+    runs = [config.run_config(settings) for settings in config.models]
+    assert [run.model.name for run in runs] == ["gla_tiny", "retnet_tiny"]
+    assert {run.model.num_layers for run in runs} == {2}
+    alone = ModelConfig(model="retnet_tiny")
+    assert [alone.run_config(settings).model.name for settings in alone.models] == ["retnet_tiny"]
+
+
+def test_patterns_of_hybrids_are_told_apart_by_name() -> None:
+    ring, two_layers = AttentionChoice["ring"], ["model.num_layers=2"]
+    config = ModelConfig(model="gla_tiny", overrides=two_layers, every=[0, 2], attention=ring, heads=[2, 1])
+    runs = [config.run_config(settings) for settings in config.models]
+    assert [(run.model.name, run.model.num_heads, list(run.model.attn.chosen(2))) for run in runs] == [
+        ("gla_tiny", 2, []),
+        ("gla_tiny", 1, []),
+        ("gla_tiny_hybrid_2", 2, [1]),
+        ("gla_tiny_hybrid_2", 1, [1]),
+    ]
+    assert [run.sp.attention.name for run in runs] == ["auto", "auto", "ring", "ring"]
 
 
 def test_model_overrides_are_checked_together_with_heads() -> None:
@@ -132,7 +152,7 @@ def test_all_variants_get_sequences_of_one_length() -> None:
 
 
 def test_contenders_alternate_and_budget_stops_between_rounds() -> None:
-    assert [list(steps.in_rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
+    assert [list(timing.in_rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
     session = mock.Mock(spec=Session, on_cuda=False, world_size=1)
     session.within_budget.side_effect = [True, True, False]
     issued: list[tuple[str, int]] = []
@@ -141,7 +161,7 @@ def test_contenders_alternate_and_budget_stops_between_rounds() -> None:
         return Contender(Variant(name, name), lambda step: issued.append((name, step)) or 1.5)
 
     both = [contender("a"), contender("b")]
-    with mock.patch.object(steps.dist, "barrier"):
+    with mock.patch.object(timing.dist, "barrier"):
         assert time_in_turns(both, 2, 7, session) == 6  # of rounds of 2, 2, 2 and 1
     # The first step of each turn is not timed, and every step has different tokens.
     assert "".join(name for name, _ in issued) == "aabb" + "aaabbb" + "bbbaaa" + "aaabbb"
@@ -150,7 +170,7 @@ def test_contenders_alternate_and_budget_stops_between_rounds() -> None:
         assert (len(each.samples), len(each.seconds), each.loss) == (6, 3, 1.5)
     issued.clear()
     session.within_budget.side_effect = None
-    with mock.patch.object(steps.dist, "barrier"):
+    with mock.patch.object(timing.dist, "barrier"):
         assert time_in_turns([contender("alone")], 1, 5, session) == 5
     assert len(issued) == 1 + 5
 
@@ -165,29 +185,6 @@ def test_nonfinite_last_loss_raises() -> None:
     contender.loss = math.nan
     with pytest.raises(WrongResultError, match="the last loss"):
         contender.as_row(session)
-
-
-def test_plot_writes_figures_over_gpus_and_tokens_per_model_and_heads(tmp_path: Path) -> None:
-    files = []
-    for gpus in (1, 4):
-        rows = [
-            {"variant": name, "model": "gla_1b", "heads": heads, "tokens": tokens, "median_ms": 200.0}
-            | {"tokens_per_second_per_gpu": 8e4 / gpus, "ratio": ratio, "p10_ms": 199.0, "p90_ms": 201.0, "runs": 3}
-            for name, ratio in (("dp", 1.0), ("zeco", 0.99), ("fla", 0.8), ("fla:no_optimizer", None))
-            for tokens in (16_384, 65_536)
-            for heads in (16, 32)
-        ]
-        result = {"case": "model", "world_size": gpus, "environment": {"device": "cuda"}, "rows": rows}
-        result["config"] = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
-        files.append(tmp_path / f"{gpus}.json")
-        files[-1].write_text(json.dumps(result))
-    with mock.patch.object(figures, "_draw_paper") as draw_paper:
-        paths = figures.plot_files([*map(str, files), f"out={tmp_path}"])
-    names = ["gla_1b_h16.png", "gla_1b_h32.png", "gla_1b_h16_tokens.png", "gla_1b_h32_tokens.png"]
-    assert [path.name for path in paths] == names
-    drawn = {(call.args[2], call.args[1][0]) for call in draw_paper.call_args_list}
-    assert ("dp", (8.0, 47594.0)) in drawn
-    assert ("zeco", (8.0, 44497 / 47594)) in drawn
 
 
 def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list[tuple[str, int, int]]:
@@ -213,8 +210,8 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
     with (
         mock.patch("zeco_train.bench.model.time", fake),
         mock.patch("zeco_train.bench.session.time", fake),
-        mock.patch("zeco_train.bench.steps.time", fake),
-        mock.patch.multiple(steps.dist, barrier=mock.Mock(), all_gather_object=mock.Mock()),
+        mock.patch("zeco_train.bench.timing.time", fake),
+        mock.patch.multiple(timing.dist, barrier=mock.Mock(), all_gather_object=mock.Mock()),
         mock.patch("zeco_train.bench.model.Backends", side_effect=lambda *_: take(60.0)),
         mock.patch("zeco_train.bench.model.Peer", return_value=peer),
         mock.patch("zeco_train.bench.model._forget"),
@@ -256,7 +253,7 @@ def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
         ("fp32", over_all_ranks(LocalCopyScan())),
         ("bf16", local_exchange()),
     ):
-        config = ModelConfig.load([*QUICK, f"dtype={dtype}", f"out={folder}/{dtype}", "variants=[dp,lasp1,lasp2]"])
+        config = ModelConfig.load([*QUICK, f"dtype={dtype}", f"out={folder}/{dtype}", "variants=[lasp2]"])
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
         right = session.exchange
 
@@ -300,66 +297,60 @@ def test_wrong_first_loss_raises() -> None:
             measurement._check_losses(losses)
 
 
-@pytest.mark.campaign
-def test_model_case_on_one_rank(tmp_path: Path) -> None:
-    variants = ["dp", "products", "zeco:chain"]
-    arguments = [*QUICK, "dtype=fp64", "model.attn.every=2", "mixers=[gla,retnet]", f"out={tmp_path}"]
-    outcome = run_here(command.main, "model", *arguments, f"variants=[{','.join(variants)}]")
-    assert outcome.code == 0, outcome
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [(row["mixer"], row["variant"]) for row in rows] == [
-        (mixer, name) for mixer in ("gla", "retnet") for name in variants
-    ]
-    for dp, _, zeco in (rows[:3], rows[3:]):
-        assert zeco["relative_error"] < 1e-13
-        assert zeco["loss"] == pytest.approx(math.log(259), rel=0.05)
-        assert zeco["ratio"] == pytest.approx(dp["wall_ms"] / zeco["wall_ms"])
-    assert (tmp_path / "mixers.md").read_text().count("\n") == 2 + 2
+VARIANTS = ["dp", "dp:no_optimizer", "products", "lasp1", "zeco:chain", "fla"]
+# A hybrid at equal work, whose `dp` must have the backends' first loss, or nothing is timed; and mixers, of which
+# Mamba-2's convolutions exchange a state with a matrix as its transition.
+HYBRID = ["heads=[2]", "every=[2]", "attention=ring", "seq_len=16", "micro_batches=2"]
+MIXERS = ["mixers=[gla,mamba2]", "segments=2", "recompute=full", "strategy=zero3", "micro_batches=3"]
 
 
-@pytest.mark.processes
-@pytest.mark.campaign
+def _case(rank: int, world_size: int, folder: str, settings: list[str]) -> str:
+    arguments = ["model=gla_tiny", "model.num_layers=2", "device=cpu", "tokens=[32]", "steps=5", "warmup=1"]
+    arguments += ["check_tokens=32", "timeout_seconds=60", "dtype=fp64", f"out={folder}", *settings]
+    if "every=[2]" in settings:
+        arguments += ["model.hidden_size=32", "model.intermediate_size=32"]
+    config = ModelConfig.load([*arguments, f"variants=[{','.join(VARIANTS)}]"])
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    model.CASE.measure(config, session)
+    with pytest.raises(ConfigError) as refused:
+        model.CASE.run(ModelConfig.load([*arguments, "segments=1", "tokens=[30]", "seq_len=15"]), session)
+    session.drain()
+    return str(refused.value)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
-    [
-        [],
-        ["segments=2", "recompute=full", "strategy=zero3", "micro_batches=3", "dtype=fp64"],
-    ],
+    "settings", [HYBRID, pytest.param(MIXERS, marks=pytest.mark.campaign)], ids=["hybrid", "mixers"]
 )
-def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    variants = "variants=[dp,dp:no_optimizer,products,lasp1,lasp2,zeco:chain,fla]"
-    arguments = [*QUICK, "dtype=fp32", *more, variants, f"out={tmp_path}"]
-    with Command([*launcher, "-m", "zeco_train.bench", "model", *arguments], tmp_path) as running:
-        outcome = running.wait()
-    assert outcome.code == 0, outcome
+def test_model_case_on_two_ranks(tmp_path: Path, settings: list[str]) -> None:
+    assert run_distributed(_case, 2, str(tmp_path), settings) == ["seq_len=15: must divide by 2 ranks"] * 2
     results = json.loads((tmp_path / "results.json").read_text())
-    rows = {row["variant"]: row for row in results["rows"]}
-    assert [*rows] == ["dp", "dp:no_optimizer", "products", "lasp1", "lasp2", "zeco:chain"]
-    for name, row in rows.items():
+    names = ["gla_tiny_hybrid_2"] if settings == HYBRID else ["gla_tiny", "mamba2_tiny"]
+    rows = {(row["model"], row["variant"]): row for row in results["rows"]}
+    assert [*rows] == [(name, variant) for name in names for variant in VARIANTS[:-1]]
+    for (name, variant), row in rows.items():
+        trains = variant != "products"
         assert [len(of_rank) for of_rank in row["samples_ms_by_rank"]] == [5, 5]
-        trains = name != "products"
         assert row["median_ms"] == Summary.of(row["samples_ms_by_rank"]).median
         assert row["loss"] == (pytest.approx(math.log(259), rel=0.05) if trains else None)
+        assert row["seq_len"] == (
+            (16 if settings == HYBRID else 64 if "l" in variant[:1] else row["seq_len"]) if trains else None
+        )
         assert row["wall_ms"] == pytest.approx(1e3 * median(row["seconds_by_block"]))
-        assert row["micro_batches"] == (3 if more else 1)
         assert row["tokens_per_second_per_gpu"] == pytest.approx(32e3 * row["micro_batches"] / row["wall_ms"])
-        assert row["ratio"] == pytest.approx(rows["dp"]["wall_ms"] / row["wall_ms"])
-        assert (row["model"], row["heads"], row["tokens"]) == ("gla_tiny", 2, 32)
-        assert row["mfu"] is None
-    for name in ("lasp1", "lasp2", "zeco:chain"):
-        assert rows[name]["relative_error"] < (1e-13 if more else 1e-5)
-        assert rows[name]["exposed_ms"] > 0
-    assert rows["dp"]["exposed_ms"] is None
-    assert rows["products"]["exposed_ms"] is None
-    # Products are a small part of a step on CPUs, where the operator is slow and communication uses gloo.
-    assert rows["products"]["ratio"] > 2
-    assert rows["zeco:chain"]["choice"] == "chain of 1 blocks by gloo"
+        assert row["ratio"] == pytest.approx(rows[name, "dp"]["wall_ms"] / row["wall_ms"])
+        assert (row["tokens"], row["mfu"], row["micro_batches"]) == (32, None, 2 if settings == HYBRID else 3)
+        if variant in ("lasp1", "zeco:chain"):
+            assert row["relative_error"] < 1e-10
+            assert row["exposed_ms"] > 0
+        else:
+            assert row["exposed_ms"] is None
+    assert rows[names[0], "zeco:chain"]["choice"] == "chain of 1 blocks by gloo"
     table = (tmp_path / "table.txt").read_text()
-    assert "fla is not measured: variants=fla: flash-linear-attention's kernels need CUDA" in table
+    assert table.count("fla is not measured: variants=fla: flash-linear-attention's kernels need CUDA") == len(names)
     assert "5 steps of each variant; the papers' are 100" in table
-    assert ("products: of the plain step, without recompute and segments" in table) == bool(more)
-    assert (tmp_path / "gla_tiny_h2.png").exists()
+    assert ("products: of the plain step, without recompute and segments" in table) == (settings == MIXERS)
+    assert (tmp_path / "mixers.md").exists() == (settings == MIXERS)
 
 
 @pytest.mark.processes

@@ -23,7 +23,7 @@ from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
 from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.session import Session
-from zeco_train.bench.steps import Contender
+from zeco_train.bench.timing import Contender
 from zeco_train.bench.variants import Variant
 from zeco_train.ops import loss as loss_module
 from zeco_train.ops.operator import Target

@@ -14,7 +14,7 @@ from data.loader import Batch, DataSplit
 from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.session import Session
-from zeco_train.bench.steps import Contender
+from zeco_train.bench.timing import Contender
 from zeco_train.bench.variants import Variant
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import device_mesh

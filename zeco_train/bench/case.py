@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from zeco_train.bench import figures
 from zeco_train.bench.config import CaseConfig
-from zeco_train.bench.samples import Row
-from zeco_train.bench.session import Session
+from zeco_train.bench.session import Row, Session
 from zeco_train.bench.stored import FORMAT
 from zeco_train.config.schema import to_plain
 from zeco_train.lifecycle.end import Advice, Job

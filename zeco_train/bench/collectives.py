@@ -16,9 +16,8 @@ from torch import Tensor
 
 from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import CollectivesConfig
-from zeco_train.bench.runner import Runner, Subject, capture_all
-from zeco_train.bench.samples import Row
-from zeco_train.bench.session import Session
+from zeco_train.bench.session import Row, Session
+from zeco_train.bench.timing import Runner, Subject, capture_all
 from zeco_train.bench.variants import Variant, gather_all
 from zeco_train.collectives.wire import all_gather_single
 from zeco_train.errors import ConfigError

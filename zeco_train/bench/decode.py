@@ -31,9 +31,8 @@ from models.spec import ModelSpec, spec_of
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import DecodeConfig
-from zeco_train.bench.samples import Row, Summary, check_results, marked
-from zeco_train.bench.session import Session
-from zeco_train.bench.steps import in_rounds
+from zeco_train.bench.session import Row, Session, check_results, marked
+from zeco_train.bench.timing import Summary, in_rounds
 from zeco_train.bench.variants import backend_variant
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder

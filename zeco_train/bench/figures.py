@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.bench.samples import Row
+from zeco_train.bench.session import Row
 from zeco_train.bench.stored import load_results
 from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.errors import ConfigError

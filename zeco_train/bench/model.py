@@ -40,10 +40,8 @@ from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.peer import Peer, Weights, check_peer
 from zeco_train.bench.products import product_flops, products_contender
-from zeco_train.bench.runner import Subject
-from zeco_train.bench.samples import Row, check_results, gradient_norms, marked
-from zeco_train.bench.session import Session, choice_of
-from zeco_train.bench.steps import Contender, time_in_turns
+from zeco_train.bench.session import Row, Session, check_results, choice_of, gradient_norms, marked
+from zeco_train.bench.timing import Contender, Subject, time_in_turns
 from zeco_train.bench.variants import PRODUCTS, Variant, gathered_exchange
 from zeco_train.config.schema import Config
 from zeco_train.errors import ConfigError

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from models.config import LanguageModelConfig
 from models.spec import TokenFLOPs, spec_of
-from zeco_train.bench.steps import Contender
+from zeco_train.bench.timing import Contender
 from zeco_train.bench.variants import PRODUCTS, Variant
 
 # As in `zeco_train.ops.loss` on CUDA.

@@ -1,23 +1,23 @@
-"""The ranks of a benchmark: mesh, scans and time budget."""
+"""The ranks of a benchmark: mesh, scans and time budget; and correctness checks before timing, relative to float64."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any, TextIO, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.config import CaseConfig
-from zeco_train.bench.samples import check_results
 from zeco_train.bench.variants import Variant
 from zeco_train.distributed.device import find_device
 from zeco_train.distributed.mesh import ProcessMesh, agree, init_mesh
-from zeco_train.errors import ConfigError
+from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch, gather
 from zeco_train.ops.operator import Target
@@ -27,8 +27,48 @@ from zeco_train.ops.slow_paths import Calls, Kernels, SlowPath, check_kernels, w
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.exchange import build_exchange
+from zeco_train.system.numbers import relative_error
 
 T = TypeVar("T")
+Row = dict[str, Any]
+
+
+def marked(row: Row, slow: Sequence[SlowPath]) -> Row:
+    """The row, noting what of it ran in PyTorch instead of kernels."""
+    notes = [f"{path.call} in PyTorch, {path.cost}" for path in slow]
+    return {**row, "note": "; ".join(filter(None, [row.get("note"), *notes]))} if notes else row
+
+
+class WrongResultError(ZecoError):
+    """A variant to be timed computes a wrong result; `reason` is the message without the variant."""
+
+    exit_code = 8
+
+    def __init__(self, variant: str, rank: int, result: str, error: float, tolerance: float) -> None:
+        self.reason = f"{result} on rank {rank} has a relative error of {error:.2g}, allowed are {tolerance:.0e}"
+        super().__init__(f"{variant} is wrong, nothing is timed: {self.reason}")
+
+
+def check_results(
+    variant: str, rank: int, results: Mapping[str, tuple[Tensor, Tensor]], tolerance: float
+) -> dict[str, float]:
+    """Errors of `{name: (found, expected)}`; raises `WrongResultError` for the first above the tolerance, or NaN."""
+    errors = {name: relative_error(found, expected) for name, (found, expected) in results.items()}
+    for name, error in errors.items():
+        # Not `error > tolerance`, which is false for NaN.
+        if not error <= tolerance:
+            raise WrongResultError(variant, rank, name, error, tolerance)
+    return errors
+
+
+def gradient_norms(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Two vectors with the same relative difference as gradients sharded over all ranks. Collective."""
+    squares = torch.zeros(2, dtype=torch.float64, device=found[0].device)
+    for one, other in zip(found, expected, strict=True):
+        squares += torch.stack([(one - other).double().square().sum(), other.double().square().sum()])
+    dist.all_reduce(squares)
+    difference, norm = squares.sqrt().cpu()
+    return torch.stack([norm, difference]), torch.stack([norm, torch.zeros_like(norm)])
 
 
 def choice_of(exchange: Exchange) -> str | None:

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 import zeco_train
-from zeco_train.bench.runner import Subject
 from zeco_train.bench.session import Session
+from zeco_train.bench.timing import Subject
 
 PARTS = ("products", "operator", "elementwise", "optimizer", "copies", "communication", "other")
 # Of modules and packages of kernels; of any other it is the operator.

@@ -1,4 +1,4 @@
-"""A step's time by part, from names of kernels as they are in traces of GPUs."""
+"""Traces: overlap of communication and compute, and a step's time by part, from names of kernels on GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import zeco_train
 from zeco_train.bench import trace
-from zeco_train.bench.trace import overlap_of
+from zeco_train.bench.trace import intersection, length, overlap_of, union
 
 
 def _event(name: str, cat: str = "kernel", microseconds: float = 500.0) -> dict[str, Any]:
@@ -62,3 +62,43 @@ def test_milliseconds_of_a_step() -> None:
     found = overlap_of([*events, _event("not of the device", "cpu_op")]).parts
     assert found == {"products": 0.5, "optimizer": 1.0, "copies": 0.25}
     assert trace.described(found) == "products 0.5, optimizer 1.0, copies 0.2"
+
+
+def test_interval_union_intersection_and_length() -> None:
+    assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
+    assert intersection([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
+    assert length([(1, 2), (3, 4.5)]) == 2.5
+
+
+def test_overlap_counts_only_kernels_launched_in_the_step() -> None:
+    def kernel(name: str, start: float, duration: float, stream: int, correlation: int) -> dict[str, Any]:
+        args = {"stream": stream, "correlation": correlation}
+        return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": args}
+
+    def call(start: float, correlation: int) -> dict[str, Any]:
+        return {"cat": "cuda_runtime", "name": "launch", "ts": start, "dur": 1, "args": {"correlation": correlation}}
+
+    events = [
+        {"cat": "user_annotation", "name": "bench_step", "ts": 10, "dur": 10},
+        *(call(5, 0), call(11, 1), call(12, 2), call(13, 3), call(14, 4)),
+        kernel("fill", 0, 100, 7, 0),  # before the step
+        kernel("states", 100, 10, 7, 1),
+        kernel("ncclDevKernel_SendRecv", 110, 20, 20, 2),
+        kernel("intra", 112, 8, 7, 3),
+        kernel("fold", 115, 3, 21, 4),  # on the scan's own stream: counts as neither
+    ]
+    overlap = overlap_of(events)
+    assert (overlap.communication_us, overlap.hidden_us, overlap.compute_us) == (20, 8, 18)
+    assert overlap.kernels == ("ncclDevKernel_SendRecv",)
+    assert "8.0 µs (40%)" in str(overlap)
+    assert str(overlap_of([])) == "no communication kernels"
+    assert (overlap.idle_us, overlap.num_kernels) == (0, 4)
+    replayed = overlap_of(events, replayed=True)
+    assert (replayed.communication_us, replayed.hidden_us, replayed.compute_us) == (20, 8, 18)
+    moved = overlap_of([*events, call(15, 5), kernel("moved", 120, 6, 22, 5)], replayed=True)
+    assert (moved.hidden_us, moved.compute_us) == (14, 24)
+    apart = overlap_of(
+        [kernel("a", 0, 10, 7, 0), kernel("b", 5, 7, 8, 1), kernel("c", 15, 1, 7, 2), kernel("d", 17, 1, 7, 3)]
+    )
+    assert (apart.idle_us, apart.longest_idle_us) == (4, 3)
+    assert apart.idle == "4 kernels, none of which runs for 0.00 ms, for 3.0 µs at most at a time"

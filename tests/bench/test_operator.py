@@ -14,18 +14,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.bench_settings import QUICK, error_line
+from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_of
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import operator
 from zeco_train.bench.config import ModelConfig, OperatorConfig
-from zeco_train.bench.operands import Inputs, Shape, peer_attention
-from zeco_train.bench.samples import WrongResultError
+from zeco_train.bench.operator import Inputs, Shape, context_parallel, peer_attention
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import LocalCopyScan, backend_variant, gathered_exchange, over_all_ranks
+from zeco_train.bench.variants import LocalCopyScan, backend_variant, gathered_exchange
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.mix import mix
@@ -93,47 +93,6 @@ def test_operands_have_the_sizes_and_decays_of_their_operator() -> None:
     assert not decays[1].any()
 
 
-def _case(folder: str, *arguments: str) -> tuple[OperatorConfig, list[str]]:
-    return OperatorConfig.load([*SMALL, f"out={folder}", *arguments]), [*arguments]
-
-
-def _some_operators(rank: int, world_size: int, folder: str) -> list[str]:
-    """Run the case with some operators, then with a wrong scan; returns the error messages."""
-    for name, more in (("scalar_decay", ["groups=2"]), ("fixed_decay", ["decay=none"]), ("kda", [])):
-        variants = "variants=[dp,copy,zeco:chain,lasp2,fla,fla_cp]"
-        config, _ = _case(f"{folder}/{name}", f"operator={name}", *more, variants)
-        session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        operator.CASE.measure(config, session)
-        session.drain()
-    config, _ = _case(f"{folder}/wrong", "operator=scalar_decay", "variants=[dp,lasp2]")
-    session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    with mock.patch.object(session, "exchange", return_value=over_all_ranks(LocalCopyScan())):
-        try:
-            operator.CASE.measure(config, session)
-        except WrongResultError as error:
-            return [str(error)]
-    return []
-
-
-@pytest.mark.campaign
-def test_other_operators_are_measured_on_two_ranks(tmp_path: Path) -> None:
-    for errors in run_distributed(_some_operators, 2, str(tmp_path)):
-        assert len(errors) == 1
-        assert "lasp2 is wrong, nothing is timed: o on rank 0" in errors[0]
-    assert not (tmp_path / "wrong").exists()
-    for name, figure in (("scalar_decay", "scalar_decay_g2"), ("fixed_decay", "fixed_decay_none"), ("kda", "kda")):
-        results = json.loads((tmp_path / name / "results.json").read_text())
-        rows = {(row["pass"], row["variant"]): row for row in results["rows"]}
-        assert len(rows) == len(results["rows"]) == 8
-        assert {row["operator"] for row in rows.values()} == {name}
-        for backend in ("zeco:chain", "lasp2"):
-            assert 0 < rows["forward_backward", backend]["relative_error"] < 1e-12
-        for peer in ("fla", "fla_cp"):
-            assert any(note.startswith(f"{peer} is not measured: variants={peer}: ") for note in results["notes"])
-        files = {f"operator_{figure}.png", f"operator_{figure}_tokens.png"}
-        assert files <= {path.name for path in (tmp_path / name).iterdir()}
-
-
 class _Refused(torch.autograd.Function):
     """A function whose gradient is refused, as by fla for gates on some GPUs."""
 
@@ -191,11 +150,6 @@ def test_rows_that_run_in_pytorch_on_a_gpu_are_marked_and_its_peers_are_not(
     warning = "bench operator: fixed_decay of K 8, V 257 in fp64 runs in PyTorch, slower than kernels"
     assert capsys.readouterr().out.count(warning) == 1
     assert sum(note.startswith(warning) for note in results["notes"]) == 1
-
-
-def test_required_kernels_refuse_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = error_line(["operator", *SMALL, f"out={tmp_path}", "kernels=require"], capsys)
-    assert line.startswith("error: kernels=require: there are no kernels on CPUs")
 
 
 @pytest.mark.slow
@@ -298,3 +252,80 @@ def test_copied_scan_returns_its_own_state() -> None:
     assert torch.equal(received, state)
     assert received.data_ptr() != state.data_ptr()
     assert torch.equal(pending.carry_out(), state)
+
+
+HEADS, KEYS, VALUES, TOKENS = 2, 4, 8, 24
+SIZES = [f"heads=[{HEADS}]", f"dims=[[{KEYS},{VALUES}]]", f"tokens=[{TOKENS}]", f"check_tokens={TOKENS}"]
+# A state, and a matrix transition, in fp64.
+STATE, MATRIX = HEADS * KEYS * VALUES * 8e-6, HEADS * KEYS * KEYS * 8e-6
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    into = x.new_empty(dist.get_world_size(group) * x.shape[1], *x.shape[2:])
+    dist.all_gather_into_tensor(into, x.detach()[0].contiguous(), group=group)
+    return into[None]
+
+
+def _chunk_kda(*operands: Tensor, cp_context: SimpleNamespace) -> tuple[Tensor, None]:
+    """As fla's function takes its operands: this rank's, of the sequence that its context knows."""
+    whole = [_gathered(x, cp_context.group) for x in operands]
+    assert cp_context.cu_seqlens.tolist() == cp_context.cu_seqlens_cpu.tolist() == [0, whole[0].shape[1]]
+    tokens, rank = operands[0].shape[1], dist.get_rank(cp_context.group)
+    return naive_of(OPERATORS["kda"])(*whole)[0][:, rank * tokens : (rank + 1) * tokens], None
+
+
+def _import(session: Session, module: str, variant: str = "fla") -> Any:
+    if variant == "fla":
+        raise ConfigError("variants", variant, "is not here")
+    return {
+        "fla.ops.kda": SimpleNamespace(chunk_kda=_chunk_kda),
+        "fla.ops.cp": SimpleNamespace(build_cp_context=SimpleNamespace),
+    }[module]
+
+
+def _case(rank: int, world_size: int, folder: str) -> None:
+    variants = "variants=[dp,copy,zeco:chain,lasp1,lasp2,fla,fla_cp]"
+    config = OperatorConfig.load(
+        [*SETTINGS, *SIZES, variants, "operator=kda", "trace=true", "passes=[forward]", f"out={folder}"]
+    )
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    with mock.patch.object(Session, "import_fla", _import):
+        operator.CASE.measure(config, session)
+    session.drain()
+
+
+@pytest.mark.slow
+def test_case_on_two_ranks_and_bytes_of_its_variants(tmp_path: Path) -> None:
+    run_distributed(_case, 2, str(tmp_path))
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = {row["variant"]: row for row in results["rows"]}
+    # The stand-in gathers q, k, g, v and beta.
+    gathered = TOKENS * HEADS * (3 * KEYS + VALUES + 1) * 8e-6
+    expected = {"dp": None, "copy": None, "zeco:chain": STATE, "lasp1": STATE, "lasp2": STATE + MATRIX}
+    expected["fla_cp"] = gathered
+    assert [*rows] == [row["variant"] for row in results["rows"]] == [*expected]
+    for name, sent in expected.items():
+        assert rows[name]["sent_mb"] == (None if sent is None else pytest.approx(sent)), name
+        assert name == "copy" or rows[name]["relative_error"] < 1e-12
+    zeco, copy, dp = (rows[name] for name in ("zeco:chain", "copy", "dp"))
+    assert zeco["exposed_us"] == pytest.approx(1e3 * (zeco["median_ms"] - copy["median_ms"]))
+    assert zeco["ratio"] == zeco["median_ms"] / dp["median_ms"]
+    assert zeco["tokens_per_second_per_gpu"] == pytest.approx(1e3 * TOKENS / zeco["median_ms"])
+    assert dp["exposed_us"] is None
+    assert any(note.startswith("fla is not measured: variants=fla: ") for note in results["notes"])
+    assert any("no trace on a CPU" in note for note in results["notes"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        (Shape(4, 8, 16, 70), "variants=fla_cp: fla has context parallelism for gated_delta and kda, not gla"),
+        (Shape(4, 8, 16, 70, "kda", 2), "variants=fla_cp: is measured with as many heads of q and k as of v; not 2"),
+        (Shape(4, 8, 16, 70, "kda"), "variants=fla_cp: flash-linear-attention's kernels need CUDA"),
+    ],
+)
+def test_fla_cp_is_refused_by_name(shape: Shape, problem: str) -> None:
+    session = mock.Mock(on_cuda=False, world_size=2, device=torch.device("cpu"))
+    session.import_fla = lambda *names: Session.import_fla(session, *names)
+    with pytest.raises(ConfigError, match=problem):
+        context_parallel(shape, session)
