@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.modules import GatedRMSNorm, GateFunction
-from tests.models.test_decay_mixers import reference_norm
+from tests.models.test_layers import reference_norm
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import skip_overflow_checks
 from tests.support.kernel_cases import SHARED_MEMORY, compiling

@@ -1,5 +1,7 @@
-"""The elementwise recurrence: its passes against the recurrence and fla's own, in fp64; its kernels under Triton's
-interpreter, compiled for GPUs, and on them."""
+"""The elementwise recurrence against fla's own; its kernels under Triton's interpreter, compiled for GPUs, and on them.
+
+`test_passes.py` has its passes in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from tests.support.interpreter import patch_bf16, skip_overflow_checks
 from tests.support.kernel_cases import SHARED_MEMORY, both_results, compiling, relative_error
 from tests.support.recurrence import naive_hgrn
 from zeco_train.ops.documents import find_doc_ids
-from zeco_train.ops.hgrn import HGRN
 from zeco_train.ops.hgrn.chunked import CHUNKED
 from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes
@@ -24,8 +25,6 @@ from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
-# fp64; sums of at most a few hundred terms near 1 in another order. Measured at most 1e-15.
-TOLERANCE = 1e-13
 # Largest log-decay of a token, by channel in turn: none, weak, medium, and so strong that nothing is left.
 RATES = (0.0, 0.02, 0.5, 50.0)
 
@@ -73,30 +72,6 @@ def doc_ids_of(documents: Sequence[int] | None, before: int, tokens: int) -> Ten
     return find_doc_ids(borders, before, tokens, torch.device("cpu"))
 
 
-# Tokens, heads, channels of a head, batch, documents, tokens of the first document before these.
-CASES: dict[str, tuple[int, int, int, int, tuple[int, ...] | None, int]] = {
-    "one token": (1, 2, 5, 2, None, 0),
-    "less than a chunk": (13, 1, 4, 2, None, 0),
-    "a whole chunk": (64, 3, 5, 1, None, 0),
-    "several chunks": (150, 2, 7, 2, None, 0),
-    "documents": (150, 2, 7, 1, (0, 1, 2, 15, 16, 63, 64, 65, 128, 149), 1),
-    "a new document at the first token": (70, 1, 6, 1, (0,), 0),
-    "a document that continues": (70, 1, 6, 1, (0, 66), 5),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_chunked_passes_equal_the_recurrence(name: str) -> None:
-    tokens, heads, key_dim, batch, documents, before = CASES[name]
-    values, doc_ids = tensors(batch, tokens, heads, key_dim), doc_ids_of(documents, before, tokens)
-    kept = {key: x.clone() for key, x in values.items()}
-    found, wanted = both_passes(CHUNKED, values, doc_ids), expected(values, doc_ids)
-    for key, tensor in wanted.items():
-        assert found[key].shape == tensor.shape
-        assert (found[key] - tensor).abs().max() <= TOLERANCE * max(1.0, float(tensor.abs().max())), key
-    assert all(torch.equal(values[key], x) for key, x in kept.items()), "an operand was overwritten"
-
-
 def test_weak_and_strong_decays_have_all_digits() -> None:
     """Each channel relative to its own: where decays are e^-50, dg is 1e-22 of dx."""
     values = tensors(1, 200, 1, 4)
@@ -123,36 +98,6 @@ def test_equals_fla() -> None:
     torch.testing.assert_close(carry.flatten(1), end, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_steps_equal_the_whole_and_update_the_state_in_place(dtype: torch.dtype) -> None:
-    values = tensors(2, 9, 2, 5, dtype)
-    state = values["R"].clone()
-    pointer, (o, end) = state.data_ptr(), naive_hgrn(values["x"], values["g"], initial_state=values["R"])
-    steps = [HGRN.step(values["x"][:, t : t + 1], values["g"][:, t : t + 1], state) for t in range(9)]
-    torch.testing.assert_close(torch.cat(steps, 1), o, rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-2)
-    torch.testing.assert_close(state, end, rtol=1e-6, atol=1e-6)
-    assert state.data_ptr() == pointer
-
-
-def test_invalid_operands_are_refused_in_one_line() -> None:
-    x, g = torch.zeros(1, 4, 2, 3), torch.zeros(1, 4, 2, 3)
-    for message, operands in (
-        (r"^x: expected shape \[B, T, H, K\], got \[4, 2, 3\]$", [x[0], g]),
-        (r"^g: expected shape \[B, T, H, K\] = \[1, 4, 2, 3\], got \[1, 3, 2, 3\]$", [x, g[:, :3]]),
-        (r"^g: expected float32 or float64", [x, g.bfloat16()]),
-    ):
-        with pytest.raises(ValueError, match=message):
-            HGRN.check(operands, None)
-    with pytest.raises(ValueError, match=r"^scale: the operator has none, expected 1; got 0.5$"):
-        mix("hgrn", [x, g], SequencePosition((0, 4), exchange=local_exchange()), scale=0.5)
-    with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, H, K, V\] = \[1, 2, 3, 1\]"):
-        CHUNKED.forward([x, g], 1.0, None).outputs(torch.zeros(1, 2, 3))
-    with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
-        HGRN.step(x, g, torch.zeros(1, 2, 3, 1))
-    with pytest.raises(ValueError, match=r"^state: expected torch.float32, got torch.float64$"):
-        HGRN.step(x[:, :1], g[:, :1], torch.zeros(1, 2, 3, 1).double())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("documents", [pytest.param(None, marks=pytest.mark.campaign), (0, 4, 5)])
 def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
@@ -167,6 +112,8 @@ def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
 
 # --- kernels ---
 
+# Tokens, heads, channels of a head, batch, documents, tokens of the first document before these.
+#
 # With steps of 4 tokens and runs of 8 under the interpreter, of 16 and 64 on a GPU: several steps, runs and programs;
 # borders at the edges of all of them; one token.
 KERNEL_CASES = {

@@ -1,4 +1,7 @@
-"""The short convolution on one rank, in fp64 against torch's conv1d; its kernels under Triton's interpreter."""
+"""The short convolution's recurrence against torch's conv1d; its kernels under Triton's interpreter.
+
+`test_passes.py` has its passes in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,8 @@ from torch.library import opcheck
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import skip_overflow_checks
 from tests.support.kernel_cases import both_results
-from tests.support.positions import position_of
 from tests.support.recurrence import naive_short_conv
 from zeco_train.ops.documents import find_doc_ids
-from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.short_conv import SHORT_CONV
 from zeco_train.ops.short_conv.passes import PLAIN
@@ -73,60 +74,11 @@ def expected(values: dict[str, Tensor], documents: Sequence[int] | None, carry: 
     return results | {f"d{name}": zero if grad is None else grad for name, grad in gradients}
 
 
-def operator(values: dict[str, Tensor], documents: Sequence[int] | None, carry: bool) -> dict[str, Tensor]:
-    """The same by the op, over one rank."""
-    x, weight, bias, carry_in = leaves = [values[name].clone().requires_grad_() for name in (*NAMES, "carry_in")]
-    tokens, scan = x.shape[1], local_exchange()
-    borders = None if documents is None else [*documents, tokens]
-    # The first document continues from the carry.
-    shard = position_of(scan, 0, tokens, borders, continues=True)
-    start = carry_in if carry else None
-    y, carry_out = mix("short_conv", [x, weight, bias], shard, scale=1.0, carry_in=start, want_carry=carry)
-    pairs = [(y, values["do"])] + ([] if carry_out is None else [(carry_out, values["dcarry_out"])])
-    outputs, grads = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, leaves if carry else leaves[:3], grads)
-    results = {"y": y.detach()} | ({} if carry_out is None else {"carry_out": carry_out.detach()})
-    return results | dict(zip([f"d{name}" for name in (*NAMES, "carry_in")], found, strict=False))
-
-
 def check(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str, tolerance: float = TOLERANCE) -> None:
     for name, tensor in found.items():
         assert tensor.shape == wanted[name].shape, f"{name} {list(tensor.shape)}: {where}"
         error = (tensor - wanted[name]).abs().max().item() / max(1.0, wanted[name].abs().max().item())
         assert error <= tolerance, f"{name} is off by {error:.1e}: {where}"
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("carry", [False, True])
-def test_equals_conv1d_with_every_gradient(width: int, carry: bool) -> None:
-    """One token, fewer than the state has rows, as many, and more."""
-    for tokens in (1, 2, 3, 4, 29):
-        values = tensors(2, tokens, width)
-        found = operator(values, None, carry)
-        assert len(found) == (6 if carry else 4)
-        check(found, expected(values, None, carry), f"{tokens} tokens")
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("carry", [False, True])
-def test_documents_equal_separate_convolutions(width: int, carry: bool) -> None:
-    """Documents shorter than the window, at both ends, and none but the first; shards shorter than the state."""
-    long = (24, (0, 1, 2, 5, 9, 23)), (24, (0, 12)), (24, (0,))
-    for tokens, documents in (*long, (2, (0, 1)), (3, (0, 1)), (3, (0,))):
-        values = tensors(1, tokens, width)
-        check(operator(values, documents, carry), expected(values, documents, carry), f"{tokens}, {documents}")
-
-
-def test_a_document_that_begins_the_shard_does_not_see_the_carry() -> None:
-    values = tensors(1, 9, 4)
-    x, weight, bias = (values[name] for name in NAMES)
-    shard = position_of(local_exchange(), 0, 9, (0, 9))
-    y, carry_out = mix("short_conv", [x, weight, bias], shard, scale=1.0, carry_in=values["carry_in"], want_carry=True)
-    check({"y": y}, {"y": convolution(x, weight, bias)}, "y")
-    assert carry_out is not None
-    assert torch.equal(carry_out[:, 0], x[:, -3:])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -141,35 +93,6 @@ def test_naive_recurrence_equals_conv1d(width: int) -> None:
     check({"y": y, "carry_out": state}, expected(values, (0, 3, 4), carry=True), "naive, documents")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_steps_equal_the_whole_and_update_the_state_in_place(width: int) -> None:
-    values = tensors(2, 7, width)
-    x, weight, bias = (values[name] for name in NAMES)
-    state = values["carry_in"].clone()
-    pointer = state.data_ptr()
-    y = torch.cat([SHORT_CONV.step(token, weight, bias, state, 1.0) for token in x.split(1, dim=1)], dim=1)
-    check({"y": y, "carry_out": state}, expected(values, None, carry=True), "steps")
-    assert state.data_ptr() == pointer
-
-
-def test_bf16_rounds_each_result_once() -> None:
-    """Also of tokens that see received inputs, or that the next shard sees."""
-    values = tensors(1, 20, 4)
-    low = {name: values[name].bfloat16() for name in (*NAMES, "do")}
-    exact = expected({**{name: x.double() for name, x in low.items()}, **states_in_fp32(values)}, (0, 9), carry=True)
-    found = operator(low | states_in_fp32(values, torch.float32), (0, 9), carry=True)
-    for name in ("y", "dx", "dweight", "dbias"):
-        assert found[name].dtype == torch.bfloat16
-        # Half a unit of the last of 8 digits, and fp32's rounding before.
-        bound = exact[name].abs() * 2**-8 + 1e-5
-        assert bool(((found[name].double() - exact[name]).abs() <= bound).all()), name
-
-
-def states_in_fp32(values: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """The states, rounded to fp32."""
-    return {name: values[name].float().to(dtype) for name in ("carry_in", "dcarry_out")}
-
-
 def test_shape_of_the_state_and_where_it_is_cut() -> None:
     operands = [torch.zeros(2, 3, 5), torch.zeros(5, 1, 4), torch.zeros(5)]
     assert SHORT_CONV.state_shape(operands) == (2, 1, 3, 5)
@@ -177,28 +100,6 @@ def test_shape_of_the_state_and_where_it_is_cut() -> None:
     assert SHORT_CONV.cuts(operands)
     assert not SHORT_CONV.cuts([operands[0][:, :2], *operands[1:]])
     assert SHORT_CONV.forward_flops(1, 3, 5) == SHORT_CONV.recomputed_flops(1, 3, 5) == 0
-
-
-def test_invalid_operands_are_refused_in_one_line() -> None:
-    x, weight, bias = torch.zeros(1, 4, 5), torch.zeros(5, 1, 4), torch.zeros(5)
-    cases = {
-        r"^x: expected shape \[B, T, C\]": ([x[0], weight, bias], None),
-        r"^weight: expected a width of at least 2, got 1": ([x, weight[..., :1], bias], None),
-        r"^weight: expected shape \[C, 1, W\] = \[5, 1, 4\]": ([x, weight.repeat(1, 2, 1), bias], None),
-        r"^bias: expected shape \[C\] = \[5\], got \[4\]$": ([x, weight, bias[:4]], None),
-        r"^bias: expected a floating point dtype; got torch.int64$": ([x, weight, bias.long()], None),
-        r"^documents: expected ids of shape \[2, 4\]": ([x.repeat(2, 1, 1), weight, bias], torch.zeros(4)),
-        r"^documents: expected ids of shape \[4\]": ([x, weight, bias], torch.zeros(3)),
-    }
-    for message, (operands, doc_ids) in cases.items():
-        with pytest.raises(ValueError, match=message):
-            SHORT_CONV.check(operands, doc_ids)
-    with pytest.raises(ValueError, match=r"^scale: the operator has none, expected 1; got 0.5$"):
-        SHORT_CONV.scale_of([x, weight, bias], 0.5)
-    with pytest.raises(ValueError, match=r"^incoming_state: expected shape .* = \[1, 1, 3, 5\], got"):
-        PLAIN.forward([x, weight, bias], 1.0, None).outputs(torch.zeros(1, 1, 2, 5))
-    with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
-        SHORT_CONV.step(x, weight, bias, torch.zeros(1, 1, 3, 5))
 
 
 @pytest.mark.parametrize("documents", [pytest.param(None, marks=pytest.mark.campaign), (0, 4, 5)])
