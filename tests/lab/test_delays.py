@@ -30,7 +30,7 @@ from zeco_train.bench.variants import parse_variants
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.plan import calibration as known
-from zeco_train.sp.baselines import LocalScan
+from zeco_train.sp.backend import LocalScan
 from zeco_train.system.numbers import relative_error
 
 MODEL = [text.replace("model.num_layers=", "layers=") for text in TINY if not text.startswith("heads")]

@@ -12,7 +12,7 @@ from zeco_train.bench.variants import Variant, parse_variants
 from zeco_train.config.help import describe_settings
 from zeco_train.config.overrides import load_settings, parse_settings
 from zeco_train.config.schema import Config, load_config
-from zeco_train.distributed.device import Device
+from zeco_train.distributed.mesh import Device
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul

@@ -11,8 +11,7 @@ from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.collectives.topology import Topology
 from zeco_train.config.schema import Config
-from zeco_train.distributed.device import Device
-from zeco_train.distributed.mesh import resolve_sp_size
+from zeco_train.distributed.mesh import Device, resolve_sp_size
 from zeco_train.distributed.parallelize import count_shards
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
