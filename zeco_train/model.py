@@ -15,8 +15,7 @@ from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
 from models.mixer_registry import check_document
 from models.spec import spec_of
-from zeco_train.distributed.device import pick_device
-from zeco_train.distributed.mesh import lone_mesh
+from zeco_train.distributed.mesh import lone_mesh, pick_device
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling

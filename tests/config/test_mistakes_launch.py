@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.commands import REPOSITORY, check_line, train_here
 from tests.support.waiting import ENOUGH
-from zeco_train.distributed.device import Device, find_device
+from zeco_train.distributed.mesh import Device, find_device
 from zeco_train.errors import CommunicationError, ConfigError
 from zeco_train.lifecycle import end
 from zeco_train.lifecycle.join import Launch, await_listener

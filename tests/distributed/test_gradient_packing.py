@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import patch_bf16
-from zeco_train.distributed import gradient_packing
+from zeco_train.distributed import unsharded
 
 pytestmark = pytest.mark.numeric
 
@@ -96,7 +96,7 @@ def test_kernel_has_the_bits_of_torch_under_interpreter(monkeypatch: pytest.Monk
 @pytest.mark.gpu
 def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
     assert _differences(torch.device("cuda")) + _differences_of_sums_and_casts(torch.device("cuda")) == []
-    gradient_packing.use_own_packing()
+    unsharded.use_own_packing()
     tensors = _gradients([(64, 32)], torch.bfloat16, torch.device("cuda"))
     out = torch.empty(2, 1024, device="cuda")
     with mock.patch("zeco_train.kernels.pack.pack") as pack:
@@ -105,7 +105,7 @@ def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
 
 
 def _implementations(rank: int, world_size: int) -> list[str]:
-    gradient_packing.use_own_packing()
+    unsharded.use_own_packing()
     table = torch._C._dispatch_dump("fsdp::chunk_cat").splitlines()
     return [line for line in table if line.startswith(("CUDA", "CPU"))]
 
@@ -123,17 +123,17 @@ def test_what_the_kernel_does_not_know_is_summed_by_torch() -> None:
     tensors = [torch.randn(6, 4, dtype=torch.float64).t(), torch.randn(4, 2).bfloat16()]
     out = torch.randn(1, 32, dtype=torch.float64)
     expected = out + torch.cat([tensor.reshape(1, -1) for tensor in tensors], 1)
-    gradient_packing.add_next(out)
-    gradient_packing._chunk_cat(tensors, 0, 1, out)
+    unsharded.add_next(out)
+    unsharded._chunk_cat(tensors, 0, 1, out)
     assert torch.equal(out, expected)
     # That was for one copy only.
-    gradient_packing._chunk_cat(tensors[:1], 0, 1, out[:, :24])
+    unsharded._chunk_cat(tensors[:1], 0, 1, out[:, :24])
     assert torch.equal(out[0, :24], tensors[0].reshape(-1))
 
 
 def test_what_the_kernel_does_not_know_is_packed_by_torch() -> None:
     tensors = [torch.randn(6, 4).t(), torch.randn(4, 2)]
     found, expected = torch.empty(2, 16), torch.empty(2, 16)
-    gradient_packing._chunk_cat(tensors, 0, 2, found)
+    unsharded._chunk_cat(tensors, 0, 2, found)
     torch._chunk_cat(tensors, 0, 2, out=expected)
     assert torch.equal(found, expected)

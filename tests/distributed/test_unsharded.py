@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import patch_bf16
-from zeco_train.distributed import gradient_packing
+from zeco_train.distributed import unsharded
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh, world_mesh
 from zeco_train.distributed.owned_matrices import local
@@ -176,7 +176,7 @@ def test_kernels_have_the_bits_of_fsdp_under_interpreter(monkeypatch: pytest.Mon
 def _launches(rank: int, world_size: int) -> None:
     mesh, copies, addresses = _mesh("cpu"), [], []
     whole = sum(p.numel() for p in _model(mesh.device).parameters())
-    cast_all, add_next = gradient_packing.cast_all, gradient_packing.add_next
+    cast_all, add_next = unsharded.cast_all, unsharded.add_next
 
     def counted(sources: Any, targets: Any) -> None:
         copies.append(sum(target.numel() for target in targets))
@@ -311,7 +311,7 @@ def _left_over(rank: int, world_size: int) -> None:
     def reused(*args: Any, **kwargs: Any) -> Tensor:
         found = real(*args, **kwargs).fill_(7)
         # As after a copy that failed before it added.
-        gradient_packing.add_next(found)
+        unsharded.add_next(found)
         return found
 
     with mock.patch("zeco_train.distributed.unsharded.torch.empty", reused):

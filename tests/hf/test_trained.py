@@ -22,8 +22,7 @@ from tests.support.distributed import run_distributed
 from tests.support.training import full, train
 from zeco_train.config.schema import Config
 from zeco_train.distributed.config import Strategy
-from zeco_train.distributed.device import Device
-from zeco_train.distributed.mesh import host_group
+from zeco_train.distributed.mesh import Device, host_group
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.trained import Trained, find_trained, load_trained

@@ -19,7 +19,7 @@ from tests.support.distributed import run_distributed
 from zeco_train.bench.session import Session
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
-from zeco_train.sp.baselines import LocalScan
+from zeco_train.sp.backend import LocalScan
 
 MODEL = [text.replace("model.num_layers=", "layers=") for text in TINY if not text.startswith("heads")]
 QUICK = [*MODEL, "model.num_heads=2", "device=cpu", "dtype=fp32", "warmup=1", "runs=3", "steps=3", "flush_mb=1"]

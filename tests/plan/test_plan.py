@@ -31,7 +31,6 @@ from zeco_train.plan.report import _assumptions, as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.traffic import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
 from zeco_train.sp.backend_registry import BACKENDS
-from zeco_train.sp.baselines import LASP2
 from zeco_train.system.numbers import divisors
 
 NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
@@ -170,7 +169,7 @@ def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     choice = scan_choice(case, BACKENDS["zeco"])
     assert choice is not None
     assert choice.link is Link.nccl
-    assert scan_bytes(case, LASP2.scans[0]) == 3 * 4 * (12 * 128 * 256 + 12 * 128 * 128)
+    assert scan_bytes(case, BACKENDS["lasp2"].scans[0]) == 3 * 4 * (12 * 128 * 256 + 12 * 128 * 128)
     cases = (make_case(*arguments, f"train.recompute={name}") for name in ("none", "full"))
     kept = [case.measured("gated_deltanet").kept.fixed for case in cases]
     assert kept[0] > 12 * 128 * 128 * 4 > kept[1] == 0

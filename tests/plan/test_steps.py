@@ -41,9 +41,8 @@ from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.traffic import Halos, count_scans, parameter_traffic, plan_halos, scan_bytes, step_bytes
-from zeco_train.sp.backend import TappedScan
+from zeco_train.sp.backend import LocalScan, TappedScan
 from zeco_train.sp.backend_registry import BACKENDS, SPConfig
-from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig

@@ -23,8 +23,8 @@ from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice, build_attention
+from zeco_train.sp.backend import LocalScan
 from zeco_train.sp.backend_registry import Backend, SPConfig
-from zeco_train.sp.baselines import LocalScan
 from zeco_train.sp.exchange import connect
 from zeco_train.sp.exposed import ExposedMeter, active_meter
 from zeco_train.sp.of_model import connect_model

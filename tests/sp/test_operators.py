@@ -37,9 +37,11 @@ pytestmark = pytest.mark.numeric
 
 SCALE = 0.7
 # Tokens of each rank; a sequence ends with the last one.
-LENGTHS = {1: (9,), 2: (1, 6), 3: (5, 1, 3), 5: (1, 1, 1, 5, 2)}
+LENGTHS = {1: (9,), 2: (1, 6), 3: (4, 2, 1), 5: (1, 1, 1, 5, 2)}
 # Where documents begin, by row: one that continues from the carry, several over ranks after it, one a token.
 STARTS = ((), (2, 3, 6), tuple(range(10)))
+# Of a convolution of 4 tokens: a state that reaches over a rank, and over all of them.
+SHORT = (4, 1, 2), (1, 1, 1)
 # For one operator, over several chunks of 64: inside of them and at their edges, at an edge of ranks, before the end.
 LONG, LONG_STARTS = (70, 1, 66), ((), (30, 71, 100), (64, 65, 70, 136))
 # Sums of tens of terms near 1, each rounded by 2^-53.
@@ -157,6 +159,8 @@ def suite(rank: int, world_size: int, quick: bool) -> None:
                 compare(name, backend, scans[backend], rank, LENGTHS[world_size])
     if quick:
         compare("gla", "chain/3", scans["chain/3"], rank, LONG, LONG_STARTS)
+        for lengths in SHORT:
+            compare("short_conv", "lasp2", scans["lasp2"], rank, lengths)
     for scan in scans.values():
         scan.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything

@@ -14,7 +14,7 @@ from data.sources.hugging_face import load_recipe
 from tests.support.commands import SMALL, Outcome, run_here, train_here
 from zeco_train import export
 from zeco_train.config.schema import load_config, read_config
-from zeco_train.distributed.device import Device
+from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.system.stored_values import flatten, read_values

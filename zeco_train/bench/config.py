@@ -13,7 +13,7 @@ from zeco_train.config.help import describe_settings
 from zeco_train.config.overrides import load_settings, parse_settings
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.config import Strategy
-from zeco_train.distributed.device import Device
+from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.operator_registry import DEFAULT, OPERATORS

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.variants import Variant
-from zeco_train.distributed.device import find_device
-from zeco_train.distributed.mesh import ProcessMesh, agree, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, agree, find_device, init_mesh
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch, gather

@@ -113,7 +113,12 @@ class Wire:
             return []
         peers = [self.group_rank(message.position) for _, message in messages]
         names = [f"{'send' if post is dist.isend else 'receive'} of {message.what}" for post, message in messages]
-        works = self._post(messages, peers, names)
+        operations = [
+            dist.P2POp(post, message.tensor, group=self._group, group_peer=peer)
+            for (post, message), peer in zip(messages, peers, strict=True)
+        ]
+        peer = peers[0] if len(peers) == 1 else None
+        works = self.guard(lambda: dist.batch_isend_irecv(operations), ", ".join(names), peer)
         if len(works) == len(messages):
             return [
                 Transfer(self, work, name, peer, message.tensor)
@@ -177,17 +182,6 @@ class Wire:
                 self._problem(str(error)),
                 None if peer is None else dist.get_global_rank(self._group, peer),
             ) from error
-
-    def _post(
-        self, messages: Sequence[tuple[Callable[..., Work | None], Message]], peers: list[int], names: list[str]
-    ) -> list[Work]:
-        operations = [
-            dist.P2POp(post, message.tensor, group=self._group, group_peer=peer)
-            for (post, message), peer in zip(messages, peers, strict=True)
-        ]
-        return self.guard(
-            lambda: dist.batch_isend_irecv(operations), ", ".join(names), peers[0] if len(peers) == 1 else None
-        )
 
     def _start(self, post: Callable[[], Work | None], what: str, peer: int | None, *tensors: Tensor) -> Transfer:
         work = self.guard(post, what, peer)

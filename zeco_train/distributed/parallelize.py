@@ -27,9 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeco_train.distributed.config import Strategy, count_shards
-from zeco_train.distributed.gradient_packing import use_own_packing
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh, world_mesh
-from zeco_train.distributed.unsharded import OneRankReduction, cast_in_place
+from zeco_train.distributed.unsharded import OneRankReduction, cast_in_place, use_own_packing
 
 
 def parallelize(

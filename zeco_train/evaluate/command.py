@@ -16,8 +16,7 @@ from models.spec import spec_of
 from zeco_train.config.help import describe_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.config import count_shards, resolve_sp_size
-from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import agree, join_alike
+from zeco_train.distributed.mesh import Device, agree, find_device, join_alike
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder

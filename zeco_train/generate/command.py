@@ -15,8 +15,7 @@ from torch import Tensor
 from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.config import resolve_sp_size
-from zeco_train.distributed.device import find_device
-from zeco_train.distributed.mesh import ProcessMesh, agree, join_alike
+from zeco_train.distributed.mesh import ProcessMesh, agree, find_device, join_alike
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
 from zeco_train.generate.options import Options, parse, read_prompts

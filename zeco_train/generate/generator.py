@@ -19,8 +19,7 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
 from models.mixer_registry import check_document
-from zeco_train.distributed.device import total_memory
-from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.distributed.mesh import ProcessMesh, total_memory
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill

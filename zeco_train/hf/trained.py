@@ -23,8 +23,7 @@ from zeco_train.config.composing import stored_class
 from zeco_train.config.overrides import as_override
 from zeco_train.config.schema import Config, config_of, defaults_of, load_config, read_config
 from zeco_train.distributed.config import Strategy
-from zeco_train.distributed.device import Device
-from zeco_train.distributed.mesh import ProcessMesh, host_group
+from zeco_train.distributed.mesh import Device, ProcessMesh, host_group
 from zeco_train.distributed.parallelize import parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.config_json import model_fields

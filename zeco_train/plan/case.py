@@ -12,7 +12,7 @@ from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.collectives.topology import Topology
 from zeco_train.config.schema import Config
 from zeco_train.distributed.config import count_shards, resolve_sp_size
-from zeco_train.distributed.device import Device
+from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.linear import Matmul

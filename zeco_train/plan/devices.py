@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link
-from zeco_train.distributed.device import total_memory
+from zeco_train.distributed.mesh import total_memory
 from zeco_train.ops.operator import Target
 from zeco_train.plan import calibration as known
 from zeco_train.training.config import Dtype

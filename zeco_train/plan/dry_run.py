@@ -21,8 +21,7 @@ from torch import Tensor
 from data.loader.batches import Batch
 from models.parameters import parameter_rules
 from zeco_train.collectives.topology import Topology
-from zeco_train.distributed.device import find_device
-from zeco_train.distributed.mesh import ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, find_device, init_mesh
 from zeco_train.distributed.owned_matrices import local
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zeco_train.collectives import ScanWorker
+from zeco_train.collectives import ScanWorker, scan_alone
 from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
@@ -108,6 +108,13 @@ class SpecScan(ScanBackend):
 
     def choose(self, request: ScanRequest) -> Chosen:
         return Chosen(self._scan.over(self.worker(request)), self._scan)
+
+
+class LocalScan(ScanBackend):
+    """The exclusive scan over a single rank: `wait` returns `carry_in`, or zeros. Needs no workers."""
+
+    def choose(self, request: ScanRequest) -> Chosen:
+        return Chosen(scan_alone)
 
 
 class BackendSettings(Protocol):

@@ -21,9 +21,8 @@ from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_group
 from zeco_train.ops.seam import AttentionMethod, Exchange
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
 from zeco_train.sp.attention.method_registry import build_attention, choose
-from zeco_train.sp.backend import SpecScan
+from zeco_train.sp.backend import LocalScan, SpecScan
 from zeco_train.sp.backend_registry import SPConfig
-from zeco_train.sp.baselines import LocalScan
 
 Groups = tuple[ProcessGroup, ProcessGroup]
 # Length for `sp.attention=auto` where lengths vary, as in generation: with a window, the choice depends on it.

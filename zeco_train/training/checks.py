@@ -12,10 +12,9 @@ import torch
 from data.config import check_split
 from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
-from zeco_train.distributed import gradient_packing
+from zeco_train.distributed import unsharded
 from zeco_train.distributed.config import count_shards, resolve_sp_size
-from zeco_train.distributed.device import find_device, total_memory
-from zeco_train.distributed.mesh import ProcessMesh, join_alike
+from zeco_train.distributed.mesh import ProcessMesh, find_device, join_alike, total_memory
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.linear import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE, Matmul
@@ -78,7 +77,7 @@ def kernel_calls(config: Config) -> list[tuple[str, Call]]:
     if train.matmul is Matmul.fp8:
         calls.append(("train.matmul=fp8", Call("fp8 products", PRODUCTS, train.dtype.compute)))
     calls.append(("the optimizer", Call("adamw", adamw.KERNELS, train.dtype.master)))
-    return [*calls, ("the gradients", Call("packing", gradient_packing.KERNELS, train.dtype.compute))]
+    return [*calls, ("the gradients", Call("packing", unsharded.KERNELS, train.dtype.compute))]
 
 
 def _check_matmul(config: Config, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 
 from data.config import LARGEST_COUNT
-from zeco_train.distributed.device import Device
+from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute

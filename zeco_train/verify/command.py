@@ -12,7 +12,7 @@ import torch
 
 from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import to_plain
-from zeco_train.distributed.device import find_device
+from zeco_train.distributed.mesh import find_device
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.ops.operator import Target
 from zeco_train.ops.operator_registry import DEFAULT

@@ -11,7 +11,7 @@ import torch
 
 from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.config.help import describe_settings
-from zeco_train.distributed.device import Device
+from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 from zeco_train.ops.slow_paths import Call, Kernels

@@ -82,9 +82,6 @@ class _Blocks:
     # The blocks that pass a rank, one a step: its own, then those of the ranks before it, the nearest first. `owner` is
     # the rank of the tokens of the block that is here, < 0 if none is left; `keys` are the positions in it that this
     # rank or a later one reads; `k` and `v` are theirs, [B, keys, G, …].
-    # The blocks that pass a rank, one a step: its own, then those of the ranks before it, the nearest first. `owner` is
-    # the rank of the tokens of the block that is here, < 0 if none is left; `keys` are the positions in it that this
-    # rank or a later one reads; `k` and `v` are theirs, [B, keys, G, …].
     def __init__(self, wire: Wire, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
         self.wire, self.owner, self.k, self.v = wire, wire.rank, k, v
         self._spans = spans
