@@ -31,7 +31,7 @@ from data.sources.readers import LeftOut
 from data.store import VALIDATION_FOLDER, StoreMeta, check_replaceable, read_meta
 from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import TOKENIZER_FOLDER, Tokenizer
-from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.errors import ConfigError, DataError, ZecoError, names_field
 from zeco_train.system.files import read_errors
 from zeco_train.system.numbers import clock, compact
 from zeco_train.system.paths import check_path
@@ -71,12 +71,17 @@ def prepare_store(options: PrepareOptions) -> Prepared:
     """
     _check_options(options)
     out = options.out.resolve()
-    tokenizer = cached_tokenizer(options.tokenizer, options.eos, download=True)
+    with names_field("--tokenizer", options.tokenizer):
+        tokenizer = cached_tokenizer(options.tokenizer, options.eos, download=True)
     arguments = _arguments(options)
     recorded = arguments | {"tokenizer": tokenizer.info}
     # A resume needs these, too: the saved state counts units and shards of these sizes.
     recorded |= {"unit_bytes": options.unit_bytes, "shard_tokens": options.shard_tokens}
-    with work_folder(out, recorded, options.overwrite) as work:
+    with (
+        names_field("--out", options.out),
+        names_field("--out", out),
+        work_folder(out, recorded, options.overwrite) as work,
+    ):
         if work.state.phase == MOVING:
             return _place(options, work, out)
         _check_out(options.out, options.overwrite)
@@ -143,7 +148,8 @@ class _Preparation:
             return FileSource(options.sources, options.text_field, options.unit_bytes, options.max_document_bytes)
         if self._work.state.commit:  # the hub may have moved on since the interruption
             spec = replace(spec, revision=self._work.state.commit)
-        return open_dataset(spec, options.text_field, options.unit_bytes)
+        with names_field("SOURCE" if saved else "--dataset", spec.name):
+            return open_dataset(spec, options.text_field, options.unit_bytes)
 
     def _read_all(self, writer: StoreWriter) -> None:
         options, source, state = self._options, self.source, self._work.state

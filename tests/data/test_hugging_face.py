@@ -203,10 +203,10 @@ def test_names_that_the_hub_cannot_give_are_announced_and_refused(
     from huggingface_hub import constants
 
     told = {
-        "data set": (["--dataset", "a/b"], "a/b: cannot be loaded (gone); check the name"),
+        "data set": (["--dataset", "a/b"], "--dataset=a/b: cannot be loaded (gone); check the name"),
         "tokenizer": (
             ["a.txt", "--tokenizer", "a/b"],
-            "a/b: transformers cannot load a tokenizer from it (gone); give",
+            "--tokenizer=a/b: transformers cannot load a tokenizer from it (gone); give",
         ),
     }
     for offline, (arguments, line) in itertools.product((False, True), told.values()):
@@ -226,7 +226,7 @@ def test_names_that_the_hub_cannot_give_are_announced_and_refused(
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     assert prepare("--recipe", "pg19", "--tokenizer", "bytes", "--out", tmp_path / "store") == 3
     error = capsys.readouterr().err
-    assert error.startswith("error: emozilla/pg19: cannot be loaded (")
+    assert error.startswith("error: --dataset=emozilla/pg19: cannot be loaded (")
     assert "check the name and the network" in error
 
 
