@@ -79,7 +79,7 @@ def _half(store: Path) -> None:
             _remove,
             [],
             DATA,
-            ["data.path=", "/store: no such token store; prepare one with: python -m zeco_train.prepare"],
+            ["data.path=", "/store: no such token store; prepare one with"],
         ),
         (_empty, [], DATA, ["data.path=", "an empty folder, not a token store"]),
         (_foreign, [], DATA, ["not a token store (no meta.json)"]),
@@ -96,7 +96,7 @@ def _half(store: Path) -> None:
             _keep,
             ["data.validation_path=/nope", "train.eval_sequences=1"],
             DATA,
-            ["data.validation_path=/nope: no such token store; prepare one with"],
+            ["data.validation_path=/nope: no such"],
         ),
     ],
 )

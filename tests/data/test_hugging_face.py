@@ -20,8 +20,8 @@ from data.prepare import main, prepare_store
 from data.sources.hugging_face import RECIPES, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
 from tests.data.test_prepare import write_marked
-from tests.data.test_resume import Stopped, contents, options, prepare_with_stops, stop_before
-from tests.support.commands import check_line, run_here
+from tests.data.test_resume import Stopped, options, prepare_with_stops, stop_before
+from tests.support.commands import check_line, run_here, snapshot
 from tests.support.stores import documents
 from zeco_train.errors import ConfigError
 
@@ -101,7 +101,7 @@ def test_workers_and_interruptions_do_not_change_the_store(
     # Starting two processes that import the library takes seconds, so only one kind has two workers.
     again = replace(some, out=tmp_path / "store", workers=2 if kind == "jsonl.gz" else 1)
     assert prepare_with_stops(again, monkeypatch, 2) > 2
-    assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
+    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "unbroken")
     kept = documents(tmp_path / "store") + documents(tmp_path / "store" / "validation")
     assert kept == [text for text in TEXTS if len(text.encode()) >= 20]
 

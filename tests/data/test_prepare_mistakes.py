@@ -125,7 +125,7 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (
             ["a.txt", "--out", "s", "--tokenizer", "no/such/path"],
             3,
-            "--tokenizer=no/such/path: no such tokenizer; give the folder",
+            "--tokenizer=no/such/path: no such tokenizer; ",
         ),
         (
             ["a.txt", "--out", "s", "--validation-fraction", "0.5"],

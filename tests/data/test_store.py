@@ -72,12 +72,6 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str, itemsize: int) 
     )
 
 
-def test_tail_may_equal_fraction_exactly(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(np.zeros(60, dtype=int), [10, 20, 20, 5, 5])
-        assert writer.tail_state(0.5).num_tokens == 30
-
-
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = write_store(tmp_path / "store", [100])
     opened = TokenStore.open(tmp_path / "store")
