@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 from pyarrow import parquet
 
-from data.preparation import preparation
+from data import preparation
 from data.prepare import main, prepare_store
 from data.sources.hugging_face import RECIPES, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta

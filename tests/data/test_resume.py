@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.preparation import preparation
+from data import preparation
 from data.preparation.pipeline import Part, UnitTokenizer
 from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
@@ -395,6 +395,6 @@ def test_preparation_killed_at_random_equals_unbroken_one(tmp_path: Path) -> Non
             killed += 1
         assert killed > 1 or has_saved()
     if not store.exists():  # no kill came after the last rename
-        assert main([*command[3:], "--workers", "1"]) == 0
+        assert main([*command[3:], "--workers", "2"]) == 0
     assert snapshot(store) == snapshot(tmp_path / "unbroken")
     verify(TokenStore.open(store))

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from data import store as store_module
 from data.inspect import check_shard
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import META_FILE, TokenStore, shard_name
-from data.store import store as store_module
 from data.store.documents import Documents
 from data.store.writer import StoreWriter, WriterState
 from tests.support.commands import snapshot
@@ -179,7 +179,8 @@ def test_tail_is_split_off_across_shards(tmp_path: Path, shard_tokens: int) -> N
     with new_writer(tmp_path / "store", shard_tokens) as writer:
         writer.append(TOKENS, LENGTHS)
         # The tail may have exactly the fraction: 19 of 50 tokens.
-        assert writer.tail_state(0.38) == (state := writer.tail_state(0.4))
+        state = writer.tail_state(0.4)
+        assert writer.tail_state(0.38) == state
         with writer.copy_tail(state, tmp_path / "store" / "validation") as tail:
             tail.finish("sources")
         writer.resume(state)

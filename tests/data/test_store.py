@@ -16,8 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data.store import META_FILE, TokenStore, shard_name, store
-from data.store.store import OFFSETS_FILE
+from data.store import META_FILE, OFFSETS_FILE, TokenStore, shard_name, store
 from data.store.writer import StoreWriter
 from tests.support.stores import verify
 from zeco_train.errors import DataError, OpenFilesError

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from data.store import META_FILE, shard_name
-from data.store.store import OFFSETS_FILE
+from data.store import META_FILE, OFFSETS_FILE, shard_name
 from data.store.writer import StoreWriter
 from tests.support.commands import Outcome, check_line, snapshot, train_here
 from tests.support.distributed import run_distributed
