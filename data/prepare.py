@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
@@ -108,62 +108,59 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+# Options by group: name, type, what its value is called, and help.
+_OPTIONS: dict[str, list[tuple[str, Callable[[str], Any], str, str]]] = {
+    "a data set in place of SOURCE, loaded by the `datasets` library": [
+        ("--recipe", str, "NAME", f"{', '.join(recipe_names())}, or a .yaml file"),
+        ("--dataset", str, "NAME", "a name of the hub, or a local folder"),
+        ("--config", str, "NAME", "its configuration"),
+        ("--split", str, "NAME", "its split (default: train)"),
+        ("--data-dir", str, "FOLDER", "a folder in it"),
+        ("--data-files", str, "PATTERN", "files in it"),
+        ("--revision", str, "COMMIT", "its version; the newest is looked up once and recorded"),
+    ],
+    "text and tokens": [
+        ("--text-field", str, "NAME", "field of .jsonl, column of tables (default: text)"),
+        (
+            "--tokenizer",
+            str,
+            "NAME",
+            "bytes (default), a folder with a tokenizer.json, that file, or a name on the Hugging Face hub",
+        ),
+        ("--eos", str, "TOKEN", "its token that ends a document, where no settings do"),
+        ("--control-strings", str, "RULE", "what </s> and the like in a document become: text (default), or ids"),
+        ("--min-tokens", int, "N", "leave out documents shorter than this (default: 1)"),
+        ("--max-document-bytes", int, "N", "leave out larger documents, and longer lines (default: 2^29)"),
+        ("--max-tokens", int, "N", "stop with the document that reaches so many"),
+        (
+            "--validation-fraction",
+            float,
+            "F",
+            "hold out the last documents, up to this part of all tokens, in STORE/validation (default: 0)",
+        ),
+    ],
+    "the work": [
+        ("--workers", int, "N", "processes (default: one a CPU; the same result)"),
+        ("--shard-tokens", int, "N", "tokens of a file of STORE (default: 2^28)"),
+        ("--save-seconds", float, "S", "how often to save for going on (default: 10)"),
+    ],
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     """The parser; options not given on the command line are absent, so that a recipe's values apply."""
-    parser = Parser(
-        prog="python -m data.prepare",
-        description="Tokenise text into a token store. Started again with the same arguments after an interruption, it "
-        "goes on where it was.",
-        argument_default=argparse.SUPPRESS,
-    )
-    kinds = " ".join(SUFFIXES)
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        type=user_path,
-        metavar="SOURCE",
-        help=f"files of {kinds}, folders of them, or one folder of datasets' save_to_disk",
-    )
+    about = "Tokenise text into a token store. "
+    about += "Started again with the same arguments after an interruption, it goes on where it was."
+    parser = Parser(prog="python -m data.prepare", description=about, argument_default=argparse.SUPPRESS)
+    kinds = f"files of {' '.join(SUFFIXES)}, folders of them, or one folder of datasets' save_to_disk"
+    parser.add_argument("sources", nargs="*", type=user_path, metavar="SOURCE", help=kinds)
     parser.add_argument("--out", required=True, type=user_path, metavar="STORE", help="folder of the store")
-    data = parser.add_argument_group("a data set in place of SOURCE, loaded by the `datasets` library")
-    data.add_argument("--recipe", metavar="NAME", help=f"{', '.join(recipe_names())}, or a .yaml file")
-    data.add_argument("--dataset", metavar="NAME", help="a name of the hub, or a local folder")
-    data.add_argument("--config", metavar="NAME", help="its configuration")
-    data.add_argument("--split", metavar="NAME", help="its split (default: train)")
-    data.add_argument("--data-dir", metavar="FOLDER", help="a folder in it")
-    data.add_argument("--data-files", metavar="PATTERN", help="files in it")
-    data.add_argument("--revision", metavar="COMMIT", help="its version; the newest is looked up once and recorded")
-    data.add_argument(
-        "--streaming", action=argparse.BooleanOptionalAction, help="read it without copying it to the cache first"
-    )
-    text = parser.add_argument_group("text and tokens")
-    text.add_argument("--text-field", metavar="NAME", help="field of .jsonl, column of tables (default: text)")
-    text.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help="bytes (default), a folder with a tokenizer.json, that file, or a name on the Hugging Face hub",
-    )
-    text.add_argument("--eos", metavar="TOKEN", help="its token that ends a document, where no settings do")
-    text.add_argument(
-        "--control-strings", metavar="RULE", help="what </s> and the like in a document become: text (default), or ids"
-    )
-    text.add_argument("--min-tokens", type=int, metavar="N", help="leave out documents shorter than this (default: 1)")
-    text.add_argument(
-        "--max-document-bytes",
-        type=int,
-        metavar="N",
-        help="leave out larger documents, and longer lines (default: 2^29)",
-    )
-    text.add_argument("--max-tokens", type=int, metavar="N", help="stop with the document that reaches so many")
-    text.add_argument(
-        "--validation-fraction",
-        type=float,
-        metavar="F",
-        help="hold out the last documents, up to this part of all tokens, in STORE/validation (default: 0)",
-    )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a CPU; the same result)")
-    parser.add_argument("--shard-tokens", type=int, metavar="N", help="tokens of a file of STORE (default: 2^28)")
-    parser.add_argument("--save-seconds", type=float, metavar="S", help="how often to save for going on (default: 10)")
+    for title, options in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for name, kind, value, text in options:
+            group.add_argument(name, type=kind, metavar=value, help=text)
+    flag, text = argparse.BooleanOptionalAction, "read a data set without copying it to the cache first"
+    parser.add_argument("--streaming", action=flag, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing store")
     return parser
 

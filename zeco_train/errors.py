@@ -87,6 +87,17 @@ class DataError(ZecoError):
         super().__init__(f"{subject}: {problem}" + (f"; {remedy}" if remedy else ""))
 
 
+@contextmanager
+def names_field(field: str, value: object) -> Iterator[None]:
+    """Name the setting, or the argument, in a `DataError` of the block whose subject is its value."""
+    try:
+        yield
+    except DataError as error:
+        if not str(error).startswith(f"{value}: "):
+            raise
+        raise DataError(f"{field}={value}", str(error).removeprefix(f"{value}: ")) from error
+
+
 class CheckpointError(ZecoError):
     """A checkpoint that cannot be written, read or resumed from."""
 

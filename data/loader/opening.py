@@ -16,7 +16,7 @@ from data.store import VALIDATION_FOLDER, TokenStore
 from data.store.documents import Documents
 from data.synthetic.source import open_synthetic
 from data.tokenizer import comparable, same_tokenizer, tokenizer_files
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError, DataError, names_field
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class StorePaths:
     name: str = ""  # label of the store's metrics; empty for a single store
     weight: float = 1.0
     min_document_tokens: int = 0
+    section: str = "data"  # of the settings `path` and `validation_path` that name the folders
 
 
 def locate_stores(config: DataConfig) -> list[StorePaths]:
@@ -143,15 +144,17 @@ def locate_stores(config: DataConfig) -> list[StorePaths]:
         stores = [StoreConfig(str(prepare_embedded(cache_dir, validation_fraction=config.validation_fraction)))]
     elif config.kind is DataKind.tokens:
         stores = [StoreConfig(required_path(config), validation_path=config.validation_path)]
+    is_mixture = config.kind is DataKind.mixture
     return [
         StorePaths(
             Path(store.path),
             _held_out(Path(store.path), store.validation_path),
-            store_name(store) if config.kind is DataKind.mixture else "",
+            store_name(store) if is_mixture else "",
             store.weight,
             config.min_document_tokens if store.min_document_tokens is None else store.min_document_tokens,
+            f"data.stores.{number}" if is_mixture else "data",
         )
-        for store in stores
+        for number, store in enumerate(stores)
     ]
 
 
@@ -163,7 +166,8 @@ def _held_out(train: Path, validation_path: str | None) -> Path | None:
 
 
 def _open(folder: Path, paths: StorePaths, config: DataConfig, vocab_size: int, others: Sequence[Source]) -> Documents:
-    store = TokenStore.open(folder)
+    with names_field(f"{paths.section}.{'path' if folder == paths.train else 'validation_path'}", folder):
+        store = TokenStore.open(folder)
     if store.vocab_size > vocab_size:
         allowed = f"the token store {folder} has {store.vocab_size} ids; allowed: {store.vocab_size} or more"
         raise ConfigError("model.vocab_size", vocab_size, allowed)

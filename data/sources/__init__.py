@@ -29,7 +29,7 @@ from data.sources.readers import (
     read_lines,
     read_row_group,
 )
-from zeco_train.errors import DataError, check_open_files
+from zeco_train.errors import DataError, check_open_files, names_field
 from zeco_train.system.paths import is_within
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -111,8 +111,8 @@ class FileSource:
         self.skipped: Counter[str] = Counter()
         for source in sources:
             try:
-                # Folders are walked in sorted order.
-                self._files += _walk(source, self.skipped) if source.is_dir() else [_named_file(source)]
+                with names_field("SOURCE", source):
+                    self._files += _walk(source, self.skipped) if source.is_dir() else [_named_file(source)]
             except OSError as error:
                 check_open_files(error)
                 raise DataError(error.filename or source, f"cannot be read ({error.strerror})") from error
@@ -121,7 +121,7 @@ class FileSource:
         if not self._files:
             skipped = ", ".join(f"{kind} {count}" for kind, count in self.skipped.most_common(8) if count)
             remedy = f"read are files of {' '.join(SUFFIXES)}" + (f"; skipped: {skipped}" if skipped else "")
-            raise DataError(self.name, "no text found", remedy)
+            raise DataError(f"SOURCE={self.name}", "no text found", remedy)
         self.num_files = len(self._files)
         self.total: float = sum(file.size for file in self._files)
         # Of names and sizes, in order; the contents are covered by the tokens' digest.
@@ -183,9 +183,9 @@ class FileSource:
 
 def _named_file(source: Path) -> SourceFile:
     if not source.exists():
-        raise DataError(source, "no such file or folder")
+        raise DataError(source, "no such file or folder", f"give folders, or files of {' '.join(SUFFIXES)}")
     if not source.is_file():
-        raise DataError(source, "is neither a file nor a folder")
+        raise DataError(source, "is neither a file nor a folder", f"give folders, or files of {' '.join(SUFFIXES)}")
     if _kind(source) not in SUFFIXES:
         raise DataError(source, f"unknown kind of file {source.suffix!r}", f"known are {' '.join(SUFFIXES)}")
     return _source_file(source, source.name)

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from data.config import default_cache_dir
-from data.store import VALIDATION_FOLDER, TokenStore, check_replaceable
-from data.store.store import VERSION
+from data.store import VALIDATION_FOLDER, VERSION, TokenStore, check_replaceable
 from data.store.writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
@@ -133,7 +134,8 @@ def _write(folder: Path, corpus: Corpus, validation_fraction: float) -> None:
         with StoreWriter(part, **ids_of(tokenizer)) as writer:
             for name, text in corpus.documents:
                 if _is_held_out(name, validation_fraction) == validation:
-                    writer.append_document(tokenizer.encode([text])[0])
+                    ids = np.append(tokenizer.encode([text])[0], tokenizer.eos_id)
+                    writer.append(ids, [len(ids)])
             writer.finish(corpus.manifest_sha256)
 
 

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from data.config import default_cache_dir
 from data.randomness import Permutation
-from data.store.store import TokenStore, map_array
+from data.store import TokenStore, map_array
 from zeco_train.errors import DataError
 from zeco_train.system.files import whole_file, write_errors
 from zeco_train.system.small_files import check_regular
@@ -82,13 +83,8 @@ def _cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
 def _read(path: Path) -> NDArray | None:
     try:
         check_regular(path)
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
-            digest, left = hashlib.sha256(), size
-            while left > 0 and (part := file.read(min(left, 1 << 22))):
-                digest.update(part)
-                left -= len(part)
-            intact = file.read() == digest.digest()
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            intact = hashlib.sha256(memoryview(whole)[:-_DIGEST_BYTES]).digest() == whole[-_DIGEST_BYTES:]
         if intact:
             return map_array(path)
     except FileNotFoundError:

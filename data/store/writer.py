@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.store.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, StoreMeta, shard_name, token_dtype
+from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, StoreMeta, shard_name, token_dtype
 from data.tokenizer import Tokenizer
 from zeco_train.errors import DataError
 from zeco_train.system.files import sha256_of, write_durably
@@ -86,10 +86,6 @@ class StoreWriter:
             lengths: tokens of each document, at least 1.
         """
         self.append_blocks([tokens.astype(self.dtype, copy=False).tobytes()], lengths)
-
-    def append_document(self, ids: NDArray[np.integer]) -> None:
-        """Add one document; `ids` [tokens] excludes the end-of-sequence id, which is appended."""
-        self.append(np.append(ids.astype(self.dtype, copy=False), self.dtype.type(self._ids["eos_id"])), [len(ids) + 1])
 
     def append_blocks(self, blocks: Iterable[bytes], lengths: Sequence[int] | NDArray[np.int64]) -> None:
         """As `append`, with the ids as blocks of bytes in the store's dtype."""

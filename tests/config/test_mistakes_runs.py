@@ -69,8 +69,13 @@ def _remove(store: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "overrides", "code", "parts"),
     [
-        (_remove, [], DATA, ["no such token store", "zeco_train.prepare"]),
-        (_empty, [], DATA, ["an empty folder, not a token store"]),
+        (
+            _remove,
+            [],
+            DATA,
+            ["data.path=", "/store: no such token store; prepare one with"],
+        ),
+        (_empty, [], DATA, ["data.path=", "an empty folder, not a token store"]),
         (_foreign, [], DATA, ["not a token store (no meta.json)"]),
         (_truncate, [], DATA, ["tokens-00000.bin: truncated: 7999 bytes, meta.json says 8000"]),
         (_keep, ["model.vocab_size=100"], CONFIG, ["model.vocab_size=100: ", "259 or more"]),
@@ -80,7 +85,12 @@ def _remove(store: Path) -> None:
             CONFIG,
             ["data.seq_len=4000: longer than", " of 4000 tokens; largest legal value: 3999"],
         ),
-        (_keep, ["data.validation_path=/nope", "train.eval_sequences=1"], DATA, ["/nope: no such token store"]),
+        (
+            _keep,
+            ["data.validation_path=/nope", "train.eval_sequences=1"],
+            DATA,
+            ["data.validation_path=/nope: no such"],
+        ),
     ],
 )
 def test_unusable_token_store_is_reported(

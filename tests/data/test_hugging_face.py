@@ -15,13 +15,13 @@ import pytest
 from omegaconf import OmegaConf
 from pyarrow import parquet
 
-from data.preparation import preparation
+from data import preparation
 from data.prepare import main, prepare_store
 from data.sources.hugging_face import RECIPES, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
 from tests.data.test_prepare import write_marked
-from tests.data.test_resume import Stopped, contents, options, prepare_with_stops, stop_before
-from tests.support.commands import check_line, run_here
+from tests.data.test_resume import Stopped, options, prepare_with_stops, stop_before
+from tests.support.commands import check_line, run_here, snapshot
 from tests.support.stores import documents
 from zeco_train.errors import ConfigError
 
@@ -101,7 +101,7 @@ def test_workers_and_interruptions_do_not_change_the_store(
     # Starting two processes that import the library takes seconds, so only one kind has two workers.
     again = replace(some, out=tmp_path / "store", workers=2 if kind == "jsonl.gz" else 1)
     assert prepare_with_stops(again, monkeypatch, 2) > 2
-    assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
+    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "unbroken")
     kept = documents(tmp_path / "store") + documents(tmp_path / "store" / "validation")
     assert kept == [text for text in TEXTS if len(text.encode()) >= 20]
 
@@ -203,10 +203,10 @@ def test_names_that_the_hub_cannot_give_are_announced_and_refused(
     from huggingface_hub import constants
 
     told = {
-        "data set": (["--dataset", "a/b"], "a/b: cannot be loaded (gone); check the name"),
+        "data set": (["--dataset", "a/b"], "--dataset=a/b: cannot be loaded (gone); check the name"),
         "tokenizer": (
             ["a.txt", "--tokenizer", "a/b"],
-            "a/b: transformers cannot load a tokenizer from it (gone); give",
+            "--tokenizer=a/b: transformers cannot load a tokenizer from it (gone); give",
         ),
     }
     for offline, (arguments, line) in itertools.product((False, True), told.values()):
@@ -226,7 +226,7 @@ def test_names_that_the_hub_cannot_give_are_announced_and_refused(
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     assert prepare("--recipe", "pg19", "--tokenizer", "bytes", "--out", tmp_path / "store") == 3
     error = capsys.readouterr().err
-    assert error.startswith("error: emozilla/pg19: cannot be loaded (")
+    assert error.startswith("error: --dataset=emozilla/pg19: cannot be loaded (")
     assert "check the name and the network" in error
 
 

@@ -57,7 +57,7 @@ def test_stream_equals_reference_from_memory_and_file(
         (len(expected) - 1, len(expected)),
         *np.sort(rng.choice(len(expected) + 1, (15, 2)), 1),
     ]:
-        if 0 <= start < stop:
+        if 0 <= start < stop <= len(expected):
             pieces = stream.pieces(int(start), int(stop))
             assert pieces.offsets[0] <= start < pieces.offsets[1]
             assert pieces.offsets[-2] < stop <= pieces.offsets[-1]

@@ -122,14 +122,18 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        (["none.txt", "--out", "s"], 3, "none.txt: no such file or folder"),
-        (["a.csv", "--out", "s"], 3, f"a.csv: unknown kind of file '.csv'; known are {KINDS}"),
-        (["/dev/null", "--out", "s"], 3, "/dev/null: is neither a file nor a folder"),
+        (["none.txt", "--out", "s"], 3, "SOURCE=none.txt: no such file or folder; give folders, or files of .txt"),
+        (["a.csv", "--out", "s"], 3, f"SOURCE=a.csv: unknown kind of file '.csv'; known are {KINDS}"),
+        (["/dev/null", "--out", "s"], 3, "SOURCE=/dev/null: is neither a file nor a folder"),
         (["a.txt", "--out", "a.txt/s"], 3, "a.txt is a file); choose another folder"),
-        (["a.txt", "--out", "a.csv"], 3, "a.csv: exists and is not a token store; choose another folder"),
-        (["a.txt", "--out", "folder"], 3, "folder: exists and is not a token store; choose another folder"),
+        (["a.txt", "--out", "a.csv"], 3, "--out=a.csv: exists and is not a token store; choose another folder"),
+        (["a.txt", "--out", "folder"], 3, "--out=folder: exists and is not a token store; choose another folder"),
         (["a.txt", "--out", "folder", "--overwrite"], 3, "folder: exists and is not a token store"),
-        (["a.txt", "--out", "s", "--tokenizer", "no/such/path"], 3, "no/such/path: no such tokenizer"),
+        (
+            ["a.txt", "--out", "s", "--tokenizer", "no/such/path"],
+            3,
+            "--tokenizer=no/such/path: no such tokenizer; ",
+        ),
         (
             ["a.txt", "--out", "s", "--validation-fraction", "0.5"],
             3,

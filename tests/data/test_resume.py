@@ -17,22 +17,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.preparation import preparation
+from data import preparation
 from data.preparation.pipeline import Part, UnitTokenizer
 from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
 from data.store import TokenStore
 from data.store.writer import StoreWriter
+from tests.support.commands import snapshot
 from tests.support.stores import documents, verify, write_lines
 from zeco_train.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # ZECO_PREPARE_KILLS=20 for more kills.
 KILLS = int(os.environ.get("ZECO_PREPARE_KILLS", "1"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def write_corpus(folder: Path, lines: int, seed: int = 0) -> Path:
@@ -111,7 +108,7 @@ def test_resume_after_stop_at_every_part(
 ) -> None:
     corpus, expected = unbroken
     assert prepare_with_stops(options(corpus, tmp_path / "store", workers), monkeypatch, 2 if workers == 1 else 5) > 3
-    assert contents(tmp_path / "store") == contents(expected)
+    assert snapshot(tmp_path / "store") == snapshot(expected)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
@@ -138,7 +135,7 @@ def test_parts_made_ahead_are_reused_on_resume(
     prepare_store(options(corpus, tmp_path / "store"))
     assert made
     assert not waiting & set(made)
-    assert contents(tmp_path / "store") == contents(expected)
+    assert snapshot(tmp_path / "store") == snapshot(expected)
 
 
 @pytest.mark.few
@@ -178,7 +175,7 @@ def test_resume_after_stop_in_final_phases(
     if overwrite and name != "read_meta":
         assert documents(tmp_path / "store") == ["old"]
     prepare_store(again)
-    assert contents(tmp_path / "store") == contents(expected)
+    assert snapshot(tmp_path / "store") == snapshot(expected)
     assert not (tmp_path / ".store.preparing").exists()
 
 
@@ -193,27 +190,27 @@ def interrupted(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_resume_with_other_arguments_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
-    before = contents(interrupted)
+    before = snapshot(interrupted)
     with pytest.raises(
         DataError,
         match=r"\.store\.preparing: holds an interrupted preparation with min_tokens 30, not 5; give the same "
         r"arguments to continue it, or give --overwrite to start anew, or choose another --out$",
     ):
         prepare_store(options(corpus, tmp_path / "store", min_tokens=5))
-    assert contents(interrupted) == before
+    assert snapshot(interrupted) == before
     prepare_store(options(corpus, tmp_path / "store", min_tokens=5, overwrite=True))
     prepare_store(options(corpus, tmp_path / "unbroken", min_tokens=5))
-    assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
+    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "unbroken")
 
 
 def test_resume_with_changed_sources_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
     status = (corpus / "a.jsonl").stat()
     text = (corpus / "a.jsonl").read_text()
     (corpus / "a.jsonl").write_text(text.replace("word", "WORD", 1))  # of the same size
-    before = contents(interrupted)
+    before = snapshot(interrupted)
     with pytest.raises(DataError, match=r"corpus: has changed since the interrupted preparation read it; give --over"):
         prepare_store(options(corpus, tmp_path / "store"))
-    after = contents(interrupted)
+    after = snapshot(interrupted)
     assert after == {name: before[name] for name in after}  # parts not in the saved state are removed
     (corpus / "a.jsonl").write_text(text)
     os.utime(corpus / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -221,7 +218,7 @@ def test_resume_with_changed_sources_is_refused(corpus: Path, interrupted: Path,
     (corpus / "c19.txt").write_text("changed " * 50)
     prepare_store(options(corpus, tmp_path / "store"))
     prepare_store(options(corpus, tmp_path / "unbroken"))
-    assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
+    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "unbroken")
 
 
 def fewer_sources(corpus: Path, folder: Path) -> None:
@@ -274,10 +271,10 @@ def test_links_and_other_files_in_work_folder_are_refused(
         if (interrupted / name).exists():
             (interrupted / name).rename(tmp_path / "elsewhere")
         (interrupted / name).symlink_to(tmp_path / "elsewhere")
-    before = contents(tmp_path)
+    before = snapshot(tmp_path)
     with pytest.raises(DataError, match=rf"{name or interrupted.name}: is not a preparation's; move it away"):
         prepare_store(options(corpus, tmp_path / "store", overwrite=True))
-    assert contents(tmp_path) == before
+    assert snapshot(tmp_path) == before
 
 
 def test_second_process_on_same_store_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,6 +395,6 @@ def test_preparation_killed_at_random_equals_unbroken_one(tmp_path: Path) -> Non
             killed += 1
         assert killed > 1 or has_saved()
     if not store.exists():  # no kill came after the last rename
-        assert main([*command[3:], "--workers", "1"]) == 0
-    assert contents(store) == contents(tmp_path / "unbroken")
+        assert main([*command[3:], "--workers", "2"]) == 0
+    assert snapshot(store) == snapshot(tmp_path / "unbroken")
     verify(TokenStore.open(store))

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from data import store as store_module
 from data.inspect import check_shard
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import META_FILE, TokenStore, shard_name
-from data.store import store as store_module
 from data.store.documents import Documents
 from data.store.writer import StoreWriter, WriterState
+from tests.support.commands import snapshot
 from tests.support.stores import verify
 from zeco_train.errors import DataError
 
@@ -38,10 +39,6 @@ def write(folder: Path, shard_tokens: int) -> Path:
         writer.append(TOKENS, LENGTHS)
         writer.finish("sources")
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 7, 49, 50])
@@ -162,7 +159,7 @@ def test_invalid_shard_list_is_refused(tmp_path: Path, shards: object, expected:
 @pytest.mark.parametrize(("shard_tokens", "stop"), [(1, 1), (4, 2), (11, 3), (31, 4), (100, 5)])
 def test_interrupted_writer_resumes_from_checkpoint(tmp_path: Path, shard_tokens: int, stop: int) -> None:
     """Documents after the checkpoint are lost, and the resumed writer writes them again."""
-    expected = contents(write(tmp_path / "unbroken", shard_tokens))
+    expected = snapshot(write(tmp_path / "unbroken", shard_tokens))
     first = sum(LENGTHS[:stop])
     with new_writer(tmp_path / "store", shard_tokens) as writer:
         writer.append(TOKENS[:first], LENGTHS[:stop])
@@ -174,14 +171,16 @@ def test_interrupted_writer_resumes_from_checkpoint(tmp_path: Path, shard_tokens
     with new_writer(tmp_path / "store", shard_tokens, state) as writer:
         writer.append(TOKENS[first:], LENGTHS[stop:])
         writer.finish("sources")
-    assert contents(tmp_path / "store") == expected
+    assert snapshot(tmp_path / "store") == expected
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 19, 25, 100])
 def test_tail_is_split_off_across_shards(tmp_path: Path, shard_tokens: int) -> None:
     with new_writer(tmp_path / "store", shard_tokens) as writer:
         writer.append(TOKENS, LENGTHS)
+        # The tail may have exactly the fraction: 19 of 50 tokens.
         state = writer.tail_state(0.4)
+        assert writer.tail_state(0.38) == state
         with writer.copy_tail(state, tmp_path / "store" / "validation") as tail:
             tail.finish("sources")
         writer.resume(state)

@@ -16,8 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data.store import META_FILE, TokenStore, shard_name, store
-from data.store.store import OFFSETS_FILE
+from data.store import META_FILE, OFFSETS_FILE, TokenStore, shard_name, store
 from data.store.writer import StoreWriter
 from tests.support.stores import verify
 from zeco_train.errors import DataError, OpenFilesError
@@ -70,12 +69,6 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str, itemsize: int) 
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == sorted(
         [META_FILE, OFFSETS_FILE, shard_name(0)]
     )
-
-
-def test_tail_may_equal_fraction_exactly(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(np.zeros(60, dtype=int), [10, 20, 20, 5, 5])
-        assert writer.tail_state(0.5).num_tokens == 30
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

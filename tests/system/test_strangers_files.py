@@ -18,8 +18,7 @@ import pytest
 
 from data import inspect
 from data.sources.hugging_face import DatasetSpec, open_dataset
-from data.store import TokenStore, is_store, read_meta
-from data.store.store import map_array
+from data.store import TokenStore, is_store, map_array, read_meta
 from data.store.writer import StoreWriter
 from data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_name
 from tests.support.commands import run_here

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from data.loader import SequenceLoader
-from data.store import shard_name
-from data.store.store import OFFSETS_FILE
+from data.store import OFFSETS_FILE, shard_name
 from data.store.writer import StoreWriter
 from tests.support.distributed import run_distributed
 from tests.support.training import train

@@ -141,6 +141,7 @@ def _flip(store: Path) -> None:
             DATA,
             "OTHER: its tokenizer is {'kind': 'huggingface'}, that of FOLDER/web is {'kind'",
         ),
+        ({"third": "FOLDER/nothing"}, [], DATA, "data.stores.2.path=FOLDER/nothing: no such token store"),
         (
             {"web": "min_document_tokens: 200"},
             [],

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.store import META_FILE, shard_name
-from data.store.store import OFFSETS_FILE
+from data.store import META_FILE, OFFSETS_FILE, shard_name
 from data.store.writer import StoreWriter
 from tests.support.commands import Outcome, check_line, snapshot, train_here
 from zeco_train.errors import ConfigError, DataError

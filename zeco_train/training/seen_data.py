@@ -22,8 +22,7 @@ from typing import Any
 
 from data.config import DataConfig, DataKind
 from data.loader.batches import TRAINING, OpenedData
-from data.store import COPY_AGAIN, META_FILE, TokenStore
-from data.store.store import hash_in_parts
+from data.store import COPY_AGAIN, META_FILE, TokenStore, hash_in_parts
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.lifecycle.join import check_same, gather, name_ranks
