@@ -32,6 +32,7 @@ from zeco_train.hf.folder import stored_weights
 from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.report.__main__ import write_report
 from zeco_train.report.dashboard import publish_benchmarks
+from zeco_train.system.figures import label_axes, new_figure, plain, save_figure
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.run_folder import read_identity
@@ -278,3 +279,15 @@ def test_logs_escape_control_characters(tmp_path: Path, capsys: pytest.CaptureFi
     close_logging()
     assert f"of {SHOWN}" in path.read_text()
     assert capsys.readouterr().err == f"warning: of {SHOWN}\n"
+
+
+def test_texts_of_figures_reach_no_terminal(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """matplotlib warns of a character without a glyph by printing it."""
+    figure = new_figure("\x1b]0;title\x07", (3, 2), dpi=50, title_size=8)
+    axes = figure.subplots()
+    axes.plot([1, 2], [1, 2], label="\x9b2J")
+    label_axes(axes, "of \udcff", "\x1b[2J", "y")
+    axes.set_yticks([1, 2], [plain("\x1bc"), "two"])
+    save_figure(figure, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 0
+    assert not [str(warning.message) for warning in recwarn.list]

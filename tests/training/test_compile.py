@@ -80,13 +80,7 @@ def mesh() -> Iterator[ProcessMesh]:
 
 
 # The first is quick; the last one combines the others.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "whole",
-        *(pytest.param(name, marks=pytest.mark.campaign) for name in [*CASES][1:]),
-    ],
-)
+@pytest.mark.parametrize("name", one_of(CASES, "whole"))
 def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
     scan = RecordedExchange(local_exchange())
     graphs = []

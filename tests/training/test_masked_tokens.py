@@ -25,37 +25,24 @@ MASKED = [
     "train.eval_every=1",
 ]
 
-# Splits by world size: name → overrides.
-SPLITS: dict[int, dict[str, list[str]]] = {
-    1: {
-        "reference": ["sp=dp"],
-        "micro-batch 2, recomputed": ["data.micro_batch=2", "train.recompute=full", "sp=lasp2"],
-    },
-    2: {
-        "lasp2, recomputed": ["sp=lasp2", "train.recompute=full"],
-        "zeco, micro-batch 2": ["sp=zeco", "data.micro_batch=2", "parallel=ddp"],
-    },
-    4: {
-        "lasp1": ["sp=lasp1"],
-        "dp": ["sp=dp", "parallel=zero3"],
-        "lasp2": ["sp=lasp2", "train.recompute=selective"],
-        "zeco": ["sp=zeco"],
-        "zeco two_shot, sp 2": ["sp=zeco", "sp.size=2", "sp.all_scan.algorithm=two_shot"],
-    },
+# Splits of one rank: name → overrides.
+SPLITS = {
+    "reference": ["sp=dp"],
+    "micro-batch 2, recomputed": ["data.micro_batch=2", "train.recompute=full", "sp=lasp2"],
 }
 
 
-def _splits(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
+def train_each(rank: int, world_size: int, folder: str, splits: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     with mock.patch.dict(MIXERS, gla=UnmaskedMixer):
         return {
             name: train(rank, world_size, f"{folder}/{world_size} {name}", *MASKED, *split)
-            for name, split in SPLITS[world_size].items()
+            for name, split in splits.items()
         }
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    [results] = run_distributed(_splits, 1, str(tmp_path_factory.mktemp("runs")))
+    [results] = run_distributed(train_each, 1, str(tmp_path_factory.mktemp("runs")), SPLITS)
     return results
 
 

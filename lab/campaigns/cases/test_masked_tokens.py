@@ -15,7 +15,7 @@ from tests.support.commands import run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
 from tests.support.unmasked import UnmaskedMixer
-from tests.training.test_masked_tokens import MASKED, _splits, check_same_as, reference
+from tests.training.test_masked_tokens import MASKED, check_same_as, reference, train_each
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.mesh import join_alike
 from zeco_train.evaluate.command import main
@@ -27,6 +27,21 @@ from zeco_train.lifecycle.join import Launch
 # Fixtures.
 __all__ = ["reference"]
 pytestmark = pytest.mark.campaign
+
+# By world size.
+SPLITS: dict[int, dict[str, list[str]]] = {
+    2: {
+        "lasp2, recomputed": ["sp=lasp2", "train.recompute=full"],
+        "zeco, micro-batch 2": ["sp=zeco", "data.micro_batch=2", "parallel=ddp"],
+    },
+    4: {
+        "lasp1": ["sp=lasp1"],
+        "dp": ["sp=dp", "parallel=zero3"],
+        "lasp2": ["sp=lasp2", "train.recompute=selective"],
+        "zeco": ["sp=zeco"],
+        "zeco two_shot, sp 2": ["sp=zeco", "sp.size=2", "sp.all_scan.algorithm=two_shot"],
+    },
+}
 
 
 def _until(rank: int, world_size: int, folder: str, steps: int) -> dict[str, Any]:
@@ -52,7 +67,7 @@ def _evaluated(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def test_masked_losses_do_not_depend_on_the_split(
     reference: dict[str, dict[str, Any]], world_size: int, tmp_path: Path
 ) -> None:
-    for name, found in run_distributed(_splits, world_size, str(tmp_path))[0].items():
+    for name, found in run_distributed(train_each, world_size, str(tmp_path), SPLITS[world_size])[0].items():
         check_same_as(reference["reference"], found, f"{world_size} ranks, {name}")
 
 
