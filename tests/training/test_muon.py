@@ -19,12 +19,7 @@ from tests.support.steps import Case, make_mesh, make_step
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.owned_matrices import WholeMatrices, assign
-<<<<<<< HEAD
-from zeco_train.errors import CheckpointError, ConfigError
-=======
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError
->>>>>>> train
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.tracking.run_folder import RunFolder
 from zeco_train.training.optim.muon import Muon, orthogonalise
