@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,19 @@ PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
 COMPARED = ("loss", "grad_norm")
 _STYLES = ("-", "--", "-.", ":")
 _MOST_INSIDE, _MOST_IN_A_COLUMN = 8, 24
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest differences of a column from the first run's, over their common steps, and the first step of each.
+
+    Infinite if exactly one has a finite value; `relative` to the first run's value.
+    """
+
+    absolute: float
+    absolute_step: int
+    relative: float
+    relative_step: int
 
 
 @dataclass(frozen=True)
@@ -69,14 +82,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return [Run.read(path, name) for path, name in zip(paths, names, strict=True)]
 
 
-def difference(run: Run, first: Run, column: str) -> dict[str, Any]:
-    """The largest differences of a column from the first run's, over their common steps, and the first step of each.
-
-    Infinite if exactly one has a finite value; `relative` is to the first run's value.
-
-    Raises:
-        DataError: they have no step in common.
-    """
+def difference(run: Run, first: Run, column: str) -> Difference:
+    """Compare a column with that of the first run; `DataError` if they have no step in common."""
     steps = sorted(run.rows.keys() & first.rows.keys())
     if not steps:
         raise DataError(run.path / METRICS_FILE, f"has no step in common with {first.path}", "use one train.log_every")
@@ -87,12 +94,7 @@ def difference(run: Run, first: Run, column: str) -> dict[str, Any]:
         # Nothing is relative to 0 or to a missing value: the absolute difference stands for it.
         relative.append(gap / abs(expected) if gap and expected else gap)
     largest, worst = max(absolute), max(relative)
-    return {
-        "absolute": largest,
-        "absolute_step": steps[absolute.index(largest)],
-        "relative": worst,
-        "relative_step": steps[relative.index(worst)],
-    }
+    return Difference(largest, steps[absolute.index(largest)], worst, steps[relative.index(worst)])
 
 
 def _gap(value: float | None, expected: float | None) -> float:
@@ -107,7 +109,7 @@ def describe(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         losses = run.column("loss")
-        differences = {column: None if run is first else difference(run, first, column) for column in COMPARED}
+        differences = {column: None if run is first else asdict(difference(run, first, column)) for column in COMPARED}
         rows.append(
             {
                 "name": run.name,
