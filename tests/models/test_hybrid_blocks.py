@@ -39,13 +39,23 @@ def model_of(config: GLAConfig) -> Any:
     return model
 
 
-def loss_and_grads(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_grads(model: Any, documents: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
     ids = torch.randint(31, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     model.zero_grad()
     scan = local_exchange()
-    loss = model(ids, SequencePosition((0, TOKENS), exchange=scan), ids)
+    loss = model(ids, SequencePosition((0, TOKENS), documents=documents, exchange=scan), ids)
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_recomputed_blocks_know_the_documents() -> None:
+    model, documents = model_of(CONFIG), [torch.tensor([0, 9, TOKENS]), torch.tensor([0, 1, TOKENS])]
+    loss, wanted = loss_and_grads(model, documents)
+    assert loss != loss_and_grads(model)[0]
+    model.set_recompute(Recompute.full)
+    again, grads = loss_and_grads(model, documents)
+    assert again == loss
+    assert all(torch.allclose(grads[name], grad, rtol=1e-10, atol=1e-12) for name, grad in wanted.items())
 
 
 def test_zero_centred_norms_multiply_by_one_plus_their_weights() -> None:

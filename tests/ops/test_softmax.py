@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.softmax import sdpa
 from zeco_train.ops.softmax.sdpa import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
@@ -100,6 +101,18 @@ def test_blocks_of_keys_add_up_to_the_gradients_of_the_whole(
         totals[2][:, start:stop] += dv
     for total, grad in zip(totals, grads, strict=True):
         torch.testing.assert_close(total, grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_gradients_of_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "_BLOCK", 256)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, do = (torch.randn(1, 700, 1, WIDTH, generator=generator, dtype=torch.float64) for _ in range(4))
+    span = _span(0, 700, (0, 20, 700), None)
+    wanted = exact_softmax(q, k, v, do, borders=torch.tensor((0, 20, 700)))
+    found = attend(q, k, v, span, 0, WIDTH**-0.5)
+    grads = attend_backward(do, q, k, v, found, span, 0, WIDTH**-0.5)
+    for name, x in zip(("o", "dq", "dk", "dv"), (found.o, *grads), strict=True):
+        torch.testing.assert_close(x, wanted[name], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

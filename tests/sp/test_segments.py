@@ -34,7 +34,7 @@ TOLERANCE = 1e-11
 # World size, numbers of segments by backend, and whether with documents only. Only two_shot has the longest cases, to
 # save time.
 SEGMENTS = [
-    (2, {"two_shot": (2,)}, True),
+    (2, {"lasp1": (4,)}, True),
     pytest.param(2, {"chain/3": (4,)}, False, marks=pytest.mark.slow),
     *(
         pytest.param(ranks, backends, False, marks=pytest.mark.campaign)

@@ -46,6 +46,16 @@ def test_naive_unmasked_attention_equals_state_form() -> None:
     torch.testing.assert_close(o, q.shape[-1] ** -0.5 * torch.einsum("bihk,bhkv->bihv", q, state))
 
 
+def test_gradients_of_many_tokens() -> None:
+    leaves, others = ([x.requires_grad_() for x in operands_of(700, batch=1)] for _ in range(2))
+    o, _ = mix("unmasked", leaves, SequencePosition((0, 700), exchange=local_exchange()), scale=SCALE)
+    wanted = SCALE * torch.einsum("bihk,bjhk,bjhv->bihv", *others)
+    do = torch.sin(torch.arange(o.numel(), dtype=o.dtype)).view_as(o)
+    pairs = zip(torch.autograd.grad(o, leaves, do), torch.autograd.grad(wanted, others, do), strict=True)
+    for found, exact in pairs:
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-9)
+
+
 def test_documents_segments_and_generation_are_refused_by_name() -> None:
     operands, scan = operands_of(8, batch=1), local_exchange()
     state = torch.zeros(UNMASKED.state_shape(operands), dtype=torch.float64)
