@@ -32,12 +32,12 @@ from zeco_train.sp.attention.routes import Routes
 from zeco_train.training.step import TrainingStep
 from zeco_train.training.step_numbers import taken_from
 from zeco_train.verify import runs, step_cases, team_cases
-from zeco_train.verify.coverage import cover_pairs, not_covered
+from zeco_train.verify.command import not_covered
 from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, rows_of_own_ranks
 from zeco_train.verify.reference import Expected, exact
 from zeco_train.verify.report import Deviation, VerifyRow, line
 from zeco_train.verify.step_cases import StepCase
-from zeco_train.verify.team_cases import HALO, SCANS, TeamCase, distribute
+from zeco_train.verify.team_cases import HALO, SCANS, TeamCase, cover_pairs, distribute
 from zeco_train.verify.whole import DOCUMENTS as DOCUMENT_STARTS
 from zeco_train.verify.whole import SOFTMAX, Whole
 

@@ -153,7 +153,7 @@ def relative_error(name: str, actual: Tensor, expected: Tensor) -> float:
 
 
 def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
-    """Squared norms per head, [H], of x or of x − other, in fp64; in slices, to save memory."""
+    # Squared norms per head, [H], of x or of x − other, in fp64; in slices, to save memory.
     heads, along = (1, 2) if name in _STATES else (2, 1)
     sums = torch.zeros(x.shape[heads], dtype=torch.float64, device=x.device)
     others = itertools.repeat(None) if other is None else other.split(1 << 16, along)
