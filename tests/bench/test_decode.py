@@ -48,15 +48,8 @@ def test_result_rows_and_plot_are_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_states_of_a_hybrid_include_its_caches(tmp_path: Path) -> None:
     """With the capacity of the context and the steps after it."""
-    outcome = run_here(
-        command.main,
-        "decode",
-        *QUICK,
-        "contexts=[70]",
-        "model.attn.every=2",
-        "model.attn.num_kv_heads=2",
-        f"out={tmp_path}",
-    )
+    hybrid = ["contexts=[70]", "check_tokens=70", "model.attn.every=2", "model.attn.num_kv_heads=2"]
+    outcome = run_here(command.main, "decode", *QUICK, *hybrid, f"out={tmp_path}")
     assert outcome.code == 0, outcome
     for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
         assert row["relative_error"] < 1e-12

@@ -57,33 +57,19 @@ SETTINGS = ["device=cpu", "warmup=1", "runs=2", "flush_mb=0", "timeout_seconds=6
 SMALL = [*SETTINGS, "heads=[4]", "dims=[[8,16]]", "tokens=[48]", "check_tokens=70"]
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
-    inputs = Inputs.random(shape, Dtype.fp64, 3, CPU)
-    found = exact_results(OPERATORS[shape.operator], inputs.operands, inputs.do)
-    expected = inputs.results(lambda *operands: naive_of(OPERATORS[shape.operator])(*operands)[0])
-    grads = [f"d{name}" for name in OPERATORS[shape.operator].operands if name != "log_decay"]
-    assert [*found] == [*expected] == ["o", *grads]
-    for name, result in found.items():
-        assert relative_error(result, expected[name]) < 1e-12, name
-    shard = SequencePosition((0, shape.tokens), exchange=local_exchange())
-    assert [*inputs.results(lambda *operands: mix(shape.operator, operands, shard)[0], backward=False)] == ["o"]
-
-
 def test_operands_have_the_sizes_and_decays_of_their_operator() -> None:
-    sizes = {str(shape): [list(x.shape) for x in Inputs.random(shape, Dtype.fp32, 0, CPU).operands.values()]
-             for shape in SHAPES}  # fmt: skip
-    whole, grouped, heads, one, plain, delta, gated, kda, elementwise = sizes.values()
-    assert whole == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4, 8]]
-    assert grouped == [[1, 70, 2, 8], [1, 70, 2, 8], [1, 70, 4, 16], [1, 70, 4]]
-    assert heads == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4]]
-    assert one == [[1, 70, 1, 8], [1, 70, 1, 8], [1, 70, 4, 16], [4]]
-    assert plain == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [4]]
-    assert delta == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4]]
-    assert gated == [[1, 70, 2, 8], [1, 70, 2, 8], [1, 70, 4, 16], [1, 70, 4], [1, 70, 4]]
-    assert kda == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4, 8], [1, 70, 4]]
-    assert elementwise == [[1, 70, 4, 8], [1, 70, 4, 8]]
+    q, v, of_head = [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4]
+    sizes = {
+        SHAPES[0]: [q, q, v, q],
+        SHAPES[1]: [[1, 70, 2, 8], [1, 70, 2, 8], v, of_head],
+        SHAPES[3]: [[1, 70, 1, 8], [1, 70, 1, 8], v, [4]],
+        SHAPES[4]: [q, q, v, [4]],
+        SHAPES[6]: [[1, 70, 2, 8], [1, 70, 2, 8], v, of_head, of_head],
+        SHAPES[7]: [q, q, v, q, of_head],
+        SHAPES[8]: [q, q],
+    }
+    for shape, expected in sizes.items():
+        assert [list(x.shape) for x in Inputs.random(shape, Dtype.fp32, 0, CPU).operands.values()] == expected, shape
     for operands in (Inputs.random(shape, Dtype.fp64, 0, CPU).operands for shape in SHAPES[5:8]):
         assert torch.allclose(operands["k"].norm(dim=-1), torch.ones(1, dtype=torch.float64))
         assert 0 < operands["beta"].min() < operands["beta"].max() < 1
@@ -91,6 +77,16 @@ def test_operands_have_the_sizes_and_decays_of_their_operator() -> None:
     # As `chunk_retention` of fla 0.6.0 has them.
     assert torch.allclose(decays[0], (1 - 2.0 ** (-5.0 - torch.arange(4).double())).log(), rtol=1e-12)
     assert not decays[1].any()
+
+
+def test_results_are_outputs_and_gradients_of_all_operands_but_constants() -> None:
+    inputs, shape = Inputs.random(SHAPES[3], Dtype.fp64, 3, CPU), SHAPES[3]
+    expected = exact_results(OPERATORS[shape.operator], inputs.operands, inputs.do)
+    position = SequencePosition((0, shape.tokens), exchange=local_exchange())
+    found = inputs.results(lambda *operands: mix(shape.operator, operands, position)[0])
+    assert [*found] == [*expected] == ["o", "dq", "dk", "dv"]
+    assert all(relative_error(found[name], expected[name]) < 1e-12 for name in found)
+    assert [*inputs.results(lambda *operands: mix(shape.operator, operands, position)[0], backward=False)] == ["o"]
 
 
 class _Refused(torch.autograd.Function):
@@ -153,21 +149,17 @@ def test_rows_that_run_in_pytorch_on_a_gpu_are_marked_and_its_peers_are_not(
 
 
 @pytest.mark.slow
-def test_peer_is_measured_where_it_is_right(tmp_path: Path) -> None:
-    results = _run_with_peer(tmp_path, "fixed_decay", lambda o: o, "decay=none")
-    rows = [row for row in results["rows"] if row["variant"] == "fla"]
-    assert [row["pass"] for row in rows] == ["forward", "forward_backward"]
-    assert all(row["relative_error"] < 1e-12 for row in rows)
-
-
-@pytest.mark.slow
-def test_refused_gradient_of_the_peer_is_noted_and_its_forward_pass_may_be_measured(tmp_path: Path) -> None:
+def test_right_peer_is_measured_and_a_refused_gradient_leaves_its_forward_pass(tmp_path: Path) -> None:
     results = _run_with_peer(tmp_path / "both", "scalar_decay", _Refused.apply)
     assert {row["variant"] for row in results["rows"]} == {"dp"}
     expected = "is refused by fla itself (Triton < 3.7.1 on Hopper produces incorrect results); passes=[forward] may be"
     assert any(f"fla is not measured: variants=fla: {expected} measured" == note for note in results["notes"])
     results = _run_with_peer(tmp_path / "forward", "scalar_decay", _Refused.apply, "passes=[forward]")
     assert [row["variant"] for row in results["rows"]] == ["dp", "fla"]
+    results = _run_with_peer(tmp_path / "right", "fixed_decay", lambda o: o, "decay=none")
+    rows = [row for row in results["rows"] if row["variant"] == "fla"]
+    assert [row["pass"] for row in rows] == ["forward", "forward_backward"]
+    assert all(row["relative_error"] < 1e-12 for row in rows)
 
 
 def test_wrong_peer_is_a_failure_and_the_others_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,12 +32,12 @@ from zeco_train.sp.attention.routes import Routes
 from zeco_train.training.step import TrainingStep
 from zeco_train.training.step_numbers import taken_from
 from zeco_train.verify import runs, step_cases, team_cases
-from zeco_train.verify.coverage import cover_pairs, not_covered
+from zeco_train.verify.command import not_covered
 from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, rows_of_own_ranks
 from zeco_train.verify.reference import Expected, exact
 from zeco_train.verify.report import Deviation, VerifyRow, line
 from zeco_train.verify.step_cases import StepCase
-from zeco_train.verify.team_cases import HALO, SCANS, TeamCase, distribute
+from zeco_train.verify.team_cases import HALO, SCANS, TeamCase, cover_pairs, distribute
 from zeco_train.verify.whole import DOCUMENTS as DOCUMENT_STARTS
 from zeco_train.verify.whole import SOFTMAX, Whole
 
@@ -137,11 +137,7 @@ FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
         lambda: _replaced(serial, "fold", _no_decay_on_the_middle_rank),
         "R on rank 2 (head",
     ),
-    "rounds without decays": (
-        LANE,
-        lambda: mock.patch.object(doubling, "fold", lambda s, t, x: s + x),
-        "R on rank 2",
-    ),
+    "rounds without decays": (LANE, lambda: mock.patch.object(doubling, "fold", lambda s, t, x: s + x), "R on rank 2"),
     "replays of nothing": (DOCUMENTS, lambda: _replaced(runs, "mix_at", _replays_of_nothing), "a replay"),
     "a stale halo": (CONVOLUTION, lambda: _replaced(halo._Halo, "run", _KeptHalo()), "the second call"),
     "outputs of the states before": (
@@ -149,16 +145,8 @@ FAULTS: dict[str, tuple[TeamCase, Callable[[], Any], str]] = {
         lambda: mock.patch.object(mix, "_whole", lambda one: one.wait()),
         "o on",
     ),
-    "an error in the last head": (
-        DOCUMENTS,
-        lambda: _replaced(runs, "mix_at", _off_in_the_last_head),
-        "(head 1, ",
-    ),
-    "far gradients lost": (
-        RING,
-        lambda: mock.patch.object(ring._Partials, "add", return_value=None),
-        "dk on rank 0",
-    ),
+    "an error in the last head": (DOCUMENTS, lambda: _replaced(runs, "mix_at", _off_in_the_last_head), "(head 1, "),
+    "far gradients lost": (RING, lambda: mock.patch.object(ring._Partials, "add", return_value=None), "dk on rank 0"),
     "paired halves swapped": (
         GATHERED,
         lambda: _replaced(Routes, "start", lambda start, self, xs, what: start(self, [x.flip(1) for x in xs], what)),

@@ -10,6 +10,8 @@ On GPUs each variant is profiled once, on all ranks, forward + backward:
 exposed    time of communication kernels with no compute under it, waits for slower ranks included; of the slowest rank
 slowest    compute time of the rank with the most, relative to the mean: 1 is a perfect balance
 
+Variants:
+
 dp                      each rank its own sequence, nothing crosses ranks
 all_gather, ring, …     the methods of `sp.attention`
 all_gather:contiguous   `all_gather` without pairs: each rank computes its own queries, and the last has the most work
@@ -306,10 +308,7 @@ class AttentionConfig(RunsConfig):
 
     def validate(self) -> None:
         super().validate()
-        unknown = [name for name in self.variants if name not in VARIANTS]
-        if not self.variants or unknown or len(set(self.variants)) < len(self.variants):
-            allowed = f"must be a list of different ones of {', '.join(VARIANTS)}"
-            raise ConfigError("variants", self.variants, allowed)
+        self._check_different("variants", VARIANTS)
         check_least(self, heads=1, head_dim=1)
         self._check_lists(tokens=2)
         if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):

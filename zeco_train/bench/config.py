@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -63,6 +63,11 @@ class CaseConfig:
         for name in ("timeout_seconds", "budget_seconds"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(name, getattr(self, name), "must be > 0 and ≤ 86400")
+
+    def _check_different(self, name: str, legal: Iterable[str]) -> None:
+        values = getattr(self, name)
+        if not values or len(set(values)) < len(values) or not {*values} <= {*legal}:
+            raise ConfigError(name, values, f"must be a list of different ones of {', '.join(legal)}")
 
     def _check_lists(self, **least: int) -> None:
         for name, smallest in least.items():
@@ -272,8 +277,7 @@ class DecodeConfig(OfModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        if not self.variants or len(set(self.variants)) < len(self.variants) or not {*self.variants} <= {*_DECODERS}:
-            raise ConfigError("variants", self.variants, f"must be a list of different ones of {', '.join(_DECODERS)}")
+        self._check_different("variants", _DECODERS)
         self._check_lists(contexts=1, batches=1)
         if sorted(set(self.contexts)) != self.contexts:
             raise ConfigError("contexts", self.contexts, "must rise: one is the beginning of the next")

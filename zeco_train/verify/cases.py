@@ -194,7 +194,6 @@ class Verification:
             exchange.drain()
 
     def _own_ranks(self) -> Iterator[VerifyRow]:
-        """Rows of the ranks that rank 0 starts; the other launched ranks get them from it."""
         rows = _rows_of_own_ranks(self._config.timeout) if self._launch.rank == 0 else iter(())
         while True:
             self._enter("exact cases on ranks of its own, started by rank 0")
@@ -206,7 +205,6 @@ class Verification:
             yield row[0]
 
     def _huge(self) -> Iterator[VerifyRow]:
-        """More than 2³¹ elements, on each rank's device separately."""
         for dtype in self._config.dtypes:
             if dtype == "fp64":
                 continue

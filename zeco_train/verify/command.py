@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -10,23 +11,45 @@ from typing import Any
 
 import torch
 
+from models.mixer_registry import MIXERS
+from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import to_plain
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import find_device
 from zeco_train.lifecycle.end import Advice, Job, run_job
+from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator import Target
-from zeco_train.ops.operator_registry import DEFAULT
+from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
+from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import check_kernels, warn_of
+from zeco_train.sp.attention.method_registry import METHODS
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.terminal import report_to_launcher
+from zeco_train.training.optim.optimizer_registry import OPTIMIZERS
 from zeco_train.verify import report
 from zeco_train.verify.cases import Verification
 from zeco_train.verify.config import VerifyConfig, describe
-from zeco_train.verify.coverage import not_covered
 from zeco_train.verify.report import VerifyRow
 
+# By kind, as in `VerifyRow.uses`.
+_KNOWN = {
+    "operator": [*OPERATORS],
+    "scan": [*BACKENDS, *(scan.name for scan in ALL_SCANS)],
+    "method": [*METHODS],
+    "mixer": [*MIXERS],
+    "strategy": [each.value for each in Strategy],
+    "recompute": [each.value for each in Recompute],
+    "optimizer": [*OPTIMIZERS],
+}
+_NEVER = (
+    "shards of unequal lengths, which evaluation and generation have",
+    "train.matmul=fp8, train.compile=always and bf16 training, whose results are rounded differently",
+    "data preparation, checkpoints, evaluation, generation and exports, which have tests of their own",
+)
 _ADVICE = Advice(
     lost_peer="the rows so far stand, the others are unknown",
     memory="fewer tokens or heads need less",
@@ -96,3 +119,20 @@ def _show(row: VerifyRow, *, is_first: bool, has_table: bool) -> None:
         print(f"comparing on {where} (table=true shows each comparison) …", flush=True)
     if row.failures:
         print(report.failure(row), flush=True)
+
+
+def not_covered(rows: Sequence[VerifyRow], device: torch.device, launch: Launch) -> list[str]:
+    """One line each; the first ones are of this machine."""
+    found = ["training steps and more ranks than launched ran on the CPU, without kernels and NCCL"]
+    if device.type != "cuda":
+        found = ["no GPU: Triton kernels, NCCL, symmetric memory, CUDA graphs, bf16"]
+    if launch.world_size <= launch.local_world_size or launch.world_size == 1:
+        found.append("one machine: lane and the other scans between machines ran between groups of ranks of this one")
+    largest = max((row.sp_size for row in rows), default=1)
+    found.append(f"more than {largest} ranks that share a sequence, and lengths beyond those above")
+    used = {use for row in rows if not row.problem for use in row.uses}
+    for kind, names in _KNOWN.items():
+        if missing := [name for name in names if f"{kind} {name}" not in used]:
+            found.append(f"{kind}: {', '.join(missing)}")
+    reasons = dict.fromkeys(f"{row.backend}: {row.reason}" for row in rows if row.reason)
+    return [*found, *_NEVER, *(f"skipped: {reason}" for reason in reasons)]

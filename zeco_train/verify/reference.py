@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import ExactTokens, exact_softmax
-from zeco_train.verify.whole import SOFTMAX, Results, Whole
+from zeco_train.verify.whole import SOFTMAX, STATES, Results, Whole
 
 
 @dataclass(frozen=True)
@@ -181,5 +181,5 @@ class Expected:
 
 
 def _by_head(name: str, x: Tensor) -> Tensor:
-    dim = {"dweight": 0, "dbias": 0, "R": 1, "D_in": 1, "carry_out": 1, "dcarry_in": 1}.get(name, 2)
+    dim = 0 if name in ("dweight", "dbias") else 1 if name in STATES else 2
     return x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]

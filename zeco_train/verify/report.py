@@ -11,11 +11,10 @@ from torch import Tensor
 
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.system.terminal import format_heading, format_row
-from zeco_train.verify.whole import CONSTANTS, VERIFIED
+from zeco_train.verify.whole import CONSTANTS, STATES, VERIFIED
 
-_STATES = ("R", "D_in", "carry_out", "dcarry_in")
 _OPERANDS = dict.fromkeys(itertools.chain.from_iterable(OPERATORS[name].operands for name in VERIFIED))
-TENSORS = ("o", *(f"d{name}" for name in _OPERANDS if name not in CONSTANTS), *_STATES)
+TENSORS = ("o", *(f"d{name}" for name in _OPERANDS if name not in CONSTANTS), *STATES)
 # Sequence parallelism regroups sums, as another chunking on one device (into as many pieces) does: both are the same
 # kind of noise, whose norms fluctuate: 1.05 at most on 4 H200s, 1.07 on CPUs. A scan that loses precision exceeds it.
 LARGEST_RATIO = 1.25
@@ -153,8 +152,8 @@ def relative_error(name: str, actual: Tensor, expected: Tensor) -> float:
 
 
 def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
-    """Squared norms per head, [H], of x or of x − other, in fp64; in slices, to save memory."""
-    heads, along = (1, 2) if name in _STATES else (2, 1)
+    # Squared norms per head, [H], of x or of x − other, in fp64; in slices, to save memory.
+    heads, along = (1, 2) if name in STATES else (2, 1)
     sums = torch.zeros(x.shape[heads], dtype=torch.float64, device=x.device)
     others = itertools.repeat(None) if other is None else other.split(1 << 16, along)
     for piece, own in zip(x.split(1 << 16, along), others, strict=False):

@@ -28,14 +28,12 @@ from zeco_train.sp.exchange import local_exchange
 from zeco_train.verify.config import VerifyConfig
 from zeco_train.verify.reference import ALONE, SequenceRank, exact
 from zeco_train.verify.report import Deviation, deviations
-from zeco_train.verify.whole import CONSTANTS, SOFTMAX, Results, Whole, decay_rates
+from zeco_train.verify.whole import CONSTANTS, SOFTMAX, STATES, Results, Whole, decay_rates
 
 # First cut of the sequence in the second run on one device: not a multiple of a chunk.
 ODD_PLACE = 37
 # Runs of softmax attention on one device, by the queries of a piece.
 IN_SHARDS, IN_HALVES = "one device, in shards", "one device, in halves"
-# What a shard does not share with the others of its sequence.
-_ENDS = ("carry_out", "dcarry_in")
 
 
 class Pass:
@@ -177,7 +175,7 @@ def _in_series(
     joined = {
         name: x if len(passes) == 1 else torch.cat([each.results[name] for each in passes], 1)
         for name, x in first.items()
-        if name not in ("R", *_ENDS)
+        if name not in STATES
     }
     return joined | ({"carry_out": last["carry_out"], "dcarry_in": first["dcarry_in"]} if whole.carry else {})
 
@@ -210,7 +208,7 @@ def _own(results: Results, whole: Whole, place: SequenceRank) -> Results:
     start, stop = place.rank * whole.tokens, (place.rank + 1) * whole.tokens
     if place.size == 1:
         return results
-    return {name: x if name in _ENDS else x[:, start:stop].clone() for name, x in results.items()}
+    return {name: x if name in STATES else x[:, start:stop].clone() for name, x in results.items()}
 
 
 def _gathered(part: Results, place: SequenceRank) -> Results:
@@ -252,7 +250,7 @@ def huge_deviations(whole: Whole, device: torch.device) -> dict[str, Deviation]:
     heads = sorted({0, whole.heads // 2, whole.heads - 1})
     chosen = {name: x[:, :, heads].cpu() for name, x in part.items()}
     (expected,) = exact(whole, ALONE, [chosen], [state[:, heads] for state in whole.ends])
-    actual = {name: x[:, heads] if name in ("R", "D_in", *_ENDS) else x[:, :, heads] for name, x in results.items()}
+    actual = {name: x[:, heads] if name in STATES else x[:, :, heads] for name, x in results.items()}
     return deviations({name: x.cpu() for name, x in actual.items()}, expected)
 
 

@@ -51,10 +51,9 @@ from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
 from zeco_train.training.optim.optimizer_registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.step import TrainingStep
-from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team
 from zeco_train.verify.report import Deviation, VerifyRow
-from zeco_train.verify.team_cases import SCANS
+from zeco_train.verify.team_cases import SCANS, Cell, cover_pairs
 
 SIZE = 4
 STEPS = 2

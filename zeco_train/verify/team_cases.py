@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -37,7 +38,6 @@ from zeco_train.sp.backend_registry import BACKENDS, Backend, SPConfig
 from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.sp.exposed import ExposedMeter
 from zeco_train.verify.config import LIMITS, METHODS
-from zeco_train.verify.coverage import Cell, cover_pairs
 from zeco_train.verify.own_ranks import HandIn, Team
 from zeco_train.verify.reference import Expected, exact
 from zeco_train.verify.report import Deviation, VerifyRow
@@ -50,6 +50,12 @@ PARTITIONS = (((0, 1, 2, 3, 4, 5),), ((0, 1, 2), (3, 4), (5,)), ((4, 5), (0, 1, 
 TEAM_SIZES = sorted({len(team) for partition in PARTITIONS for team in partition})
 # Beside a backend's own scan, of a convolution's inputs.
 HALO = "halo"
+Cell = dict[str, Any]
+# A pair of values: axis, index of the value, and the same of another axis.
+_Pair = tuple[str, int, str, int]
+
+# Random completions of a case of which the best is taken, and tries to find a possible one at all.
+_CANDIDATES, _TRIES = 24, 1_000
 
 
 def _scans() -> dict[str, SPConfig]:
@@ -77,6 +83,50 @@ METHODS_IN_PARTS: dict[str, MethodSpec] = {
 }
 
 # --- the table of cases ---
+
+
+def cover_pairs(
+    axes: Mapping[str, Sequence[Any]], is_possible: Callable[[Cell], bool], given: Sequence[Cell] = ()
+) -> list[Cell]:
+    """Cases with each possible pair of values of two axes that `given` cases lack; the same in every process."""
+    generator, sizes = random.Random(0), {axis: len(values) for axis, values in axes.items()}
+    missing: dict[_Pair, None] = {}
+    for a, b in itertools.combinations(axes, 2):
+        missing |= dict.fromkeys((a, i, b, j) for i in range(len(axes[a])) for j in range(len(axes[b])))
+    for cell in given:
+        for pair in _pairs({axis: values.index(cell[axis]) for axis, values in axes.items()}):
+            missing.pop(pair, None)
+    chosen: list[Cell] = []
+    while missing:
+        a, i, b, j = next(iter(missing))
+        best: dict[str, int] | None = None
+        most = found = 0
+        for _ in range(_TRIES):
+            indices = {axis: int(generator.random() * size) for axis, size in sizes.items()} | {a: i, b: j}
+            if not is_possible(_cell(axes, indices)):
+                continue
+            new = sum(pair in missing for pair in _pairs(indices))
+            if best is None or new > most:
+                best, most = indices, new
+            found += 1
+            if found == _CANDIDATES:
+                break
+        if best is None:
+            # No case can have both.
+            del missing[a, i, b, j]
+            continue
+        chosen.append(_cell(axes, best))
+        for pair in _pairs(best):
+            missing.pop(pair, None)
+    return chosen
+
+
+def _cell(axes: Mapping[str, Sequence[Any]], indices: Mapping[str, int]) -> Cell:
+    return {axis: axes[axis][index] for axis, index in indices.items()}
+
+
+def _pairs(indices: Mapping[str, int]) -> list[_Pair]:
+    return [(a, i, b, j) for (a, i), (b, j) in itertools.combinations(indices.items(), 2)]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from zeco_train.ops.softmax.span import Span
 Results = dict[str, Tensor]
 # Operands that are the same for all tokens, and have no gradient.
 CONSTANTS = ("log_decay",)
+# Results without tokens: the state before and the gradient after a shard; those after and before the whole sequence.
+STATES = ("R", "D_in", "carry_out", "dcarry_in")
 # Softmax attention, as an `operator`: it has no state, and methods of its own in place of the backends.
 SOFTMAX = "softmax"
 # Operators with states along a causal sequence.
