@@ -234,7 +234,7 @@ COMPILED = {
 FINDS = {
     "gla": "zeco_train.ops.gla.kernels.launch:find",
     **dict.fromkeys(("scalar_decay", "fixed_decay"), "zeco_train.ops.scalar_decay.kernels.launch:find"),
-    **dict.fromkeys(DELTA, "zeco_train.ops.delta.kernels.tuning:find"),
+    **dict.fromkeys(DELTA, "zeco_train.ops.delta.kernels.launch:find"),
 }
 
 
