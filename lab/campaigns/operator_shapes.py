@@ -356,9 +356,9 @@ def one_segment(case: Case) -> Iterator[None]:
     ):
         yield
         return
-    from zeco_train.ops.delta import cuda as of_delta
-    from zeco_train.ops.gla import cuda as of_gla
-    from zeco_train.ops.scalar_decay import cuda as of_scalar
+    from zeco_train.ops.delta.kernels import launch as of_delta
+    from zeco_train.ops.gla.kernels import launch as of_gla
+    from zeco_train.ops.scalar_decay.kernels import launch as of_scalar
 
     module, changes = (
         (of_gla, {"programs": 1})

@@ -54,9 +54,9 @@ def _saving_like(kernels: Passes, plain: Passes) -> Passes:
 @pytest.mark.parametrize("name", OTHERS)
 def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
     """To the byte, without a compiler; that kernels save what they promise is tested with them."""
-    from zeco_train.ops.delta import cuda as delta
+    from zeco_train.ops.delta.kernels import launch as delta
     from zeco_train.ops.hgrn.kernels import CUDA as CUDA_HGRN
-    from zeco_train.ops.scalar_decay import cuda
+    from zeco_train.ops.scalar_decay.kernels import launch as cuda
 
     gated = delta.CUDA_GATED, CHUNKED
     pairs = {
@@ -114,7 +114,7 @@ def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConf
 @pytest.mark.parametrize("batch", [1, 8])
 def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
     """Of many tokens, by far more than those of the measurement."""
-    from zeco_train.ops.scalar_decay import cuda
+    from zeco_train.ops.scalar_decay.kernels import launch as cuda
 
     sizes = f"data.micro_batch={batch}", f"data.global_batch={batch}"
     case = make_case(f"model={name}", "gpu=h200", "train.dtype=bf16", "train.compile=never", *sizes)

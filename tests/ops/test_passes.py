@@ -180,6 +180,11 @@ def test_documents_equal_recurrence(name: str, documents: str, edges: list[int],
 
 
 @EACH
+def test_a_border_among_the_first_tokens_of_a_rank_cuts_what_it_received_off(name: str) -> None:
+    check(name, make(name, 60), [0, 20, 40, 60], (21, 42))
+
+
+@EACH
 @pytest.mark.parametrize("loud", [slice(0, 70), pytest.param(slice(70, 150), marks=pytest.mark.slow)])
 def test_no_value_or_gradient_crosses_restart(name: str, loud: slice) -> None:
     """Exactly, not within rounding: a restart is a product with 0."""

@@ -1,7 +1,4 @@
-"""The short convolution's recurrence against torch's conv1d; its kernels under Triton's interpreter.
-
-`test_passes.py` has its passes in PyTorch.
-"""
+"""The short convolution's recurrence against torch's conv1d; `test_passes.py` and `test_kernels.py` have the rest."""
 
 from __future__ import annotations
 
@@ -14,14 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import opcheck
 
-from tests.support.distributed import run_distributed
-from tests.support.interpreter import skip_overflow_checks
-from tests.support.kernel_cases import both_results
 from tests.support.recurrence import naive_short_conv
 from zeco_train.ops.documents import find_doc_ids
-from zeco_train.ops.passes import Passes
 from zeco_train.ops.short_conv import SHORT_CONV
-from zeco_train.ops.short_conv.passes import PLAIN
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
@@ -118,62 +110,3 @@ def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
         kept = [x.detach() for x in operands], values["do"].float(), saved, transition, received
         dcarry_out = values["dcarry_out"].float()
         opcheck(torch.ops.zeco.mix_backward.default, (*kept, dcarry_out, "short_conv", 1.0, *place, True))
-
-
-# --- kernels ---
-
-# Tokens, width, channels, batch, documents: more than a run of tokens (16 here) and a program's channels (128), borders
-# inside a step of tokens and at the edges of steps and runs.
-KERNEL_CASES: dict[str, tuple[int, int, int, int, tuple[int, ...] | None]] = {
-    "several runs": (37, 4, 130, 1, None),
-    "documents": (45, 4, 5, 1, (0, 1, 2, 8, 15, 16, 19, 32, 43)),
-    "one document that continues": (19, 3, 5, 1, (0,)),
-    "width 2": (18, 2, 5, 2, None),
-    "one token": (1, 4, 5, 2, None),
-    "documents at the edges of runs": (18, 3, 5, 1, (0, 1, 8, 15, 16)),
-    "two tiles of channels": (18, 4, 130, 2, None),
-    "a token less than the state": (2, 4, 5, 1, (0, 1)),
-    "as long as the state": (3, 4, 5, 2, None),
-}
-QUICK = ["documents at the edges of runs", "two tiles of channels", "a token less than the state"]
-OTHERS = [name for name in KERNEL_CASES if name not in QUICK]
-
-
-def both_passes(passes: Passes, values: dict[str, Tensor], doc_ids: Tensor | None) -> dict[str, Tensor]:
-    """All results of the two passes of one rank, given R and D_in."""
-    states = {"R": values["carry_in"], "D_in": values["dcarry_out"]}
-    return both_results(passes, NAMES, {**values, **states}, 1.0, doc_ids)
-
-
-def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
-    from zeco_train.ops.short_conv import kernels as launch
-    from zeco_train.ops.short_conv.kernels import CUDA
-
-    skip_overflow_checks()
-    # Short runs: the interpreter takes a millisecond a token.
-    launch.OUTPUTS, launch.GRADS = (walk._replace(shortest=16) for walk in (launch.OUTPUTS, launch.GRADS))
-    problems = {}
-    for name in names:
-        tokens, width, channels, batch, documents = KERNEL_CASES[name]
-        values = {key: x.float() for key, x in tensors(batch, tokens, width, channels).items()}
-        # As part of a projection's output: channels side by side, tokens apart.
-        for key in ("x", "do"):
-            values[key] = torch.cat([values[key], torch.full_like(values[key], torch.nan)], -1)[..., :channels]
-        borders = None if documents is None else torch.tensor([*documents, tokens])
-        doc_ids = find_doc_ids(borders, 1, tokens, values["x"].device)
-        wanted = both_passes(PLAIN, {key: x.double() for key, x in values.items()}, doc_ids)
-        found = both_passes(CUDA, values, doc_ids)
-        for key, tensor in wanted.items():
-            assert found[key].shape == tensor.shape
-            error = (found[key].double() - tensor).norm().item() / max(1e-3, tensor.norm().item())
-            # Written so that a NaN is a problem too.
-            if not error <= 1e-6:
-                problems[f"{name}: {key}"] = f"error {error}"
-    return problems
-
-
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
-def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_interpreted, 1, names, fresh=True) == [{}]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,92 +16,94 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from zeco_train.ops.documents import find_doc_ids
-from zeco_train.ops.gla.chunked import CHUNKED
+from zeco_train.ops.documents import find_doc_ids, find_restarts
+from zeco_train.ops.operator import Kind
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import Passes
 
 # Limit of shared memory per program in bytes, by architecture.
 SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
 
 
-@dataclass(frozen=True)
-class RankCase:
-    """One rank's tokens; the shape is of the operands, see the subclasses."""
+# Tuples, so that a case can be a dictionary's key: of sizes, and of changed options.
+Pairs = tuple[tuple[str, float], ...]
 
-    shape: tuple[int, ...]
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One rank's tokens for an operator's kernels."""
+
+    operator: str
+    tokens: int
+    sizes: tuple[int, ...] = (1, 1, 1, 16, 16)  # B, G, H, K, V; of a convolution B, W, C
     rate: float = 0.2  # log-decays are uniform from −rate to 0
-    documents: tuple[int, ...] | None = None  # cu_seqlens
+    documents: tuple[int, ...] | None = None  # cu_seqlens, without the last border
     before: int = 1
     reset: float | None = None  # the log-decay of every 40th token, as users write a reset
+    changes: Pairs = ()  # of the kept options: few programs make long segments
 
-    def random(
-        self,
-        of_keys: tuple[int, int, int, int],
-        of_values: tuple[int, int, int, int],
-        of_decays: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> dict[str, Tensor]:
-        """Random inputs of those shapes; not contiguous, as a projection's output cut into heads may be."""
-        (*tokens, K), (B, _, H, V) = of_keys, of_values
-        generator = torch.Generator().manual_seed(sum(self.shape))
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        keys, values = normal(*tokens, 2 * K).to(dtype), normal(*of_values[:3], 2 * V).to(dtype)
-        tensors = {
-            **dict(zip("qk", keys.chunk(2, -1), strict=True)),
-            **dict(zip(("v", "do"), values.chunk(2, -1), strict=True)),
-            "g": -self.rate * torch.rand(of_decays, generator=generator),
-            **{name: normal(B, H, K, V) for name in ("R", "D_in")},
-        }
-        if self.reset is not None:
-            tensors["g"][:, 7::40] = self.reset
-        return {name: x.to(device) for name, x in tensors.items()}
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Random inputs; not contiguous, as parts of a projection's output. Keys of delta rules have norm 1."""
+        operator, names = OPERATORS[self.operator], "BWC" if self.operator == "short_conv" else "BGHKV"
+        sizes = dict(zip(names, self.sizes, strict=True)) | {"T": self.tokens, "1": 1}
+        generator = torch.Generator().manual_seed(sum(self.sizes) + self.tokens)
+        found = {}
+        for name, dims in {**operator.dims_of, "do": operator.dims[operator.output]}.items():
+            shape = [sizes[dim] for dim in dims]
+            if name in ("g", "log_decay"):
+                x = -self.rate * torch.rand(shape, generator=generator)
+                if self.reset is not None:
+                    x[:, 7::40] = self.reset
+            elif name == "beta":
+                x = 2 * torch.randn([shape[0], shape[2], shape[1]], generator=generator).sigmoid().mT
+            else:
+                x = torch.randn(shape, generator=generator)
+                x = normalize(x, dim=-1) if name == "k" and operator.kind is Kind.matrix else x
+                x = torch.cat([x, torch.full_like(x, torch.nan)], -1).to(dtype)[..., : shape[-1]]
+            found[name] = x
+        state = operator.state_shape([*found.values()][:-1])
+        found |= {name: torch.randn(state, generator=generator) for name in ("R", "D_in")}
+        return {name: x.to(device) for name, x in found.items()}
 
     def doc_ids(self, device: torch.device) -> Tensor | None:
         """The documents in the operator's format."""
         if self.documents is None:
             return None
-        return find_doc_ids(torch.tensor(self.documents), self.before, self.shape[1], device)
+        return find_doc_ids(torch.tensor([*self.documents, self.tokens]), self.before, self.tokens, device)
 
+    def found(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Results of the kernels, with the case's options."""
+        operator = OPERATORS[self.operator]
+        assert operator.cuda is not None
+        passes, module = resolve_name(operator.cuda), sys.modules[operator.cuda.partition(":")[0]]
+        with contextlib.ExitStack() as stack:
+            if self.changes and hasattr(module, "options_for"):
+                plain = module.options_for
+                changed = lambda *x: dataclasses.replace(plain(*x), **dict(self.changes))  # noqa: E731
+                stack.enter_context(mock.patch.object(module, "options_for", changed))
+            return both_results(passes, operator.operands, tensors, 0.7, self.doc_ids(tensors["do"].device))
 
-@dataclass(frozen=True)
-class KernelCase(RankCase):
-    """Of gated linear attention: shape B, T, H, K, V."""
+    def errors(self, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+        """Error of each result, norm over norm, from the PyTorch passes in fp64.
 
-    programs: int = 264  # of the walks over chunks; few make long segments
-    fused: bool = True  # dv may be computed in the loop that computes dk
-
-    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Random inputs."""
-        B, T, H, K, V = self.shape
-        return self.random((B, T, H, K), (B, T, H, V), (B, T, H, K), dtype, device)
-
-
-@dataclass(frozen=True)
-class DeltaCase(RankCase):
-    """Of a delta rule: shape B, T, G, H, K, V."""
-
-    rule: str = "kda"
-    # See `DeltaTuning`: a small number makes many segments, a large one makes one, None takes the kept one.
-    joining: float | None = 0.1
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The operands, in their order."""
-        return ("q", "k", "v", "beta") if self.rule == "delta" else ("q", "k", "v", "g", "beta")
-
-    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Random inputs, keys of norm 1."""
-        B, T, G, H, K, V = self.shape
-        of_decays = (B, T, H, K) if self.rule == "kda" else (B, T, H)
-        found = self.random((B, T, G, K), (B, T, H, V), of_decays, dtype, device)
-        found["k"] = normalize(found["k"].float(), dim=-1).to(dtype)
-        generator = torch.Generator().manual_seed(1)
-        found["beta"] = 2 * torch.randn(B, H, T, generator=generator).sigmoid().mT.to(device)
-        return found
+        Random keys of delta rules leave little of a state after some hundred tokens, and rounding errors are of the
+        size of what they left before: that of a matrix is over the norm of the identity.
+        """
+        tensors, doc_ids, operator = self.tensors(dtype, device), self.doc_ids(device), OPERATORS[self.operator]
+        found = self.found(tensors)
+        wide = {name: x.double() for name, x in tensors.items()}
+        exact = both_results(operator.portable, operator.operands, wide, 0.7, doc_ids)
+        assert found.keys() == exact.keys()
+        errors = {name: relative_error(found[name], exact[name]) for name in exact if name != "M"}
+        if operator.kind is Kind.matrix:
+            errors["M"] = (found["M"] - exact["M"]).norm().item() / found["M"].shape[:3].numel() ** 0.5
+        else:
+            # exp underflows to 0 in fp32 from −104 on, so compare all decays below that as equal.
+            errors["M"] = relative_error(*(of["M"].clamp(min=-104.0) for of in (found, exact)))
+        if "dg" in found and doc_ids is not None and self.operator not in ("gla", "hgrn"):
+            is_zero = (found["dg"][:, find_restarts(doc_ids)] == 0).all()
+            errors["dg at restarts"] = 0.0 if is_zero else float("inf")
+        return errors
 
 
 @contextlib.contextmanager
@@ -168,27 +172,6 @@ def _check_kept(sent: Tensor, state: Tensor) -> None:
     """A scan may still read the state. Not where a test forbids to synchronise, as a comparison does."""
     if not torch.cuda.is_available() or torch.cuda.get_sync_debug_mode() == 0:
         torch.testing.assert_close(sent, state, rtol=0, atol=0, equal_nan=True)
-
-
-def both_passes(passes: Passes, tensors: dict[str, Tensor], doc_ids: Tensor | None, scale: float) -> dict[str, Tensor]:
-    """`both_results` of gated linear attention."""
-    found = both_results(passes, ("q", "k", "v", "g"), tensors, scale, doc_ids)
-    # exp underflows to 0 in fp32 from −104 on, so compare all decays below that as equal
-    return {**found, "M": found["M"].clamp(min=-104.0)}
-
-
-def kernel_errors(case: KernelCase, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Error of each result of the kernels, norm over norm, from the PyTorch passes in fp64."""
-    from zeco_train.ops.gla import cuda  # late: imports Triton, whose mode is fixed at import
-
-    tensors = case.tensors(dtype, device)
-    doc_ids = case.doc_ids(device)
-    scale = case.shape[3] ** -0.5
-    plain, changes = cuda.options_for, {"programs": case.programs, "fused": case.fused}
-    with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), **changes)):
-        found = both_passes(cuda.CUDA, tensors, doc_ids, scale)
-    expected = both_passes(CHUNKED, {name: x.double() for name, x in tensors.items()}, doc_ids, scale)
-    return {name: relative_error(found[name], expected[name]) for name in expected}
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

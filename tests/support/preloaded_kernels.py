@@ -12,11 +12,11 @@ from triton.runtime.interpreter import InterpretedFunction
 import zeco_train.kernels.adamw
 import zeco_train.kernels.pack
 import zeco_train.kernels.rows
-import zeco_train.ops.delta.cuda
+import zeco_train.ops.delta.kernels.launch
 import zeco_train.ops.gated_norm.kernels
-import zeco_train.ops.gla.cuda
+import zeco_train.ops.gla.kernels.launch
 import zeco_train.ops.hgrn.kernels
-import zeco_train.ops.scalar_decay.cuda
+import zeco_train.ops.scalar_decay.kernels.launch
 import zeco_train.ops.short_conv.kernels
 import zeco_train.sp.exchange  # noqa: F401
 from tests.support.interpreter import quicken

@@ -2,8 +2,8 @@
 
 To read them: `operator_registry` (the operators), `operator` (what one is, and which implementation serves a call),
 `mix` (the custom op seen by autograd and compilers), `passes` (the interface of an implementation), an operator's
-folder (`chunked` in PyTorch, `cuda` by its Triton kernels) and `seam` (the interface to communication). `chunks` and
-`pairs` are shared by them, `oracle` has exact results, `slow_paths` names the calls of a run without kernels.
+folder (`chunked` in PyTorch, `kernels` in Triton) and `seam` (the interface to communication). `chunks` and `pairs` are
+shared by them, `oracle` has exact results, `slow_paths` names the calls of a run without kernels.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ DELTA = Operator(
     recomputed_flops=recomputed_flops,
     about="The delta rule of DeltaNet (Yang et al. 2024, arXiv 2406.06484); keys must have norm 1.\n\n"
     "    S_t = (I − β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ,    o_t = scale · q_tᵀ S_t",
-    cuda="zeco_train.ops.delta.cuda:CUDA_DELTA",
+    cuda="zeco_train.ops.delta.kernels.launch:CUDA_DELTA",
     kernels=_KERNELS,
     time=_GATED_TIME,  # not measured; the most like it
     peers=(PeerFunction("fla.ops.delta_rule", "chunk_delta_rule"),),
@@ -104,7 +104,7 @@ GATED_DELTA = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     about=f"The gated delta rule, a decay a head (Yang et al. 2024, arXiv 2412.06464){_FORMULA}",
-    cuda="zeco_train.ops.delta.cuda:CUDA_GATED",
+    cuda="zeco_train.ops.delta.kernels.launch:CUDA_GATED",
     kernels=_KERNELS,
     time=_GATED_TIME,
     peers=(PeerFunction("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", takes_context=True),),

@@ -1,10 +1,10 @@
 """Chunked gated linear attention in PyTorch: the phases of one rank, forward and backward (docs/mathematics.md).
 
-Each phase is a plain function of tensors: no autograd, no communication. The passes at the end combine them around the
-exclusive scans over ranks, of (S_loc, G_tot) for R and of (D_loc, G_tot) in reverse for D_in:
+Phases before the scans, and beside them, are plain functions of tensors: no autograd, no communication. The passes
+combine them around the exclusive scans over ranks, of (S_loc, G_tot) for R and of (D_loc, G_tot) in reverse for D_in:
 
     forward     local_states → scan | intra_scores | R → outputs
-    backward    local_state_grads → scan | local_states again, intra_grads | D_in → input_grads
+    backward    local_state_grads → scan | local_states again, intra_grads | D_in → gradients of the operands
 
 q, k, g [B, T, H, K]; v, o, do [B, T, H, V], g fp32 or fp64; by chunks [N, B, H, C, …]. R, D_in [B, H, K, V]. `doc_ids`
 as in `zeco_train.ops.documents`. Arithmetic and states are fp64 if v is, else fp32.
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.chunk_states import BoundaryStates, accumulate_states
 from zeco_train.ops.chunks import (
+    BoundaryStates,
     ChunkDecays,
+    accumulate_states,
     add_later_tokens,
     chunk_decays,
     chunk_decays_from_start,
@@ -123,77 +124,6 @@ def intra_grads(
     return IntraGrads(dq, dk, dv.view(*queries.shape[:-1], -1))
 
 
-def outputs(
-    q: Tensor, v: Tensor, scores: Tensor, chunk_states: ChunkStates, incoming_state: Tensor, scale: float
-) -> Tensor:
-    """o_i = scale · (q_i ⊙ decay through i in its chunk)ᵀ S[n] + Σ_j A_ij v_j, with the true S[n], in the dtype of v.
-
-    Overwrites the states of `chunk_states`.
-
-    Raises:
-        ValueError: a received state of another shape.
-    """
-    check_state(incoming_state, "incoming_state", chunk_states.state.shape)
-    states = chunk_states.boundaries.take_corrected(incoming_state)
-    queries = chunk_states.decays.from_start * to_chunks(q, states.dtype)
-    o = torch.bmm(matrices(scores), chunk_states.values)
-    o.baddbmm_(matrices(queries), matrices(states[:-1]), alpha=scale)
-    o = o.view(*scores.shape[:-1], -1)
-    return to_tokens(o, v.shape[1], v.dtype)
-
-
-def input_grads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    chunk_states: ChunkStates,
-    incoming_state: Tensor,
-    chunk_grads: ChunkStateGrads,
-    incoming_grad: Tensor,
-    intra: IntraGrads,
-    doc_ids: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg in the shapes and dtypes of q, k, v, g, from the true states and their true gradients.
-
-        dq_i += scale · S[n] do_i ⊙ decay through i,    dk_j += dS[n+1] v_j ⊙ decay after j,
-        dv_j += dS[n+1]ᵀ (k_j ⊙ decay after j),
-        dg_t = Σ_{i >= t in the chunk} (q_i ⊙ dq_i − k_i ⊙ dk_i) + Σ_V S[n+1] ⊙ dS[n+1]
-
-    dg is a difference of sums: its rounding errors are relative to q ⊙ dq, however small the decays make dg itself.
-    Overwrites the states of `chunk_states` and `chunk_grads`, and `intra`.
-
-    Raises:
-        ValueError: a received state of another shape.
-    """
-    check_state(incoming_state, "incoming_state", chunk_states.state.shape)
-    check_state(incoming_grad, "incoming_grad", chunk_states.state.shape)
-    states = chunk_states.boundaries.take_corrected(incoming_state)
-    grads = chunk_grads.boundaries.take_corrected(incoming_grad)
-    queries, keys = to_chunks(q, states.dtype), to_chunks(k, states.dtype)
-    dq, dk, dv, decays = *intra, chunk_states.decays
-    seen = torch.bmm(chunk_grads.output_grads, matrices(states[:-1]).mT).view(dq.shape)
-    dq.addcmul_(seen, decays.from_start, value=scale)
-    reached = torch.bmm(chunk_states.values, matrices(grads[1:]).mT).view(dk.shape)
-    dk.addcmul_(reached, decays.to_end)
-    dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
-    token_terms = dq.mul(queries).addcmul_(keys, dk, value=-1.0)
-    # The last use of both: they are the largest tensors here, so the product overwrites one.
-    boundary_terms = states[1:].mul_(grads[1:]).sum(-1)
-    # The boundary term has the effect of the tokens after the chunk, on this rank and on later ones; without it dg is
-    # wrong on every rank but the last. It enters at the chunk's last token, and the sum over later tokens, which ends
-    # before a restart, hands it to all of them.
-    token_terms[..., -1, :] += boundary_terms
-    dg = add_later_tokens(token_terms, doc_ids)
-    pairs = zip((dq, dk, dv, dg), (q, k, v, g), strict=True)
-    dq, dk, dv, dg = (to_tokens(grad, x.shape[1], x.dtype) for grad, x in pairs)
-    if doc_ids is not None:
-        # There the decay is 0 whatever g is.
-        dg.masked_fill_(find_restarts(doc_ids)[:, None, None], 0.0)
-    return dq, dk, dv, dg
-
-
 class _GlaForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._q, self._k, self._v, self._g = operands
@@ -204,7 +134,14 @@ class _GlaForward(ForwardBase):
         self._scores = intra_scores(self._q, self._k, self._g, self.doc_ids, self.scale)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        return outputs(self._q, self._v, self._scores, self._states, incoming_state, self.scale)
+        # o_i = scale · (q_i ⊙ decay through i in its chunk)ᵀ S[n] + Σ_j A_ij v_j, with the true S[n].
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        chunk_states = self._states
+        states = chunk_states.boundaries.take_corrected(incoming_state)
+        queries = chunk_states.decays.from_start * to_chunks(self._q, states.dtype)
+        o = torch.bmm(matrices(self._scores), chunk_states.values)
+        o.baddbmm_(matrices(queries), matrices(states[:-1]), alpha=self.scale)
+        return to_tokens(o.view(*self._scores.shape[:-1], -1), self._v.shape[1], self._v.dtype)
 
 
 class _GlaBackward(BackwardBase):
@@ -217,9 +154,40 @@ class _GlaBackward(BackwardBase):
         self._states = local_states(self._k, self._v, self._g, self.doc_ids)
         self._intra = intra_grads(self._q, self._k, self._v, self._g, self.do, self.doc_ids, self.scale)
 
+    # From the true states and their true gradients, which overwrite those of the chunks:
+    #
+    #     dq_i += scale · S[n] do_i ⊙ decay through i,    dk_j += dS[n+1] v_j ⊙ decay after j,
+    #     dv_j += dS[n+1]ᵀ (k_j ⊙ decay after j),
+    #     dg_t = Σ_{i >= t in the chunk} (q_i ⊙ dq_i − k_i ⊙ dk_i) + Σ_V S[n+1] ⊙ dS[n+1]
+    #
+    # dg is a difference of sums: its rounding errors are relative to q ⊙ dq, however small the decays make dg itself.
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        inputs = self._q, self._k, self._v, self._g, self._states, self.received, self._grads
-        return input_grads(*inputs, incoming_grad, self._intra, self.doc_ids, self.scale)
+        chunk_states, chunk_grads, scale = self._states, self._grads, self.scale
+        check_state(self.received, "incoming_state", chunk_states.state.shape)
+        check_state(incoming_grad, "incoming_grad", chunk_states.state.shape)
+        states = chunk_states.boundaries.take_corrected(self.received)
+        grads = chunk_grads.boundaries.take_corrected(incoming_grad)
+        queries, keys = to_chunks(self._q, states.dtype), to_chunks(self._k, states.dtype)
+        dq, dk, dv, decays = *self._intra, chunk_states.decays
+        seen = torch.bmm(chunk_grads.output_grads, matrices(states[:-1]).mT).view(dq.shape)
+        dq.addcmul_(seen, decays.from_start, value=scale)
+        reached = torch.bmm(chunk_states.values, matrices(grads[1:]).mT).view(dk.shape)
+        dk.addcmul_(reached, decays.to_end)
+        dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
+        token_terms = dq.mul(queries).addcmul_(keys, dk, value=-1.0)
+        # The last use of both: they are the largest tensors here, so the product overwrites one.
+        boundary_terms = states[1:].mul_(grads[1:]).sum(-1)
+        # The boundary term has the effect of the tokens after the chunk, on this rank and on later ones; without it dg
+        # is wrong on every rank but the last. It enters at the chunk's last token, and the sum over later tokens, which
+        # ends before a restart, hands it to all of them.
+        token_terms[..., -1, :] += boundary_terms
+        dg = add_later_tokens(token_terms, self.doc_ids)
+        pairs = zip((dq, dk, dv, dg), (self._q, self._k, self._v, self._g), strict=True)
+        dq, dk, dv, dg = (to_tokens(grad, x.shape[1], x.dtype) for grad, x in pairs)
+        if self.doc_ids is not None:
+            # There the decay is 0 whatever g is.
+            dg.masked_fill_(find_restarts(self.doc_ids)[:, None, None], 0.0)
+        return dq, dk, dv, dg
 
 
 CHUNKED = Passes(_GlaForward, _GlaBackward)

@@ -71,7 +71,7 @@ SCALAR_DECAY = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     about="Linear attention with one decay a head and token, as of Mamba-2." + _FORMULA.format("g_t"),
-    cuda="zeco_train.ops.scalar_decay.cuda:CUDA_SCALAR",
+    cuda="zeco_train.ops.scalar_decay.kernels.launch:CUDA_SCALAR",
     kernels=_KERNELS,
     # 16,384 tokens and 16 heads: 0.186 + 0.742 ms.
     time=OperatorTime("scalar_decay", 3.54e-9, 0.20, 128, 128),
@@ -88,7 +88,7 @@ FIXED_DECAY = Operator(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     about="Linear attention with one decay a head for all tokens, as of RetNet." + _FORMULA.format("log_decay"),
-    cuda="zeco_train.ops.scalar_decay.cuda:CUDA_FIXED",
+    cuda="zeco_train.ops.scalar_decay.kernels.launch:CUDA_FIXED",
     kernels=_KERNELS,
     time=FIXED_TIME,
     # fla's retention has RetNet's decays by itself.

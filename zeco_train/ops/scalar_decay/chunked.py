@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.chunk_states import BoundaryStates, accumulate_states
 from zeco_train.ops.chunks import (
+    BoundaryStates,
     ChunkDecays,
+    accumulate_states,
     block_sizes,
     chunk_decays,
     chunk_log_decays,

@@ -1,9 +1,25 @@
-"""Launches of these kernels: shapes, grids and outputs, for one shape and dtype."""
+"""Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
+
+Forward                                                        Backward
+  sums of g; scores P and inverses T; W, U, k̃, q̄                 W, U, k̃, q̄ again
+  states and transitions of segments → S_loc, M                  gradients of segments → D_loc
+  | scan over ranks                                              | scan over ranks ‖ true states again
+  true states that segments start from; outputs                  true gradients at segments' ends; dq, dk, dv, dg, dβ
+
+States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
+transitions passed between segments or ranks are fp32. The forward pass saves P and T, in the dtype of the tokens, 64
+numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the true state
+before it, in place of R.
+
+Options change only the order of sums.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,12 +28,70 @@ from torch import Tensor
 
 from zeco_train.ops.delta.kernels.grads import grads_kernel
 from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
-from zeco_train.ops.delta.kernels.tuning import NARROWEST, DeltaTuning
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, reverse_walk_kernel
-from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS
-from zeco_train.ops.kept import TileOptions
-from zeco_train.ops.kernel_operands import sum_heads
+from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS, NARROWEST
+from zeco_train.ops.kept import KeptOptions, Key, TileOptions
+from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
+from zeco_train.ops.seam import fold
+
+# Largest K and V. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
+LARGEST_HEAD_DIM = 256
+
+_SUMS = TileOptions(64, 64, 4, 1)
+_OPERANDS = TileOptions(64, 64, 8, 1)
+_SYSTEMS = TileOptions(64, 64, 4, 1)
+_SUMMARIES = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
+_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
+_GRADS = TileOptions(64, 64, 8, 3)
+_NARROW = TileOptions(32, 32, 4, 1)
+
+
+@dataclass(frozen=True)
+class DeltaTuning:
+    """Options of each kernel, by its name, and of the layout in time."""
+
+    channel_sums: TileOptions = _SUMS
+    systems: TileOptions = _SYSTEMS
+    operands: TileOptions = _OPERANDS
+    # Of the walks forward: the segments', of o, and of the backward pass; and of both walks in reverse.
+    summaries: TileOptions = _SUMMARIES
+    outputs: TileOptions = _WALK
+    states: TileOptions = _WALK
+    reverse: TileOptions = _WALK
+    grads: TileOptions = _GRADS
+    programs: int = 132  # of a walk, that saturate the chip, all at once
+    joining: float = 6.0  # chunks that all walks together take as long for as for joining one more segment, estimated
+
+
+def _narrow(walk: TileOptions) -> DeltaTuning:
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, walk, _NARROW)
+
+
+def _walks(walk: TileOptions) -> DeltaTuning:
+    return DeltaTuning(summaries=walk, outputs=walk, states=walk, reverse=walk)
+
+
+# Measured on an H200 with 16k tokens of 16 heads, K = V = 128, bf16; the rest is by the compiler's counts of registers
+# and shared memory.
+KEPT: dict[Key, DeltaTuning] = {
+    ((9, 0), torch.bfloat16, 128): DeltaTuning(),
+    ((9, 0), torch.bfloat16, 256): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 8, 1)),
+    (None, torch.bfloat16, 128): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
+    ((9, 0), torch.float32, 128): _narrow(TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
+    ((9, 0), torch.float32, 256): _narrow(TileOptions(LARGEST_HEAD_DIM, 32, 8, 1)),
+}
+
+_OPTIONS = KeptOptions("kernels of delta rules", KEPT)
+
+
+def options_for(k: Tensor) -> DeltaTuning:
+    """The options for keys [B, T, G, K] like these, of bf16 or fp32; all kernels go through V by tiles."""
+    return _OPTIONS.options_for(k, k)
+
+
+find = _OPTIONS.find
 
 
 @dataclass(frozen=True)
@@ -236,3 +310,95 @@ def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
     parts = 0 if triton.knobs.runtime.interpret else 3
     channel_sums_kernel[(triton.cdiv(T, CHUNK), B * H)](g, sums, T, H, K, C=CHUNK, BK=BK, PARTS=parts, **options.launch)
     return sums
+
+
+class _KernelForward(ForwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        q, k, v, *g, beta = operands
+        q, k, v, beta = (dense(x) for x in (q, k, v, beta))
+        tuning, self._gated = options_for(k), bool(g)
+        self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
+        self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, tuning, gated=self._gated)
+        self._scores, self._inverses = self._launcher.systems(q)
+        self._operands = self._launcher.operands(q, self._inverses)
+        self._states, self._transitions = self._launcher.summaries(self._operands)
+        # A copy, since the segments' states are read again.
+        self.state = _fold_all(self._states[0].clone(), self._states[1:], self._transitions[1:])[-1]
+
+    @cached_property
+    def transition(self) -> Tensor:
+        # A copy, since the segments' transitions are saved, too.
+        joined = self._transitions[0].clone()
+        for later in self._transitions[1:]:
+            joined = later @ joined
+        return joined
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        # The state after the last segment is not needed.
+        starts = torch.stack(_fold_all(incoming_state, self._states[:-1], self._transitions[:-1]))
+        kept = self._scores, self._inverses, starts, self._transitions
+        self.saved = (_like_g(self._sums), *kept) if self._gated else kept
+        return self._launcher.outputs(self._operands, self._scores, starts)
+
+
+class _KernelBackward(BackwardBase):
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
+        q, k, v, *sums, beta = operands
+        self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, self.do))
+        self._scores, self._inverses, self._starts, self._transitions = self.saved
+        of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
+        where, gated = (self.doc_ids, self.scale), bool(sums)
+        self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
+        self._operands = self._launcher.operands(self._q, self._inverses)
+        self._local = self._launcher.local_grads(self._operands, self._scores, self._do)
+        *earlier, last = self._local
+        self.state_grad = _fold_all(last, earlier[::-1], self._transitions[:-1].mT.unbind()[::-1])[-1]
+
+    def overlap(self) -> None:
+        # The true states again: they need no gradients of states.
+        self._states, self._added = self._launcher.states(self._operands, self._starts)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        later = self._local[1:].unbind()[::-1], self._transitions[1:].mT.unbind()[::-1]
+        ends = torch.stack(_fold_all(incoming_grad, *later)[::-1])
+        grads, of_added = self._launcher.state_grads(self._operands, self._scores, self._do, ends)
+        dq, dk, dv, dg, dbeta = self._launcher.input_grads(
+            self._q, self._do, self._inverses, self._states, grads, self._added, of_added
+        )
+        return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
+
+
+# The states [B, H, K, V] before and after each segment, the first of which is `start`.
+def _fold_all(start: Tensor, states: Iterable[Tensor], transitions: Iterable[Tensor]) -> list[Tensor]:
+    found = [start]
+    for state, transition in zip(states, transitions, strict=True):
+        found.append(fold(state, transition, found[-1]))
+    return found
+
+
+def _no_decay(beta: Tensor) -> Tensor:
+    return beta.new_zeros(beta.mT.shape)
+
+
+# Sums as the kernels read them in the shape of g, and back: [B, H, T] ↔ [B, T, H]; by channel as they are.
+def _like_g(sums: Tensor) -> Tensor:
+    return sums if sums.dim() == 4 else sums.mT
+
+
+def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    _, k, v, *g, beta = operands
+    sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if g and g[0].dim() == 4 else beta.mT
+    sums = sums if sums.dim() == 4 else sums.new_empty(sums.shape)
+    # For the shapes only, which do not depend on documents or the scale.
+    launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=bool(g))
+    pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
+    kept = *pairs, beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape)
+    return (_like_g(sums), *kept) if g else kept
+
+
+_PASSES = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)
+CUDA_DELTA = with_padded_heads(_PASSES)
+CUDA_GATED = with_padded_heads(_PASSES._replace(replaced=(3,)))
