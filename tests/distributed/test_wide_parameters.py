@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from lab.exactness_matrix import tiny
+from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
-from models.mixers import mamba2
+from models.mixers import delta_net, mamba2
 from models.mixers.mamba2 import Mamba2Config, Mamba2Decay
 from models.parameters import cast
 from models.spec import ModelSpec
@@ -23,11 +27,10 @@ from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from tests.support.training import full, train
 from zeco_train.distributed.config import Strategy
-from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import begin_micro_batch, num_shards
+from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
@@ -97,82 +100,78 @@ def test_training_is_the_same_in_every_setting(cases: list[tuple[Any, ...]], tmp
             check(found[documents], expected, TOLERANCE, f"documents={documents}")
 
 
-def _decays(model: LanguageModel) -> list[Mamba2Decay]:
-    return [module for module in model.modules() if isinstance(module, Mamba2Decay)]
+def _log_decays(model: LanguageModel, ids: Tensor) -> list[Tensor]:
+    """Of each layer in a forward and backward pass; with recomputation of each layer twice."""
+    found, exchange = list[Tensor](), local_exchange()
+
+    def noted(operator: str, operands: Sequence[Tensor], *rest: Any) -> Any:
+        if operator != "short_conv":
+            found.append(operands[3].detach())
+        return mix_at(operator, operands, *rest)
+
+    with mock.patch.object(mamba2, "mix_at", noted), mock.patch.object(delta_net, "mix_at", noted):
+        model(ids[:, :-1], SequencePosition((0, ids.shape[1] - 1), exchange=exchange), ids[:, 1:]).backward()
+    return found
 
 
-def _pass(model: LanguageModel, ids: Tensor, scan: Exchange, seen: list[tuple[Tensor, ...]]) -> None:
-    """Forward and backward pass; notes the logits of the time steps, and the log-decays, of each layer."""
-    operands = mamba2.Mamba2._operands
-
-    def noted(self: Any, u: Tensor, dt: Tensor, shared: Tensor) -> Any:
-        found = operands(self, u, dt, shared)
-        seen.append((dt.detach(), shared.detach(), found[0][3].detach()))
-        return found
-
-    mamba2.Mamba2._operands = noted  # type: ignore[method-assign]
-    try:
-        model(ids[:, :-1], SequencePosition((0, ids.shape[1] - 1), exchange=scan), ids[:, 1:]).backward()
-    finally:
-        mamba2.Mamba2._operands = operands  # type: ignore[method-assign]
-
-
-def _in_bf16(rank: int, world_size: int, cases: list[tuple[Strategy, Recompute]]) -> None:
+def _in_bf16(rank: int, world_size: int, config: LanguageModelConfig, cases: list[tuple[Strategy, Recompute]]) -> None:
     mesh = make_mesh(rank, world_size, 1)
-    ids = torch.randint(MODEL.vocab_size, (1, 65), generator=torch.Generator().manual_seed(rank))
-    for strategy, recompute in cases:
-        _check_bf16(mesh, strategy, recompute, ids, f"{strategy}, {recompute}")
-
-
-def _check_bf16(mesh: ProcessMesh, strategy: Strategy, recompute: Recompute, ids: Tensor, where: str) -> None:
-    scan, seen, expected_seen = local_exchange(), [], []  # type: ignore[var-annotated]
-    masters = ModelSpec(MODEL).build()
-    masters.init_weights(0)
-    plain = ModelSpec(MODEL).build()
-    plain.init_weights(0)
+    ids = torch.randint(config.vocab_size, (1, 65), generator=torch.Generator().manual_seed(rank))
+    masters, plain = ModelSpec(config).build(), ModelSpec(config).build()
+    for model in (masters, plain):
+        model.init_weights(0)
     cast(plain, torch.bfloat16)
-    _pass(plain, ids, scan, expected_seen)
-    model = build_model(MODEL, TrainConfig(dtype=Dtype.bf16, recompute=recompute), strategy, mesh, seed=0)
-    begin_micro_batch(model, strategy, num_shards(model), last=True)
-    _pass(model, ids, scan, seen)
-    # Recomputation goes from the last layer to the first.
-    assert len(seen) == (2 if recompute is Recompute.full else 1) * MODEL.num_layers, where
-    of_layers = [*range(MODEL.num_layers), *reversed(range(MODEL.num_layers))]
-    for layer, (logits, shared, g) in zip(of_layers, seen, strict=False):
-        decay = _decays(masters)[layer]
-        steps = torch.nn.functional.softplus(logits.float() + decay.dt_bias)
-        assert logits.dtype is torch.bfloat16, where
-        assert torch.equal(shared, decay()), where
-        assert torch.equal(g, -decay.A_log.exp() * steps), where
-        assert torch.equal(g, expected_seen[layer][2]), where
-    for name, parameter in plain.named_parameters():
-        if ".decay." not in name:
-            continue
-        sharded, grad = model.get_parameter(name), parameter.grad
-        assert grad is not None
-        assert grad.dtype is sharded.dtype is sharded.grad.dtype is torch.float32, (name, where)
-        dist.all_reduce(grad)
-        assert (full(sharded.grad) - grad).norm() <= OF_SUMS * grad.norm(), (name, where)
-        # A gradient that had passed through bf16 would be one of its numbers.
-        assert (grad.bfloat16().float() != grad).any(), (name, where)
+    expected = _log_decays(plain, ids)
+    assert len(expected) == config.num_layers
+    assert all(g.dtype is torch.float32 and (g.bfloat16().float() != g).any() for g in expected)
+    wanted: dict[str, Tensor] = {}
+    for name in sorted(ModelSpec(config).wide):
+        assert torch.equal(plain.get_parameter(name), masters.get_parameter(name)), name
+        wanted[name] = plain.get_parameter(name).grad
+        dist.all_reduce(wanted[name])
+    for strategy, recompute in cases:
+        where = f"{strategy}, {recompute}"
+        model = build_model(config, TrainConfig(dtype=Dtype.bf16, recompute=recompute), strategy, mesh, seed=0)
+        begin_micro_batch(model, strategy, num_shards(model), last=True)
+        # Recomputation goes from the last layer to the first.
+        again = [*reversed(expected)] if recompute is Recompute.full else []
+        for ours, theirs in zip(_log_decays(model, ids), [*expected, *again], strict=True):
+            assert torch.equal(ours, theirs), where
+        for name, grad in wanted.items():
+            sharded = model.get_parameter(name)
+            assert grad.dtype is sharded.dtype is sharded.grad.dtype is torch.float32, (name, where)
+            assert (full(sharded.grad) - grad).norm() <= OF_SUMS * grad.norm(), (name, where)
+            # A gradient that had passed through bf16 would be one of its numbers.
+            assert (grad.bfloat16().float() != grad).any(), (name, where)
+
+
+ALTERNATING = [*zip(Strategy, itertools.cycle((Recompute.none, Recompute.full)), strict=False)]
 
 
 @pytest.mark.parametrize(
-    "cases",
+    ("config", "cases"),
     [
-        [(Strategy.zero3, Recompute.full)],
-        pytest.param([*itertools.product(Strategy, Recompute)], marks=pytest.mark.campaign),
+        (MODEL, [(Strategy.zero3, Recompute.full)]),
+        pytest.param(tiny("gated_deltanet"), ALTERNATING, marks=pytest.mark.slow),
+        pytest.param(tiny("kda"), ALTERNATING, marks=pytest.mark.campaign),
+        pytest.param(MODEL, [*itertools.product(Strategy, Recompute)], marks=pytest.mark.campaign),
     ],
-    ids=["zero3", "all"],
+    ids=["mamba2", "gated_deltanet", "kda", "mamba2, all"],
 )
-def test_log_decays_are_bit_equal_to_those_of_an_unsharded_model(cases: list[tuple[Strategy, Recompute]]) -> None:
-    run_distributed(_in_bf16, 2, cases)
+def test_log_decays_are_bit_equal_to_those_of_an_unsharded_model(
+    config: LanguageModelConfig, cases: list[tuple[Strategy, Recompute]]
+) -> None:
+    run_distributed(_in_bf16, 2, config, cases)
 
 
 def _units(rank: int, world_size: int) -> tuple[int, set[str], set[bool]]:
     mesh = make_mesh(rank, world_size, 1)
     model = build_model(MODEL, TrainConfig(dtype=Dtype.bf16), Strategy.zero3, mesh, seed=0)
-    states = {module._get_fsdp_state() for module in _decays(model) if isinstance(module, FSDPModule)}
+    states = {
+        module._get_fsdp_state()
+        for module in model.modules()
+        if isinstance(module, Mamba2Decay) and isinstance(module, FSDPModule)
+    }
     (group,) = (state._fsdp_param_group for state in states)
     assert group is not None
     return (
