@@ -108,7 +108,17 @@ def test_workers_and_interruptions_do_not_change_the_store(
 
 def test_changed_dataset_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_dataset(tmp_path / "corpus", "parquet")
-    arguments = ["--dataset", str(folder), "--streaming", "--out", str(tmp_path / "store"), "--save-seconds", "0"]
+    arguments = [
+        "--dataset",
+        str(folder),
+        "--streaming",
+        "--out",
+        str(tmp_path / "store"),
+        "--save-seconds",
+        "0",
+        "--workers",
+        "1",
+    ]
     with monkeypatch.context() as patched:
         stop_before(patched, preparation._Preparation, "_take", 5)
         with pytest.raises(Stopped):
@@ -191,7 +201,9 @@ def test_truncated_file_is_reported(tmp_path: Path) -> None:
     path = folder / "train-00001.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-40])
     for source in (["--dataset", str(folder), "--streaming"], [str(folder)]):
-        check_line(run_here(main, *source, "--out", str(tmp_path / "store")), 3, str(folder), "cannot be ")
+        check_line(
+            run_here(main, *source, "--out", str(tmp_path / "store"), "--workers", "1"), 3, str(folder), "cannot be "
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 

@@ -16,7 +16,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data.store import META_FILE, OFFSETS_FILE, TokenStore, shard_name, store
+from data import store
+from data.store import META_FILE, OFFSETS_FILE, TokenStore, shard_name
 from data.store.writer import StoreWriter
 from tests.support.stores import verify
 from zeco_train.errors import DataError, OpenFilesError

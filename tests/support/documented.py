@@ -97,7 +97,7 @@ def checkout(folder: Path, *settings: str) -> Path:
     for name in ("configs", "lab", "launch", "tests", "train.py", "zeco_train", "pyproject.toml"):
         (folder / name).symlink_to(REPOSITORY / name)
     manual = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8")
-    texts = [manual[start : start + 2000] for start in range(0, 20_000, 50)]
+    texts = [manual[start : start + 2000] for start in range(0, 20_000, 100)]
     (folder / "my_texts").mkdir()
     for number, text in enumerate(texts):
         (folder / "my_texts" / f"{number:03}.txt").write_text(text, encoding="utf-8")
