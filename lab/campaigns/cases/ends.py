@@ -1,4 +1,4 @@
-"""Interpreter exits while a thread is inside a torch call: `python -m lab.campaigns.cases.ends` prints the exit codes.
+"""Interpreter exits while a thread is inside a torch call: `main` prints the exit codes.
 
 Each exit runs in its own interpreter, which takes so long to finalise that the call returns meanwhile. Python ends a
 thread that returns then, and C++ code aborts the whole process for that, see `zeco_train.system.background`.
@@ -121,7 +121,3 @@ def main() -> int:
         ended[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), err
     print(json.dumps(ended))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,7 @@ def test_process_ends_while_thread_is_inside_torch() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-m", "lab.campaigns.cases.ends"],
+        [sys.executable, "-c", "import sys; from lab.campaigns.cases import ends; sys.exit(ends.main())"],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

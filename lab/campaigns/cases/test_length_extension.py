@@ -21,7 +21,7 @@ SETTINGS = [s for s in SMALL if not s.startswith(("data.seq_len", "data.global_b
 
 
 def extend(run_dir: Path, stages: str, *settings: str) -> subprocess.CompletedProcess[str]:
-    names = {"STAGES": stages, "RUN_DIR": str(run_dir), "NPROC": "1", "VENV": "none", "PYTHON": sys.executable}
+    names = {"STAGES": stages, "RUN_DIR": str(run_dir), "NPROC": "2", "VENV": "none", "PYTHON": sys.executable}
     command = [str(REPOSITORY / "launch" / "length_extension.sh"), *SETTINGS, *settings]
     return subprocess.run(command, env={**os.environ, **names}, capture_output=True, text=True, timeout=2 * ENOUGH)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def _poison(step: TrainingStep, what: str, value: float, rank: int) -> float:
         return 1.0
     if what == "loss":
         return value
-    gradient = step.model.model.layers[1].mlp.down_proj.weight.grad
+    block: Any = step.model.model.layers[1]
+    gradient = block.mlp.down_proj.weight.grad
     assert isinstance(gradient, DTensor)
     gradient.to_local()[-1, -1] = value
     return 1.0
