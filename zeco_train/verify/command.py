@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -27,6 +28,7 @@ from zeco_train.verify.config import VerifyConfig, describe
 from zeco_train.verify.coverage import not_covered
 from zeco_train.verify.report import VerifyRow
 
+_PROGRESS_SECONDS = 10
 _ADVICE = Advice(
     lost_peer="the rows so far stand, the others are unknown",
     memory="fewer tokens or heads need less",
@@ -65,7 +67,12 @@ def _verify(arguments: list[str], job: Job) -> int:
         of = "" if config.operator in (None, DEFAULT) else f", operator {config.operator}"
         print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
     rows: list[VerifyRow] = []
+    shown = started
     for row in verification.rows():
+        if launch.rank == 0 and not config.table and (now := time.monotonic()) - shown >= _PROGRESS_SECONDS:
+            shown = now
+            what = f"{row.dtype}, {row.sp_size} × {row.tokens:,} tokens, {row.backend}"
+            print(f"… {len(rows)} comparisons in {now - started:.0f} s; now {what}", file=sys.stderr, flush=True)
         if launch.rank == 0:
             _show(row, is_first=not rows or row.on_own_ranks != rows[-1].on_own_ranks, has_table=config.table)
         rows.append(row)

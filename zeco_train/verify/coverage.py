@@ -97,7 +97,8 @@ def not_covered(rows: Sequence[VerifyRow], device: torch.device, launch: Launch)
     if launch.world_size <= launch.local_world_size or launch.world_size == 1:
         found.append("one machine: lane and the other scans between machines ran between groups of ranks of this one")
     largest = max((row.sp_size for row in rows), default=1)
-    found.append(f"more than {largest} ranks that share a sequence, and lengths beyond those above")
+    longest = max((row.sp_size * row.tokens for row in rows), default=0)
+    found.append(f"more than {largest} ranks that share a sequence, sequences of more than {longest:,} tokens")
     used = {use for row in rows if not row.problem for use in row.uses}
     for kind, names in _KNOWN.items():
         if missing := [name for name in names if f"{kind} {name}" not in used]:
