@@ -47,9 +47,9 @@ class StoreConfig:
     Attributes:
         path: folder of the token store.
         weight: its share of the sequences, and so of the tokens; relative to the other stores' weights.
-        name: label of its metrics; None for the folder's name.
-        validation_path: store to validate on; None takes `path`/validation where that exists.
-        min_document_tokens: overrides `data.min_document_tokens`; None to use that.
+        name: label of its metrics; null for the folder's name.
+        validation_path: store to validate on; null takes `path`/validation where that exists.
+        min_document_tokens: overrides `data.min_document_tokens`; null to use that.
     """
 
     path: str = ""
@@ -68,7 +68,7 @@ class DataConfig:
             `path`), `mixture` (`stores`) or `synthetic` (questions about earlier parts of the sequence; only answers
             count in the loss).
         path: folder of the token store; for `tokens` only.
-        validation_path: store to validate on; for `tokens` only; None takes `path`/validation where that exists.
+        validation_path: store to validate on; for `tokens` only; null takes `path`/validation where that exists.
         stores: the stores to mix; for `mixture` only.
         seq_len: tokens of a whole sequence; over all ranks that share it and all segments in time.
         global_batch: sequences per optimizer step, over all ranks.
@@ -80,7 +80,7 @@ class DataConfig:
         labels_across_documents: whether the last token of a document has a label; it is the first token of the next
             document. null: the rule that the run began with, for a new run unless states reset there.
         validation_fraction: fraction of the files held out; for `embedded` only; 0 for none.
-        cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
+        cache_dir: folder for the embedded corpus and the indices of large stores; null for the user's cache.
         verify: read all token files at the start and compare their digests; with those recorded at preparation. Needed
             once after size or time of one changed since the run's last start.
         synthetic: the task; for `synthetic` only.
@@ -183,6 +183,7 @@ def check_seq_len(
     segments: int = 1,
     corpus: str = "the corpus",
     field: str = "data.seq_len",
+    remedy: str = f"for longer sequences {PREPARE_HINT}",
 ) -> None:
     """Check the length of a sequence against its shards and, where given, the size of the corpus.
 
@@ -193,6 +194,7 @@ def check_seq_len(
         segments: parts of the sequence in time.
         corpus: its name in messages.
         field: the setting's name in messages.
+        remedy: in the message of a corpus that is shorter than a sequence.
 
     Raises:
         ConfigError: names the nearest legal value.
@@ -207,7 +209,7 @@ def check_seq_len(
         raise ConfigError(field, seq_len, f"must be positive; nearest legal value: {least}")
     if largest is not None and seq_len > largest:
         allowed = f"longer than {corpus} of {num_tokens} tokens; largest legal value: {largest}"
-        raise ConfigError(field, seq_len, f"{allowed}; for longer sequences {PREPARE_HINT}")
+        raise ConfigError(field, seq_len, f"{allowed}; {remedy}")
     if seq_len < least:
         raise ConfigError(field, seq_len, f"must be ≥ {least}: a token of each sequence for each of {shards}")
 

@@ -216,6 +216,27 @@ def test_arguments_of_every_command_are_accepted(page: Path) -> None:
                 pytest.fail(f"{page.name}: {command.text}: {error}")
 
 
+_WRITTEN = re.compile(r"(?:--out |zeco_train\.export \S+ |\.save\(')([\w./-]+)")
+
+
+def test_documented_runs_have_names_of_their_own_and_outputs_are_ignored_by_git() -> None:
+    commands = [command for page in PAGES for command in commands_of(page)]
+    trained = [command for command in commands if arguments(command)[0] == "train.py" and "--help" not in command.text]
+    named = Counter(
+        next(
+            (word for key in ("name=", "+experiment=") for word in command.words() if word.startswith(key)),
+            command.text,
+        )
+        for command in trained
+    )
+    assert not [name for name, count in named.items() if count > 1 or not name.startswith(("name=", "+experiment="))]
+    written = {name for command in commands for name in _WRITTEN.findall(command.text)}
+    assert {"store", "own.json", "out"} <= written
+    asked = ["git", "-C", str(REPOSITORY), "check-ignore", *(f"{name}/x" for name in written)]
+    ignored = subprocess.run(asked, capture_output=True, text=True)
+    assert ignored.returncode == 128 or {line.removesuffix("/x") for line in ignored.stdout.split()} == written
+
+
 def test_needs_of_every_command_are_known() -> None:
     assert not [(c.page.name, c.text, c.unknown) for page in PAGES for c in commands_of(page) if c.unknown]
 

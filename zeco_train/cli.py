@@ -80,6 +80,8 @@ def _banner(trainer: Trainer) -> str:
     return (
         f"{config.name}: {model.name} ({compact(parameters)} parameters, {config.train.dtype.value}) with "
         f"sp={config.sp.backend.value}, {mesh.dp_size} × {mesh.sp_size} ranks (dp × sp) on {mesh.device.type}, "
-        f"{config.parallel}; {config.data.global_batch} sequences of {config.data.seq_len:,} tokens "
-        f"a step, {start}" + ", validation after the last step (train.eval_every=0)" * is_late
+        f"{config.parallel}; {config.data.global_batch} sequence{'s' * (config.data.global_batch != 1)} of "
+        f"{config.data.seq_len:,} tokens a step, {start}"
+        + ", validation after the last step (train.eval_every=0)"
+        * is_late
     )

@@ -35,4 +35,5 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
     settings = load_settings(ExportSettings, arguments[2:])
     print(visible(export(arguments[0], Path(arguments[1]), settings)))
+    print(visible(f"how to load it: {Path(arguments[1]) / 'README.md'}"))
     return 0

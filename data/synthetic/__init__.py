@@ -58,11 +58,11 @@ class SyntheticConfig:
     Attributes:
         task: the task.
         facts: number of facts: pairs for recall; names for needle_multikey; numbers for needle_multivalue; boxes for
-            variables; maximum rings for counting; None for the task's default (8, 4, 4, 4, 9).
-        queries: number of queries, for recall; None for one per fact. (A repeated query can be answered from its first
+            variables; maximum rings for counting; null for the task's default (8, 4, 4, 4, 9).
+        queries: number of queries, for recall; null for one per fact. (A repeated query can be answered from its first
             answer: useful for learning, not for measuring.)
         alphabet: number of key symbols, and of value symbols, for recall.
-        keys: number of keys in use, for recall; None for all. (Fewer are easier to learn: with as many keys as pairs,
+        keys: number of keys in use, for recall; null for all. (Fewer are easier to learn: with as many keys as pairs,
             each key has a value in every example.)
         digits: of the numbers of needles and variables.
         tokenizer: of the texts: `bytes`, or the folder of a Hugging Face tokenizer.

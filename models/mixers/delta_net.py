@@ -66,7 +66,7 @@ class DeltaHeadsConfig(LanguageModelConfig):
     Attributes:
         num_heads: G, heads of queries and keys.
         head_dim: K, width of a head of queries and keys.
-        num_v_heads: H, heads of values and decays, a multiple of num_heads; None: as many.
+        num_v_heads: H, heads of values and decays, a multiple of num_heads; null: as many.
         expand_v: V as a multiple of K.
         conv_size: width of the convolutions over queries, keys and values.
         allow_neg_eigval: whether β lies between 0 and 2 rather than 0 and 1; so a token may turn the sign of what

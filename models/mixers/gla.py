@@ -53,10 +53,10 @@ class GLAConfig(ExpandedHeadsConfig):
     Attributes:
         gate_low_rank_dim: rank of the projection to the decays.
         gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
-        num_kv_heads: heads of keys, values and decays; each serves num_heads / num_kv_heads heads of queries. None: as
+        num_kv_heads: heads of keys, values and decays; each serves num_heads / num_kv_heads heads of queries. null: as
             many as num_heads.
         feature_map: feature map of queries and keys; null: none.
-        clamp_min: lower bound of the log-decays; None: no bound.
+        clamp_min: lower bound of the log-decays; null: no bound.
         use_output_gate: whether a layer's output is gated, by swish of a projection, after its norm.
     """
 

@@ -46,7 +46,9 @@ class Mamba2Config(LanguageModelConfig):
         expand: inner width as a multiple of hidden_size.
         conv_kernel: width of the convolution over values, keys and queries.
         use_conv_bias: whether that convolution has a bias.
-        time_step_min, time_step_max, time_step_floor: range of the initial time steps, and their lower bound.
+        time_step_min: least initial time step; they are drawn log-uniformly from here to `time_step_max`.
+        time_step_max: largest initial time step.
+        time_step_floor: lower bound of the initial time steps, applied after the draw.
         time_step_limit: range to which time steps are clamped.
         residual_in_fp32: whether the residual stream is fp32 even if the model computes in bf16.
     """

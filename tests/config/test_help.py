@@ -92,6 +92,7 @@ def _check(settings: Any) -> None:
         assert len(key.brief) <= WIDTH, f"{key.name}: its first clause is too long: {key.brief}"
         # More than a symbol.
         assert len(first_clause(key.meaning)) > 3, key.brief
+        assert not re.search(r"\bNone\b", key.meaning), f"{key.name}: the command line says null"
         assert all(len(line) <= WIDTH or "=" in line for line in key.whole.splitlines()), key.whole
 
 

@@ -233,6 +233,7 @@ def test_invalid_arguments_are_reported_and_leave_no_files(run: Path, tmp_path: 
         ([run, "validation.lengths=[64,100000]"], 2, "validation.lengths=100000: longer than the corpus"),
         ([run, "data.seq_len=100000"], 2, "data.seq_len=100000: longer than the corpus"),
         ([run, "data.seq_len=2", "train.segments=3"], 2, "data.seq_len=2: must be ≥ 3: "),
+        ([run, "validation.lengths=[100000]"], 2, "prepare's --validation-fraction decides how much is held out"),
         ([run, "train.kernels=require"], 2, "train.kernels=require: there are no kernels on CPUs; take auto, or a GPU"),
         ([run, "train.steps=3"], 2, "an evaluation does not read it"),
         ([run, "optim.lr=3"], 2, "an evaluation does not read it"),

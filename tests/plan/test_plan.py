@@ -290,7 +290,9 @@ def test_command_output_is_complete_and_deterministic(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "plan.json").read_text())
     assert (code, err) == (0, "")
     assert "sp=zeco on 64 × 4 ranks (dp × sp) of h200, zero2" in text
-    assert "note: data.global_batch=64, not 1" in text
+    notes = text.splitlines()[3:5]
+    assert notes[0] == "note: sp.size=4 is the experiment's; sp.size=256 spreads each sequence over all ranks"
+    assert notes[1].startswith("note: data.global_batch=64, not 1")
     for row in ("dp", "lasp1", "lasp2", "zeco (chain)", "zeco (two_shot)", *KINDS):
         assert f"\n  {row} " in text, row
     plan = make(*arguments)

@@ -37,8 +37,8 @@ def test_largest_differences_are_reported_with_steps(tmp_path: Path, capsys: pyt
     assert out[0].split()[:2] == ["run", "steps"]
     assert out[2].startswith("zeco")
     assert "2.50k" in out[2]
-    assert "2.0e-02 (1.0e-02 at step 3)" in out[2]
-    assert "0.0e+00 (0.0e+00 at step 1)" in out[3]
+    assert "2.0e-02, relative 1.0e-02 at step 3" in out[2]
+    assert "0.0e+00, relative 0.0e+00 at step 1" in out[3]
     assert out[-1].startswith("largest relative difference of loss from dp: 1.00e-02, zeco at step 3")
     results = json.loads((tmp_path / "compare.json").read_text())
     zeco = results["runs"][1]

@@ -134,7 +134,22 @@ def test_runs_of_other_identity_give_no_ratio(tmp_path: Path) -> None:
     zeco = write_run(tmp_path / "zeco", {1: 1.0, 2: 90.0}, [(0, ZECO)], identity={"seed": 2})
     found = read([dp, zeco])
     assert [m.ratio for m in found.measurements] == [1.0, None]
-    assert len(found.families) == 2
+    assert (len(found.families), found.notes) == (2, [])
+
+
+def test_losses_of_other_data_are_marked_as_not_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    identities = {
+        "one": {"model.vocab_size": 256},
+        "two": {"model.vocab_size": 256, "seed": 1},
+        "own": {"model.vocab_size": 9},
+    }
+    for name, identity in identities.items():
+        write_run(tmp_path / "runs" / name, {1: 1.0, 2: 50.0}, [(0, DP)], identity=identity)
+    page = report(tmp_path, *(tmp_path / "runs" / name for name in identities))
+    note = "losses of different data or vocabularies cannot be compared: one, two | own"
+    assert note in page.text
+    assert note in capsys.readouterr().err
+    assert "Not comparable, of different data: Loss (one, two, own)" in page.text
 
 
 HOSTILE = "<script>alert('$x_{$')</script> & \"zeco\"".replace("/", "\N{DIVISION SLASH}")
@@ -167,7 +182,7 @@ def test_page_is_complete_and_self_contained(tmp_path: Path, capsys: pytest.Capt
     assert [row[0] for row in throughput[1:]] == ["dp", HOSTILE, "longer"]
     row = dict(zip(throughput[0], throughput[2], strict=True))
     assert (row["backend"], row["length"], row["tokens/s/device"], row["of dp"]) == ("zeco", "2k", "200", "200.0%")
-    assert losses[2][-2] == "0.0e+00 (0.0e+00 at step 1)"
+    assert losses[2][-2] == "0.0e+00, relative 0.0e+00 at step 1"
     # Throughput by length, scaling, exposed communication, data; losses, their differences, and the longer run's loss.
     titles = [
         "Throughput by length",

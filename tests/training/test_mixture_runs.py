@@ -78,7 +78,7 @@ def test_validation_loss_per_store_and_weighted_mean(folder: Path, finished: Pat
     assert row["val_loss/web"] == row["val_loss"]
     assert "val_loss/books" not in row
     log = (run / "logs" / "rank_0.log").read_text()
-    assert "no validation loss of books: too little is held out for a sequence of data.seq_len=32" in log
+    assert "no validation loss of books: too little is held out for a sequence of data.seq_len=32; a larger --" in log
     assert f"data: web, 0.75 of the sequences, {folder / 'web'}: 60 of 60 documents" in log
     assert "data: books, 0.25 of the sequences" in log
 

@@ -254,8 +254,13 @@ def test_wrong_result_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> N
     with mock.patch.object(
         cases, "connect", lambda *args: build(*args).wrapped(lambda scan: BrokenScan(scan, 0, "no reverse scan"))
     ):
-        assert command.main(arguments) == 1
-        short = capsys.readouterr().out.splitlines()
+        with mock.patch.object(command, "_PROGRESS_SECONDS", 0):
+            assert command.main(arguments) == 1
+        printed = capsys.readouterr()
+        short = printed.out.splitlines()
+        assert [line.partition(" in ")[0] for line in printed.err.splitlines()] == [
+            f"… {n} comparisons" for n in range(4)
+        ]
         assert command.main([*arguments, "table=true"]) == 1
         table = capsys.readouterr().out.splitlines()
     # Without the table only the comparison that failed, and one line that says how to get it.

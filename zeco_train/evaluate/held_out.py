@@ -70,7 +70,16 @@ class HeldOut:
         longest = max(self._sources, key=lambda source: source.documents.num_tokens).documents
         for length in self.lengths or [config.data.seq_len]:
             setting = "validation.lengths" if self.lengths else "data.seq_len"
-            check_seq_len(length, mesh.sp_size, longest.num_tokens, config.train.segments, longest.description, setting)
+            check_seq_len(
+                length,
+                mesh.sp_size,
+                longest.num_tokens,
+                config.train.segments,
+                longest.description,
+                setting,
+                f"validation.lengths=[{longest.num_tokens - 1}] takes it all; "
+                "prepare's --validation-fraction decides how much is held out",
+            )
             stores = [source.documents.store for source in self._sources]
             check_documents(config.model, config.data, length, stores, setting)
             if (found := self._validation(evaluation, length)[0]).is_empty:
@@ -137,7 +146,7 @@ def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluatio
             line += f"  {loss.mean / math.log(2):.4f} bits a byte"
         line += f"  ({loss.extent})"
         lines += [line, *(f"{'':>12}  {name}: loss {mean:.4f}" for name, mean in loss.by_store.items())]
-        lines.append(f"{'':>12}  by position: {_spoken(loss.by_position)}")
+        lines.append(f"{'':>12}  {_spoken(loss.by_position)}")
     details = {
         "train_length": evaluation.train_len,
         "lengths": {
@@ -155,4 +164,5 @@ def _spoken(losses: PositionLosses) -> str:
     buckets = list(zip(pairwise(losses.edges), losses.losses, strict=True))
     buckets = [bucket for bucket in buckets if not math.isnan(bucket[1])] or buckets
     some = sorted({round(index * (len(buckets) - 1) / 5) for index in range(6)})
-    return ", ".join(f"{buckets[i][0][0]:,}–{buckets[i][0][1] - 1:,} {buckets[i][1]:.3f}" for i in some)
+    losses_of_some = ", ".join(f"{buckets[i][0][0]:,}–{buckets[i][0][1] - 1:,} {buckets[i][1]:.3f}" for i in some)
+    return f"loss by position ({len(some)} of {len(buckets)} ranges of tokens): {losses_of_some}"

@@ -191,6 +191,10 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     world_size = settings.world_size or max(1, config.sp.size)
     sp_size = resolve_sp_size(config.sp.size, world_size, config.sp.backend.value)
     unit = world_size // sp_size * config.data.micro_batch
+    if 0 < config.sp.size < world_size and "sp.size" not in request.given:
+        notes.append(
+            f"sp.size={sp_size} is the experiment's; sp.size={world_size} spreads each sequence over all ranks"
+        )
     if "data.global_batch" not in request.given and config.data.global_batch % unit:
         # The experiments' batch is that of one SP group.
         batch = -(-config.data.global_batch // unit) * unit
@@ -210,7 +214,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     case = Case(config, world_size, sp_size, device, per_node)
     config.sp.scans_over(case.topology)
     for path in check_kernels("train.kernels", config.train.kernels, kernel_calls(config), device.target, case.tokens):
-        times = "the times above count that" if path.slow_down else "the times above are of kernels, and too short"
+        times = "the times below count that" if path.slow_down else "the times below are of kernels, and too short"
         notes.append(f"{path}; {times}")
     return case, notes
 

@@ -27,11 +27,12 @@ class PlanSettings:
         headroom: fraction of the memory that stays free, for fragmentation.
         matmul_tflops: achieved by matrix products, instead of the assumption for the device.
         bandwidth_gbps: achieved memory bandwidth of a device, GB/s.
-        link_gbps, node_gbps: achieved bandwidth between devices of a node, and of different nodes; GB/s per device and
-            direction.
+        link_gbps: achieved bandwidth between devices of a node; GB/s per device and direction.
+        node_gbps: achieved bandwidth between devices of different nodes; GB/s per device and direction.
         scan_alpha_us: α of the scan's messages in a node, in µs; instead of the measured value.
         scan_gbps: 1/β of these messages, in GB/s; instead of the measured value.
-        scan_node_alpha_us, scan_node_gbps: the same between nodes, instead of the assumed values.
+        scan_node_alpha_us: α of the scan's messages between nodes, in µs; instead of the assumed value.
+        scan_node_gbps: 1/β of these messages, in GB/s; instead of the assumed value.
         token_budget: tokens of a whole training run, to estimate its hours; null is train.steps.
         dry_run: also build a rank of the run without its peers; by torch's fake process group. It runs a step for
             shapes, on a CPU with few tokens.

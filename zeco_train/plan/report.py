@@ -113,11 +113,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def as_text(plan: Plan) -> str:
     """The output of the command."""
-    parts = [_head(plan.planned.case), _memory(plan), _time_lines(plan), _wire(plan.planned.case), _advice(plan)]
+    head = [*_head(plan.planned.case), *(f"note: {note}" for note in plan.notes)]
+    parts = [head, _memory(plan), _time_lines(plan), _wire(plan.planned.case), _advice(plan)]
     assumed = ["assumed (calibration.py and devices.py; keys of the planner override, see --help)"]
     assumed += [f"  {name:<34}{value}" for name, value in _assumptions(plan.planned.case).items()]
-    notes = [f"note: {note}" for note in plan.notes]
-    return "\n\n".join("\n".join(lines) for lines in (*parts, assumed, notes) if lines)
+    return "\n\n".join("\n".join(lines) for lines in (*parts, assumed) if lines)
 
 
 def _describe(case: Case) -> dict[str, Any]:

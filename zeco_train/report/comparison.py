@@ -126,14 +126,14 @@ def describe(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text: each difference is absolute (relative), followed by the step of the relative one."""
+    """The rows as text: each difference is absolute, then relative, followed by the step of the relative one."""
     columns = {
         "name": ("run", f"<{max(8, *(len(row['name']) for row in rows))}"),
         "steps": ("steps", ">7"),
         "first_loss": ("first loss", ">12:.5f"),
         "last_loss": ("last loss", ">11:.5f"),
         "rate": ("tokens/s", ">10"),
-        "loss": ("  largest difference of loss", "<36"),
+        "loss": ("  largest difference of loss", "<40"),
         "grad_norm": ("of gradient norm", "<"),
     }
     cells = []
@@ -150,7 +150,7 @@ def show_difference(found: dict[str, Any] | None) -> str:
         return ""
     if math.isinf(found["absolute"]):
         return f"not finite in one of them (step {found['absolute_step']})"
-    return f"{found['absolute']:.1e} ({found['relative']:.1e} at step {found['relative_step']})"
+    return f"{found['absolute']:.1e}, relative {found['relative']:.1e} at step {found['relative_step']}"
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +24,15 @@ from zeco_train.tracking.starts import Layout, read_starts
 Row = dict[str, Any]
 _MOST_DEVICES = 10**9
 _RATE = "tokens_per_second_per_device"
+# In a run's identity: what its tokens are, and of how many ids.
+_DATA = (
+    "data.tokens_sha256",
+    "data.tokenizer",
+    "data.weights",
+    "data.min_document_tokens",
+    "model.vocab_size",
+    "task.name",
+)
 
 
 @dataclass(frozen=True)
@@ -86,12 +95,14 @@ class Comparison:
             each is the reference.
         benchmarks: parsed results, by name.
         notes: omissions, and their reasons.
+        data: of each run, by name, what it trains on: losses of other data or vocabularies cannot be compared.
     """
 
     measurements: list[Measurement]
     families: list[list[Run]]
     benchmarks: dict[str, dict[str, Any]]
     notes: list[str]
+    data: dict[str, str] = field(default_factory=dict)
 
 
 def read(paths: Sequence[Path]) -> Comparison:
@@ -122,7 +133,18 @@ def read(paths: Sequence[Path]) -> Comparison:
             notes.append(f"left out: {error}")
     for name, results in benchmarks.items():
         measurements += _of_benchmark(name, results, notes)
-    return Comparison(measurements, list(families.values()), benchmarks, notes)
+    data = {run.name: _identity(run.path, _DATA) for run in runs}
+    if apart := _grouped(data):
+        notes.insert(0, f"losses of different data or vocabularies cannot be compared: {apart}")
+    return Comparison(measurements, list(families.values()), benchmarks, notes, data)
+
+
+def _grouped(data: Mapping[str, str]) -> str:
+    # Names of runs by their data; empty if all have the same.
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, key in data.items():
+        groups[key].append(name)
+    return " | ".join(", ".join(names) for names in groups.values()) if len(groups) > 1 else ""
 
 
 def _run_folders(path: Path, notes: list[str]) -> list[Path]:
@@ -148,10 +170,11 @@ def _file_names(files: Sequence[Path]) -> list[str]:
     raise ConfigError("PATH", " ".join(map(str, files)), "names a file twice")
 
 
-def _identity(path: Path) -> str:
-    # Of everything that determines a run's losses; the path itself if the folder does not record it.
+def _identity(path: Path, keys: Sequence[str] = ()) -> str:
+    # Of everything that determines a run's losses, or of some keys; the path itself if the folder does not record it.
     try:
-        return json.dumps(read_json(path / IDENTITY_FILE), sort_keys=True)
+        identity = read_json(path / IDENTITY_FILE)
+        return json.dumps({key: identity.get(key) for key in keys} if keys else identity, sort_keys=True)
     except (OSError, ValueError):
         return str(path)
 

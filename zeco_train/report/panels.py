@@ -60,7 +60,7 @@ def panels(comparison: Comparison) -> list[Panel]:
     # Their losses are not comparable, so one panel shows that they all fall.
     alone = [family[0] for family in comparison.families if len(family) == 1]
     if alone:
-        found.append(_loss(alone, {}))
+        found.append(_loss(alone, {}, are_apart=len({comparison.data.get(run.name) for run in alone}) > 1))
     return found
 
 
@@ -136,7 +136,8 @@ def _spoken(figures: Iterable[tuple[Measurement, str]]) -> str:
 
 def _label(measurement: Measurement) -> str:
     layout = measurement.layout
-    return f"{layout.backend}, {length_name(layout.seq_len)}, {_ranks(layout.devices)}"
+    shape = f"{layout.backend}, {length_name(layout.seq_len)}, {_ranks(layout.devices)}"
+    return shape if measurement.source == "benchmark" else f"{_short(measurement.name)}: {shape}"
 
 
 def _lines(
@@ -225,10 +226,10 @@ def _draw_bars(bars: Sequence[tuple[Measurement, float]], unit: str, axes: Axes,
     amounts = [amount for _, amount in bars]
     drawn = axes.barh(range(len(bars)), amounts, color=[_color(m.layout.backend, colors) for m, _ in bars])
     axes.bar_label(drawn, [f"{amount:.3g}" for amount in amounts], padding=3, fontsize=8)
-    # Layouts, which are the question; names where several runs have the same one.
-    labels = [_label(m) for m, _ in bars]
+    # A run by its name, a benchmark's row by its layout; both where one of them is not enough.
+    labels = [_short(m.name) for m, _ in bars]
     if len(set(labels)) < len(labels):
-        labels = [_short(m.name) for m, _ in bars]
+        labels = [_label(m) for m, _ in bars]
     axes.set_yticks(range(len(bars)), [plain(label) for label in labels], fontsize=8)
     axes.set_ylim(max(len(bars), 3) - 0.5, -0.5)
     axes.margins(x=0.12)
@@ -244,9 +245,10 @@ def _backends(family: Sequence[Run], measurements: Sequence[Measurement]) -> dic
     return dict(pairs) if told else {}
 
 
-def _loss(runs: Sequence[Run], backends: Mapping[str, str]) -> Panel:
+def _loss(runs: Sequence[Run], backends: Mapping[str, str], *, are_apart: bool = False) -> Panel:
     names = ", ".join(run.name for run in runs)
     title = f"Loss ({names})" if len(runs) <= _MOST_NAMED else f"Loss of {len(runs)} runs"
+    title = f"Not comparable, of different data: {title}" if are_apart else title
     return Panel(title, f"Training loss over tokens of {names}.", partial(_draw_losses, runs, backends))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import functools
 import gc
 import importlib.util
@@ -180,6 +181,12 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises usage errors as `ConfigError`, which are printed as one line."""
 
     def error(self, message: str) -> NoReturn:
+        _, is_unknown, words = message.partition("unrecognized arguments: ")
+        if is_unknown and (option := next((word for word in words.split() if word.startswith("--")), "")):
+            name, known = option.partition("=")[0], [name for action in self._actions for name in action.option_strings]
+            close = difflib.get_close_matches(name, known, n=1)
+            allowed = f"did you mean {close[0]}?" if close else "--help lists all"
+            raise ConfigError("argument", shown(name), f"unknown option; {allowed}")
         if any(word[:1] == "-" and word[1:2] not in ("-", "") for word in sys.argv[1:]):
             message += "; a name that begins with - is written ./-NAME"
         raise ConfigError("argument", shown(" ".join(sys.argv[1:])), f"{message}; --help lists all")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from data.config import DataKind
 from data.loader import DataSplit, SequenceLoader, for_task
 from data.loader.batches import OpenedData, SequenceSource
 from data.loader.opening import open_data
@@ -147,8 +148,14 @@ def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
         logger.warning("the data's stores differ in what control strings of their texts became (%s)", text)
     if data.unvalidated:
         of = f" of {', '.join(data.unvalidated)}" if len(data.train) > 1 else ""
+        larger = (
+            "data.validation_fraction" if config.data.kind is DataKind.embedded else "--validation-fraction of prepare"
+        )
         logger.warning(
-            "no validation loss%s: too little is held out for a sequence of data.seq_len=%d", of, config.data.seq_len
+            "no validation loss%s: too little is held out for a sequence of data.seq_len=%d; a larger %s helps",
+            of,
+            config.data.seq_len,
+            larger,
         )
 
 

@@ -29,7 +29,7 @@ from zeco_train.sp.exchange import connect, local_exchange
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, METHODS, VerifyConfig
 from zeco_train.verify.own_ranks import OwnRanksError, rows_of_own_ranks
 from zeco_train.verify.reference import SequenceRank, exact, is_short, processors
-from zeco_train.verify.report import Deviation, VerifyRow, deviations
+from zeco_train.verify.report import FLOAT64, Deviation, VerifyRow, deviations
 from zeco_train.verify.runs import (
     IN_HALVES,
     huge_deviations,
@@ -131,7 +131,7 @@ class Verification:
             (expected,) = exact(whole, place)
         if not is_softmax and is_short(whole):
             found = self._gather(deviations(run_in_float64(whole, part, place), expected))
-            yield replace(row, backend="float64 itself", deviations=found, limit=LIMITS["fp64"])
+            yield replace(row, backend=FLOAT64, deviations=found, limit=LIMITS["fp64"])
         enter("one device")
         part, expected = ({name: x.to(self._device) for name, x in own.items()} for own in (part, expected))
         one_device = run_one_device(whole, part, place)

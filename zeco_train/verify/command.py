@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -50,6 +51,7 @@ _NEVER = (
     "train.matmul=fp8, train.compile=always and bf16 training, whose results are rounded differently",
     "data preparation, checkpoints, evaluation, generation and exports, which have tests of their own",
 )
+_PROGRESS_SECONDS = 10
 _ADVICE = Advice(
     lost_peer="the rows so far stand, the others are unknown",
     memory="fewer tokens or heads need less",
@@ -88,7 +90,12 @@ def _verify(arguments: list[str], job: Job) -> int:
         of = "" if config.operator in (None, DEFAULT) else f", operator {config.operator}"
         print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
     rows: list[VerifyRow] = []
+    shown = started
     for row in verification.rows():
+        if launch.rank == 0 and not config.table and (now := time.monotonic()) - shown >= _PROGRESS_SECONDS:
+            shown = now
+            what = f"{row.dtype}, {row.sp_size} × {row.tokens:,} tokens, {row.backend}"
+            print(f"… {len(rows)} comparisons in {now - started:.0f} s; now {what}", file=sys.stderr, flush=True)
         if launch.rank == 0:
             _show(row, is_first=not rows or row.on_own_ranks != rows[-1].on_own_ranks, has_table=config.table)
         rows.append(row)
@@ -129,7 +136,8 @@ def not_covered(rows: Sequence[VerifyRow], device: torch.device, launch: Launch)
     if launch.world_size <= launch.local_world_size or launch.world_size == 1:
         found.append("one machine: lane and the other scans between machines ran between groups of ranks of this one")
     largest = max((row.sp_size for row in rows), default=1)
-    found.append(f"more than {largest} ranks that share a sequence, and lengths beyond those above")
+    longest = max((row.sp_size * row.tokens for row in rows), default=0)
+    found.append(f"more than {largest} ranks that share a sequence, sequences of more than {longest:,} tokens")
     used = {use for row in rows if not row.problem for use in row.uses}
     for kind, names in _KNOWN.items():
         if missing := [name for name in names if f"{kind} {name}" not in used]:

@@ -59,7 +59,7 @@ class OptimizerSettings:
         ns_steps: Newton–Schulz iterations of Muon's orthogonalization.
         adjust_lr_fn: how Muon scales the learning rate by a matrix's shape.
         ns_dtype: dtype of Muon's matrix products.
-        adamw_lr: peak learning rate of the parameters that Muon updates with AdamW; None: `lr`.
+        adamw_lr: peak learning rate of the parameters that Muon updates with AdamW; null: `lr`.
     """
 
     lr: float = 3e-4
