@@ -17,8 +17,9 @@ PATHS = {
     for path in sorted((REPOSITORY / "lab").rglob("*.py"))
     if path.name != "__init__.py"
 }
-# A process of `lab.emulated_nodes`.
-COMMANDS = [name for name, path in PATHS.items() if "__name__ ==" in path.read_text() and name != "lab.emulated_switch"]
+# Processes of `lab.emulated_nodes` and of `lab.campaigns.same_speed`.
+OTHERS = ("lab.emulated_switch", "lab.campaigns.operator_rows")
+COMMANDS = [name for name, path in PATHS.items() if "__name__ ==" in path.read_text() and name not in OTHERS]
 OPENING = ["Question", "Command", "Date", "Answer"]
 # Their arguments are names only.
 WITHOUT_HELP = ("lab.fault_table", "lab.peers.tuned")

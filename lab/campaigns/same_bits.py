@@ -1,7 +1,8 @@
-"""Train, evaluate, write text and export with two versions of this project, and compare the results to the last bit.
-
-    python -m tests.same_bits [COMMIT|FOLDER|FILE.json] [--keep FILE.json] [--only TEXT] [--dtypes fp32,fp64]
-        [--device cpu] [--ranks 2] [KEY=VALUE of train.py …]
+"""Question: do two versions of this project train, evaluate, write text and export alike, to the last bit?
+Command: python -m lab.campaigns.same_bits [COMMIT|FOLDER|FILE.json] [--keep FILE.json] [--only TEXT]
+    [--dtypes fp32,fp64] [--device cpu] [--ranks 2] [KEY=VALUE of train.py …]
+Date: –
+Answer: a line for each case; tests/gpu_results.md has those of GPUs.
 
 COMMIT (default: `BEFORE`) is checked out in a temporary folder; FOLDER is another copy of the sources, for machines
 without git; FILE.json holds the results that `--keep` has written earlier on the same machine, in place of a version.
@@ -31,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[2]
 # The last commit before the redesign into a core and a lab (issues 41 and 42).
 BEFORE = "d2b9b8f"
 COLUMNS = ("loss", "grad_norm", "val_loss")

@@ -1,7 +1,10 @@
-"""Speed comparison of two versions of this project in one session: their training steps, or one layer's operator.
+"""Question: are two versions of this project, or two configurations of one, equally fast within one session?
+Command: python -m lab.campaigns.same_speed COMMIT|FOLDER [--case step|operator] [--turns 5] [--seconds 5] [KEY=VALUE …]
+    python -m lab.campaigns.same_speed . --this optim=muon model=gla_340m     two configurations of one version
+Date: –
+Answer: medians of the turns and their ratio; tests/gpu_results.md has those of GPUs.
 
-    python -m tests.same_speed COMMIT|FOLDER [--case step|operator] [--turns 5] [--seconds 5] [KEY=VALUE of train.py …]
-    python -m tests.same_speed . --this optim=muon model=gla_340m     two configurations of one version
+Measured are training steps, with settings of train.py, or one layer's operator.
 
 The two versions run in separate processes, one at a time: the other one is stopped (SIGSTOP) and its device idle. They
 take turns, so that a slowdown of the machine affects both. Prints the median of each turn, the ratio of speeds with its
@@ -24,13 +27,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
-from tests.same_bits import sources
+from lab.campaigns.same_bits import sources
 from tests.support.commands import REPOSITORY
 
 _START_SECONDS = 240.0
 # Steps to drop at the start of a turn: the one in progress when the process was stopped, and those with cold caches.
 _LEFT_OUT = 3
-_OPERATOR = Path(__file__).parent / "support" / "operator_rows.py"
+_OPERATOR = Path(__file__).with_name("operator_rows.py")
 _ENDLESS = ["train.steps=1000000", "train.log_every=1", "train.eval_every=0", "checkpoint.every=0", "logger=none"]
 
 

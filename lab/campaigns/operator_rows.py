@@ -1,4 +1,4 @@
-"""Runs one version's gla operator repeatedly: a row with the seconds of each call, see tests/same_speed.py.
+"""Runs one version's gla operator repeatedly: a row with the seconds of each call, see `same_speed`.
 
 usage: operator_rows.py FILE [heads=H] [key_dim=K] [value_dim=V] [tokens=T] [dtype=bfloat16] [device=cuda]
 
