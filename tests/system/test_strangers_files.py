@@ -233,7 +233,7 @@ def test_inspect_escapes_control_characters(tmp_path: Path) -> None:
     """In the text and in the provenance of meta.json."""
     ids = ByteTokenizer().encode([f"text {ESCAPE} text\nsecond line"])[0]
     with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append_document(ids)
+        writer.append(np.append(ids, ByteTokenizer.eos_id), [len(ids) + 1])
         writer.finish("sources")
     meta = json.loads((tmp_path / "store" / "meta.json").read_text())
     meta["tokenizer"]["path"], meta["preparation"] = ESCAPE, {"dataset": ESCAPE, "sources": [ESCAPE]}
