@@ -11,8 +11,8 @@ import torch
 
 from tests.support.operator_cases import expected, make, operands_of, sharded
 
-# Importing transformers' model takes 8 s of CPU time; tests/hf compares logits of its hybrids in every gate.
-pytestmark = [pytest.mark.numeric, pytest.mark.campaign]
+# Importing transformers' model takes 8 s of CPU time.
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 # fp32, other chunks of other sums; measured 1.6e-6.
 TOLERANCE = 4e-6
