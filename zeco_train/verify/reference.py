@@ -79,13 +79,15 @@ def exact(
         return [{"R": state, **piece} for piece in whole.split(tokens.results, whole.num_pieces)]
     shards = {}
     for piece, part in zip(pieces, [whole.part(piece) for piece in pieces] if parts is None else parts, strict=True):
-        *operands, do = ((name, x.double()) for name, x in part.items())
+        operands = {name: x.double() for name, x in part.items()}
+        do = operands.pop("do")
         starts = [restart - piece * whole.tokens for restart in whole.restarts]
         starts = [start for start in starts if 0 <= start < whole.tokens]
-        shards[piece] = ExactTokens(operator, dict(operands), do[1], starts, whole.scale)
+        shards[piece] = ExactTokens(operator, operands, do, starts, whole.scale)
     carry_in, dcarry_out = (x.double() for x in (ends or whole.ends))
     # Before each shard, and after the last; and from the last to the first.
     states, grads = [carry_in], [dcarry_out]
+    step: Callable[[Tensor], Tensor] | None
     for piece in range(whole.num_pieces):
         step = shards[piece].forward if piece in shards else None
         states.append(place.stepped_by(piece % place.size, step, states[-1]))

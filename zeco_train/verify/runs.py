@@ -237,10 +237,10 @@ _ELEMENTS = 1 << 31
 def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements: int = _ELEMENTS) -> Whole:
     """A sequence on one rank whose values, and states at chunk boundaries, have more than `elements` elements."""
     # The chunk states have K / CHUNK times as many elements as the values: with K ≥ CHUNK both are large enough.
-    dims = {"key_dim": max(config.key_dim, CHUNK), "value_dim": config.value_dim}
-    heads = elements // (_TOKENS * config.value_dim) + 1
-    whole = Whole(name, DEFAULT, _TOKENS, 1, heads=heads, groups=heads, carry=True, dtype=dtype, **dims)
-    return replace(whole, is_launched=True)
+    key_dim, value_dim = max(config.key_dim, CHUNK), config.value_dim
+    heads = elements // (_TOKENS * value_dim) + 1
+    whole = Whole(name, DEFAULT, _TOKENS, 1, heads=heads, groups=heads, key_dim=key_dim, value_dim=value_dim)
+    return replace(whole, carry=True, dtype=dtype, is_launched=True)
 
 
 def huge_deviations(whole: Whole, device: torch.device) -> dict[str, Deviation]:

@@ -32,7 +32,7 @@ VERIFIED = [name for name, operator in OPERATORS.items() if not (operator.state_
 
 # Starts of documents among `pieces` shards of t tokens each, in order: several inside of the first shard, and one over
 # all that follow but the last; at shards' first and last tokens; many in every shard, some of one token; one.
-DOCUMENTS: Mapping[str, Callable[[int, int], set[int]]] = {
+DOCUMENTS: dict[str, Callable[[int, int], set[int]]] = {
     "spanning": lambda t, pieces: {t // 3, t // 2, (pieces - 1) * t + t // 2},
     "at edges": lambda t, pieces: {p * t for p in range(1, pieces, 2)} | {pieces * t - 1},
     "many": lambda t, pieces: {p * t + place for p in range(pieces) for place in {1, 2, t // 2, t - 1}},
