@@ -95,7 +95,9 @@ def _verify(arguments: list[str], job: Job) -> int:
         if launch.rank == 0 and not config.table and (now := time.monotonic()) - shown >= _PROGRESS_SECONDS:
             shown = now
             what = f"{row.dtype}, {row.sp_size} × {row.tokens:,} tokens, {row.backend}"
-            print(f"… {len(rows)} comparisons in {now - started:.0f} s; now {what}", file=sys.stderr, flush=True)
+            print(
+                f"… {len(rows) + 1} comparisons in {now - started:.0f} s, the last: {what}", file=sys.stderr, flush=True
+            )
         if launch.rank == 0:
             _show(row, is_first=not rows or row.on_own_ranks != rows[-1].on_own_ranks, has_table=config.table)
         rows.append(row)

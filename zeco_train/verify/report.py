@@ -226,4 +226,6 @@ def summary(rows: list[VerifyRow]) -> str:
 
 
 def _computed_in(row: VerifyRow) -> str:
+    if any(use.startswith("strategy ") for use in row.uses):
+        return f"training steps {row.dtype}"
     return "fp64" if row.backend == FLOAT64 else row.dtype
