@@ -51,12 +51,12 @@ def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int
     def tensor(heads: int) -> torch.Tensor:
         return torch.randn(1, TOKENS, heads, HEAD_DIM, dtype=dtype)
 
-    def post(self: Wire, messages: Any, *names: Any) -> Any:
-        sent[way] += sum(message.tensor.nbytes for kind, message in messages if kind is dist.isend)
-        return posted(self, messages, *names)
+    def exchange(self: Wire, messages: Any, received: Any) -> Any:
+        sent[way] += sum(message.tensor.nbytes for message in messages)
+        return exchanged(self, messages, received)
 
-    posted = Wire._post
-    with mock.patch.object(dist, "all_to_all_single", record), mock.patch.object(Wire, "_post", post):
+    exchanged = Wire.exchange
+    with mock.patch.object(dist, "all_to_all_single", record), mock.patch.object(Wire, "exchange", exchange):
         for name, spec in METHODS.items():
             for window in (None, 5, 30):
                 method = build_attention(spec, group, timedelta(seconds=60), torch.device("cpu"))

@@ -135,13 +135,16 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordedExchange
         expected = [
             *("local_states", "launch forward", *launch, "intra_scores", *seam[0], *wait, "outputs", *seam[1]),
             *("local_state_grads", "launch reverse", *launch, "local_states", "intra_grads"),
-            *(*seam[0], *wait, "input_grads", *seam[1]),
+            *(*seam[0], *wait, "operand_grads", *seam[1]),
         ]
         events = scan.events
         events.clear()
-        phases = ("local_states", "intra_scores", "outputs", "local_state_grads", "intra_grads", "input_grads")
+        phases = ("local_states", "intra_scores", "local_state_grads", "intra_grads")
+        forward, backward = chunked._GlaForward, chunked._GlaBackward
         with (
             mock.patch.multiple(chunked, **{phase: noted(events, chunked, phase) for phase in phases}),
+            mock.patch.object(forward, "outputs", noted(events, forward, "outputs")),
+            mock.patch.object(backward, "operand_grads", noted(events, backward, "operand_grads")),
             mock.patch.object(ScanWorker, "submit", noted(events, ScanWorker, "submit")),
             mock.patch.object(serial, "recv_incoming", noted(events, serial, "recv_incoming")),
             mock.patch.object(serial, "send_folded", noted(events, serial, "send_folded")),
