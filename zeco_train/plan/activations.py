@@ -29,7 +29,7 @@ from zeco_train.ops.operator import Target, assume
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.allocations import Allocations, Bytes, Peak, Setting, stored
-from zeco_train.plan.schedule import Schedule, is_of_mlp
+from zeco_train.plan.fusion import Schedule, is_of_mlp
 from zeco_train.plan.stand_ins import without_code_generator, without_launches
 from zeco_train.sp.exchange import local_exchange
 

@@ -1,12 +1,9 @@
-"""Run tests repeatedly next to busy processes, or once each with the code paths of other processors.
-
-    python -m tests.under_load --rounds 10                       tests marked `processes`, beside 4 busy processes
-    python -m tests.under_load --rounds 3 tests/lifecycle/test_faults.py   these, whatever their marks
-    python -m tests.under_load --processors                      tests marked `numeric`, under each of `PROCESSORS`
-
-All other arguments are passed to pytest. Prints the end of pytest's output of each run with a failure, then for each
-test the numbers of passes and failures, its longest time and its highest CPU time. Exits with 1 if a test has failed,
-or if pytest could not run at all.
+"""Question: do tests pass beside busy processes, and with the code paths of other processors?
+Command: python -m lab.campaigns.under_load --rounds 10 (tests marked `processes`, beside 4 busy processes), or
+    --processors (tests marked `numeric`, under each of `PROCESSORS`) [PYTEST_ARGUMENT …]
+Date: of each change to tests that wait
+Answer: the end of pytest's output of each run with a failure, then for each test the numbers of passes and failures,
+    its longest time and its highest CPU time; it exits with 1 if a test has failed, or if pytest could not run at all.
 """
 
 from __future__ import annotations
