@@ -1,11 +1,9 @@
 """Question: is planned memory within 5 % of that of a GPU, in three recompute modes?
 Command: python -m lab.campaigns.planned_memory [CASE …]
-Date: 26 November 2026, one H200 (c0c805af).
-Answer: yes for all five with `none` and `selective`: 1.017 to 1.028 of the measured. No with `full`: 1.19 for gla
-(8.42 GB planned, 7.09 measured), 1.17 for the hybrid (8.41, 7.16), 1.19 for mamba2 (6.09, 5.11). There the plan has the
-peak in the first block's backward pass, where it holds all gathered weights and buffers for reductions between ranks;
-the allocator's history of gla has it in the loss. With `full` and four layers the validation after the last step needs
-more than the steps: 8.86 GB (fp32 logits of 8,192 tokens, twice); kda's and hgrn's steps alone were not measured.
+Date: 27 November 2026, one H100 (88b393ac).
+Answer: yes, all 15: 1.000 to 1.008 of the measured, but for `full` of kda (7.56 GB planned, 7.95 measured: 0.951) and of
+mamba2 (5.34, 5.11: 1.045). Before, `full` was up to 1.19: it had all gathered weights, and buffers of reductions that one
+rank does not make, in the first block's backward pass.
 
 On one GPU each case trains five steps by `train.py`, whose metrics have the peak of torch's allocator, and is planned
 for the same GPU. A line for each: case, recompute mode, planned GB, measured GB, their ratio. Without CUDA graphs: the
