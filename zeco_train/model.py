@@ -48,6 +48,8 @@ def load(
     Raises:
         ZecoError: a one-line message names what is wrong: the path, the device, the dtype, or a damaged file.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError("path", f"{path!r:.100}", "must be a folder's path")
     trained = find_trained(os.fspath(path), "path")
     on, chosen = pick_device(device), _dtype_of(dtype, trained)
     with torch.cuda.device(on if on.type == "cuda" else -1):
@@ -158,7 +160,12 @@ class Model:
             raise ConfigError("model.causal", "false", "a model that reads in both directions cannot generate")
         texts = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
-            raise ConfigError("prompts", f"{prompts!r:.100}", "must be a text, or several")
+            shown = " ".join(repr(prompts).split())
+            raise ConfigError("prompts", f"{shown:.100}", "must be a text, or several")
+        numbers = {"max_tokens": max_tokens, "samples": samples, "top_k": top_k, "seed": seed}
+        for name, value in numbers.items():
+            if not isinstance(value, int):
+                raise ConfigError(name, f"{value!r:.100}", "must be an integer")
         if not isinstance(at_eos, bool):
             raise ConfigError("at_eos", f"{at_eos!r:.100}", "must be True or False")
         if samples < 1:
@@ -207,10 +214,11 @@ class Model:
         is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
         if found.dim() not in (1, 2) or (found.numel() and not is_integer):
             raise ConfigError("ids", f"{list(found.shape)} {found.dtype}", "must be integers [T] or [B, T]")
+        shape = [*found.shape]
         found = (found if found.dim() == 2 else found[None]).to(torch.int64)
         if found.shape[1] < least or not len(found):
             problem = f"needs at least {least} tokens of each sequence"
-            raise ConfigError("ids", f"a tensor of shape {list(found.shape)}", problem)
+            raise ConfigError("ids", f"a tensor of shape {shape}", problem)
         wrong = found[(found < 0) | (found >= self.vocab_size)]
         if len(wrong):
             raise ConfigError("ids", int(wrong[0]), f"must be from 0 to {self.vocab_size - 1}, the model's vocabulary")

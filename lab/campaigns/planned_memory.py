@@ -1,9 +1,9 @@
 """Question: is planned memory within 5 % of that of a GPU, in three recompute modes?
 Command: python -m lab.campaigns.planned_memory [CASE …]
 Date: 27 November 2026, one H100 (88b393ac).
-Answer: yes, all 15: 1.000 to 1.008 of the measured, but for `full` of kda (7.56 GB planned, 7.95 measured: 0.951) and of
-mamba2 (5.34, 5.11: 1.045). Before, `full` was up to 1.19: it had all gathered weights, and buffers of reductions that one
-rank does not make, in the first block's backward pass.
+Answer: yes, all 15: 1.000 to 1.008 of the measured, but for `full` of kda (7.56 GB planned, 7.95 measured: 0.951) and
+of mamba2 (5.34, 5.11: 1.045). Before, `full` was up to 1.19: it had all gathered weights, and buffers of reductions
+that one rank does not make, in the first block's backward pass.
 
 On one GPU each case trains five steps by `train.py`, whose metrics have the peak of torch's allocator, and is planned
 for the same GPU. A line for each: case, recompute mode, planned GB, measured GB, their ratio. Without CUDA graphs: the

@@ -30,7 +30,7 @@ class FixedDecayConfig(ExpandedHeadsConfig):
     """Shape of a model with fixed decays.
 
     Attributes:
-        rope_theta: base of the frequencies of the rotary position embeddings; None: no position embeddings.
+        rope_theta: base of the frequencies of the rotary position embeddings; null: no position embeddings.
     """
 
     rope_theta: float | None = None

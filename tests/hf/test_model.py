@@ -104,10 +104,10 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: zeco_train.load(model.path, dtype="fp16"), "dtype=fp16: must be bf16, fp32, fp64"),
     (lambda model: model.logits([3, 259]), "ids=259: must be from 0 to 258, the model's vocabulary"),
     (lambda model: model.logits([-1]), "ids=-1: must be from 0 to 258"),
-    (lambda model: model.logits([]), "ids=a tensor of shape [1, 0]: needs at least 1 tokens"),
+    (lambda model: model.logits([]), "ids=a tensor of shape [0]: needs at least 1 tokens"),
     (lambda model: model.logits([0.5]), "ids=[1] torch.float32: must be integers [T] or [B, T]"),
     (lambda model: model.logits("abc"), "ids='abc': must be integers [T] or [B, T]"),  # type: ignore[arg-type]
-    (lambda model: model.loss([3]), "ids=a tensor of shape [1, 1]: needs at least 2 tokens of each sequence"),
+    (lambda model: model.loss([3]), "ids=a tensor of shape [1]: needs at least 2 tokens of each sequence"),
     (lambda model: model.loss(""), "text=: is empty"),
     (lambda model: model.loss([3, 4, 5], documents=[[0, 2]]), "documents=[[0, 2]]: must have for each of 1 sequences"),
     (
@@ -115,6 +115,12 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
         "documents=[[0, 2], [0, 2]]: must have for each of 1",
     ),
     (lambda model: model.loss("ab", documents=[[0, 2]]), "documents=[[0, 2]]: a text is one document; give ids"),
+    (
+        lambda model: model.generate(torch.zeros(2, 2)),  # type: ignore[arg-type]
+        "prompts=tensor([[0., 0.], [0., 0.]]): must be a text, or several",
+    ),
+    (lambda model: model.generate("a", max_tokens=2.5), "max_tokens=2.5: must be an integer"),  # type: ignore[arg-type]
+    (lambda model: zeco_train.load(None), "path=None: must be a folder's path"),  # type: ignore[arg-type]
     (lambda model: model.generate("a", at_eos="no"), "at_eos='no': must be True or False"),  # type: ignore[arg-type]
     (lambda model: model.logits([3, 4], documents=[0, 2]), "documents=[0, 2]: must have"),  # type: ignore[list-item]
     (lambda model: model.encode(3), "text=int: must be a str"),  # type: ignore[arg-type]

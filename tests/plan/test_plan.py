@@ -153,8 +153,8 @@ def test_operators_without_kernels_take_the_measured_slow_down() -> None:
     assert not served.notes
     (note,) = slow.notes
     assert "fixed_decay of K 256, V 512 in bf16 runs in PyTorch, about " in note
-    assert note.endswith("the times above count that")
-    assert make(*retnet, "model.num_heads=2").notes[0].endswith("the times above are of kernels, and too short")
+    assert note.endswith("the times below count that")
+    assert make(*retnet, "model.num_heads=2").notes[0].endswith("the times below are of kernels, and too short")
     with pytest.raises(ConfigError, match=r"^train\.kernels=require: .*fixed_decay"):
         make(*retnet, "model.num_heads=8", "train.kernels=require")
 

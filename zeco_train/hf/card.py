@@ -34,8 +34,9 @@ if device == "cpu":
     sys.modules.update(dict.fromkeys(("fla", "causal_conv1d", "mamba_ssm")))
 """
 _USE = """```python
-{beginning}tokenizer = AutoTokenizer.from_pretrained("PATH")
-model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto").to(device)
+{beginning}path = "PATH"  # of this folder
+tokenizer = AutoTokenizer.from_pretrained(path)
+model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device)
 prompt = tokenizer("Once", return_tensors="pt").to(device)
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0]))
 ```
