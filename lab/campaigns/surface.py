@@ -99,7 +99,10 @@ def commands() -> Iterator[tuple[str, str]]:
             command = str(path) if path.parts[0] in ("launch", "train.py") else f"-m {module}"
             # The others do their work whatever is asked of them.
             helps = path.parts[0] not in ("tests", "lab") or re.search(r"argparse|CASE\.main", text)
-            yield command, fork(f"{command} --help") if helps else ""
+            text = fork(f"{command} --help") if helps else ""
+            # Since 0.3 a case's own help has all of its options.
+            cases = re.findall(r"(?m)^Case (\w+) \(all of it", text)
+            yield command, "\n".join(fork(f"{command} {case} --help") for case in cases) if cases else text
 
 
 def options(text: str) -> Iterator[tuple[str, str]]:
