@@ -270,7 +270,7 @@ def _check_options(options: PrepareOptions) -> None:
     for name, path in named:
         check_path(name, path)
     if not options.out.resolve().name:
-        raise ConfigError("--out", options.out, "needs a folder of its own")
+        raise ConfigError("--out", options.out, "must be a folder that holds nothing else")
     if bool(options.sources) == (options.dataset is not None):
         allowed = "give either SOURCE (files and folders) or --dataset (or a --recipe, which names one)"
         raise ConfigError("SOURCE", " ".join(map(str, options.sources)), allowed)

@@ -146,7 +146,7 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["a.txt", "--out", "s", "--min-tokens", "0"], 2, "--min-tokens=0: allowed: 1 or more"),
         (["", "--out", "s"], 2, "argument SOURCE: is empty"),
         (["a.txt", "--out", ""], 2, "argument --out: is empty"),
-        (["a.txt", "--out", "/"], 2, "--out=/: needs a folder of its own"),
+        (["a.txt", "--out", "/"], 2, "--out=/: must be a folder that holds nothing else"),
         (["a.txt", "--dataset", "x", "--out", "s"], 2, "give either SOURCE (files and folders) or --dataset"),
         (["--out", "s"], 2, "give either SOURCE (files and folders) or --dataset"),
         (["a.txt", "--config", "x", "--out", "s"], 2, "--config=x: goes with --dataset or --recipe only"),
