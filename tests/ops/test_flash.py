@@ -23,7 +23,7 @@ def _borders(documents: tuple[int, ...] | None, num_tokens: int) -> Tensor | Non
 def _pairs(span: Span, key_start: int, key_stop: int) -> Tensor:
     """[queries, keys] bool: the pairs that the kernel sees, whose last query and key of a sequence are aligned."""
     seen = torch.zeros(span.stop - span.start, key_stop - key_start, dtype=torch.bool)
-    call = flash._call(span, key_start, key_stop)
+    call = span.call(key_start, key_stop)
     if call is None:
         return seen
     borders = zip(itertools.pairwise(call.query_borders), itertools.pairwise(call.key_borders), strict=True)
@@ -53,7 +53,7 @@ def test_calls_have_the_visible_pairs_and_no_others(documents: tuple[int, ...] |
 @pytest.mark.parametrize(("key_start", "key_stop"), [(3, 9), (0, 4)])
 def test_keys_that_begin_or_end_among_the_queries_are_refused(key_start: int, key_stop: int) -> None:
     with pytest.raises(ValueError, match="begin or end among the queries 2 to 6"):
-        flash._call(Span(2, 6), key_start, key_stop)
+        Span(2, 6).call(key_start, key_stop)
 
 
 def test_layers_and_passes_share_borders_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_layers_and_passes_share_borders_of_sequences(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: copied.append(x) or x)
     flash._borders.cache_clear()
-    call, device = flash._call(Span(4, 9, torch.tensor([0, 2, 6, 7, 20])), 0, 20), torch.device("cpu")
+    call, device = Span(4, 9, torch.tensor([0, 2, 6, 7, 20])).call(0, 20), torch.device("cpu")
     assert call is not None
     for _ in range(6):
         queries, keys, longest_query, longest_key = flash._lengths(call, 2, device)

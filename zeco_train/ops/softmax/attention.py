@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeco_train.ops.operator import KernelRule
-from zeco_train.ops.softmax import flash, sdpa
+from zeco_train.ops.operator import KernelRule, Target
+from zeco_train.ops.softmax import cudnn, flash, sdpa
 from zeco_train.ops.softmax.span import Attended, Span
 
-# PyTorch's FlashAttention refuses other heads when it is launched.
+# cuDNN and PyTorch's FlashAttention refuse other heads when they are launched.
 KERNELS = KernelRule((torch.bfloat16,), largest=256, row_bytes=16)
 # Of PyTorch's fused attention with a mask; for other calls it takes plain products, without a word.
 STEP_KERNELS = KernelRule(row_bytes=16)
@@ -46,17 +46,24 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, of the part that these keys have in o: in fp32, or the dtype of q.
 
-    `do` and `attended` are of o over all keys, of which k and v may be a part; all else as of `attend`. FlashAttention
-    adds up in one order only if it must be `deterministic`, SDPA always does.
+    `do` and `attended` are of o over all keys, of which k and v may be a part; all else as of `attend`. cuDNN and
+    FlashAttention add up in one order only if it must be `deterministic`, SDPA always does.
     """
-    operands = do, q, k, v, attended, span, key_start, scale
-    if _kernels(q, v) is flash:
-        return flash.attend_backward(*operands, deterministic)
-    return sdpa.attend_backward(*operands)
+    operands, kernels = (do, q, k, v, attended, span, key_start, scale), _kernels(q, v)
+    return sdpa.attend_backward(*operands) if kernels is sdpa else kernels.attend_backward(*operands, deterministic)
+
+
+def kernel_name(target: Target, is_served: bool) -> str:
+    """What computes attention on a target, if `KERNELS` serve its heads, or not: with the version, for reports."""
+    if not is_served:
+        return "PyTorch's SDPA" if target.kind != "cuda" else "PyTorch's products"
+    return "FlashAttention 2 of PyTorch" if cudnn.problem(target) else cudnn.version()
 
 
 def _kernels(q: Tensor, v: Tensor) -> ModuleType:
-    return flash if KERNELS.serves(q, v) else sdpa
+    if not KERNELS.serves(q, v):
+        return sdpa
+    return flash if cudnn.problem(Target.of(q.device)) else cudnn
 
 
 def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[Tensor, int]:

@@ -2,8 +2,7 @@
 
 Called as `torch.nn.attention.varlen` calls it, one sequence per document and row of the batch; that module has no
 backward pass for an output and a log-sum-exp over more keys than those at hand, which blocks of keys need. The kernel
-aligns the last query of a sequence with its last key. So a call takes either keys that end with the queries, causal, or
-keys before all queries, of which a window is counted from that alignment.
+aligns the last query of a sequence with its last key, as a `KernelCall` does.
 """
 
 from __future__ import annotations
@@ -12,29 +11,19 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.deterministic
 from torch import Tensor
 
 from zeco_train.ops.kernel_operands import dense
-from zeco_train.ops.softmax.span import Attended, Span
-
-
-class _Call(NamedTuple):
-    queries: slice  # of the span
-    keys: slice  # of the given keys
-    # Sequences among them, for one row of the batch.
-    query_borders: list[int]
-    key_borders: list[int]
-    causal: bool  # the keys end with the queries
-    left: int  # keys before its aligned key that a query reads; −1: all
+from zeco_train.ops.softmax.span import Attended, KernelCall, Span
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
     """The attention of a span, as `zeco_train.ops.softmax.attention.attend`."""
-    call = _call(span, key_start, key_start + k.shape[1])
+    call = span.call(key_start, key_start + k.shape[1])
     batch = q.shape[0]
     if call is None:
         return Attended.by_no_keys(q, v)
@@ -62,7 +51,7 @@ def attend_backward(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, as `zeco_train.ops.softmax.attention.attend_backward`."""
-    call, batch = _call(span, key_start, key_start + k.shape[1]), q.shape[0]
+    call, batch = span.call(key_start, key_start + k.shape[1]), q.shape[0]
     if call is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     queries, keys, values = _packed(q, call.queries), _packed(k, call.keys), _packed(v, call.keys)
@@ -98,29 +87,6 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-# The call for keys [key_start, key_stop), which may not begin or end among the queries; None if no query reads one.
-def _call(span: Span, key_start: int, key_stop: int) -> _Call | None:
-    first = max(span.first_key, key_start)
-    if first >= min(key_stop, span.stop):
-        return None
-    if key_start > span.start or span.start < key_stop < span.stop:
-        raise ValueError(f"keys {key_start} to {key_stop} begin or end among the queries {span.start} to {span.stop}")
-    if key_stop >= span.stop:
-        inner = span.inner_borders()
-        queries = [0, *(border - span.start for border in inner), span.stop - span.start]
-        keys = [0, *(border - first for border in inner), span.stop - first]
-        left = -1 if span.window is None else span.window - 1
-        return _Call(slice(0, queries[-1]), slice(first - key_start, span.stop - key_start), queries, keys, True, left)
-    # Keys before all queries: only the first document's queries read them, of which a window leaves the first ones.
-    stop = next(iter(span.inner_borders()), span.stop)
-    left = -1
-    if span.window is not None:
-        stop = min(stop, key_stop + span.window - 1)
-        left = key_stop - stop + span.window - 1
-    read, size = slice(first - key_start, key_stop - key_start), stop - span.start
-    return _Call(slice(0, size), read, [0, size], [0, key_stop - first], False, left)
-
-
 # [B, tokens, H, D] → [B · tokens of the part, H, D], at multiples of 16 bytes, as the kernel takes for granted.
 def _packed(x: Tensor, part: slice) -> Tensor:
     return dense(x[:, part]).flatten(0, 1)
@@ -136,7 +102,7 @@ def _placed(found: Tensor, part: slice, like: Tensor) -> Tensor:
     return whole
 
 
-def _lengths(call: _Call, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+def _lengths(call: KernelCall, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     stream = torch.cuda.current_stream(device).cuda_stream
     queries, keys = (
         _borders(tuple(borders), batch, device, stream) for borders in (call.query_borders, call.key_borders)
@@ -156,7 +122,7 @@ def _borders(of_row: tuple[int, ...], batch: int, device: torch.device, stream: 
     return copied, max(b - a for a, b in itertools.pairwise(of_row))
 
 
-def _window(call: _Call) -> dict[str, Any]:
+def _window(call: KernelCall) -> dict[str, Any]:
     if call.left < 0:
         return {}
     return {"window_size_left": call.left, "window_size_right": 0 if call.causal else -1}

@@ -15,6 +15,21 @@ from torch import Tensor
 from zeco_train.ops import accumulation_dtype
 
 
+class KernelCall(NamedTuple):
+    """What a kernel computes of a span: sequences of queries, each with its own sequence of keys.
+
+    The last query of a sequence is aligned with its last key, and `left` counts from there.
+    """
+
+    queries: slice  # of the span
+    keys: slice  # of the given keys
+    # Sequences among them, for one row of the batch.
+    query_borders: list[int]
+    key_borders: list[int]
+    causal: bool  # the keys end with the queries; else they are before all queries
+    left: int  # keys before its aligned key that a query reads; −1: all
+
+
 @dataclass(frozen=True)
 class Span:
     """Queries [start, stop) of a sequence."""
@@ -44,6 +59,30 @@ class Span:
             return []
         return self.borders[(self.borders > self.start) & (self.borders < self.stop)].tolist()
 
+    def call(self, key_start: int, key_stop: int) -> KernelCall | None:
+        """The pairs with keys [key_start, key_stop), which may not begin or end among the queries; None: no pair."""
+        first = max(self.first_key, key_start)
+        if first >= min(key_stop, self.stop):
+            return None
+        if key_start > self.start or self.start < key_stop < self.stop:
+            among = f"begin or end among the queries {self.start} to {self.stop}"
+            raise ValueError(f"keys {key_start} to {key_stop} {among}")
+        if key_stop >= self.stop:
+            inner = self.inner_borders()
+            queries = [0, *(border - self.start for border in inner), self.stop - self.start]
+            keys = [0, *(border - first for border in inner), self.stop - first]
+            left = -1 if self.window is None else self.window - 1
+            part = slice(first - key_start, self.stop - key_start)
+            return KernelCall(slice(0, queries[-1]), part, queries, keys, True, left)
+        # Keys before all queries: only the first document's queries read them, of which a window leaves the first ones.
+        stop = next(iter(self.inner_borders()), self.stop)
+        left = -1
+        if self.window is not None:
+            stop = min(stop, key_stop + self.window - 1)
+            left = key_stop - stop + self.window - 1
+        read, size = slice(first - key_start, key_stop - key_start), stop - self.start
+        return KernelCall(slice(0, size), read, [0, size], [0, key_stop - first], False, left)
+
     def part(self, start: int, stop: int) -> Span:
         """The queries [start, stop) of these."""
         return Span(start, stop, self.borders, self.window)
@@ -68,3 +107,11 @@ class Attended(NamedTuple):
         batch, num_queries, heads, _ = q.shape
         lse = q.new_full((batch, heads, num_queries), -torch.inf, dtype=accumulation_dtype(q.dtype))
         return cls(q.new_zeros(batch, num_queries, heads, v.shape[3]), lse)
+
+    @classmethod
+    def merged(cls, a: Self, b: Self) -> Self:
+        """Attention to the keys of both, in the dtype of the log-sum-exp; each query reads some of a's."""
+        lse = torch.logaddexp(a.lse, b.lse)
+        weights = ((x.lse - lse).exp().mT.unsqueeze(-1) for x in (a, b))
+        o, more = (x.o.to(lse.dtype) * weight for x, weight in zip((a, b), weights, strict=True))
+        return cls(o + more, lse)

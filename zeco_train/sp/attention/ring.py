@@ -42,7 +42,7 @@ class Ring(ShardedAttention):
             transfers = self.wire.exchange(*blocks.messages())
             if blocks.is_read:
                 part = attend(q, blocks.k, blocks.v, span, blocks.keys[0], scale)
-                found = part if found is None else _merged(found, part)
+                found = part if found is None else Attended.merged(found, part)
             _wait(transfers)
             blocks.advance()
         if found is None:
@@ -161,14 +161,6 @@ class _Partials:
             dk, dv = _unpacked(self._message, self._length, self._dk, self._dv)
             self._dk[:, -self._length :] += dk
             self._dv[:, -self._length :] += dv
-
-
-def _merged(a: Attended, b: Attended) -> Attended:
-    # Attention to the keys of both, in fp32 (fp64 for fp64); each query reads some of a's.
-    lse = torch.logaddexp(a.lse, b.lse)
-    weights = ((x.lse - lse).exp().mT.unsqueeze(-1) for x in (a, b))
-    o, more = (x.o.to(lse.dtype) * weight for x, weight in zip((a, b), weights, strict=True))
-    return Attended(o + more, lse)
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:

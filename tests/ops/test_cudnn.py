@@ -1,0 +1,199 @@
+"""cuDNN's attention for spans: what it is told, by a stand-in that does as it is told, and on a GPU its results."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeco_train.ops.operator import Target
+from zeco_train.ops.softmax import attention, cudnn, sdpa
+from zeco_train.ops.softmax.span import Attended, Span
+
+pytestmark = pytest.mark.numeric
+DOCUMENTS = (None, (0, 4, 8), (0, 2, 4, 6), (0, 1, 3, 7))
+SCALE = 0.6
+
+
+def _sequences(graph: Any, layout: Any, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The operands of each sequence, [heads, tokens, channels], views."""
+    for index in range(layout.count):
+        views = []
+        for operand, x in zip(graph.operands, tensors, strict=True):
+            (_, heads, tokens, channels), strides = operand.dims, operand.strides
+            if operand.side is None:
+                start = index * strides[0]
+            else:
+                lengths = [*layout.lengths[operand.side], *[0] * layout.count]
+                start, tokens = sum(lengths[:index]) * strides[2], lengths[index]
+            views.append(x.as_strided((heads, tokens, channels), strides[1:], x.storage_offset() + start))
+        yield views
+
+
+def _as_told(graph: Any, layout: Any, tensors: Sequence[Tensor]) -> None:
+    """In place of `cudnn._run`: the same results in the dtype of the tensors."""
+    for q, k, v, o, sums, *others in _sequences(graph, layout, tensors):
+        shared = q.shape[0] // k.shape[0]
+        wide = [x.repeat_interleave(shared, 0).to(q.dtype) for x in (k, v)]
+        row, column = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        seen = seen & (column <= row) if graph.is_causal else seen
+        seen = seen if graph.left is None else seen & (column > row - graph.left)
+        assert seen.any(1).all(), "cuDNN is asked for queries without keys"
+        scores = (graph.scale * q @ wide[0].mT).masked_fill(~seen, -torch.inf)
+        if not others:
+            sums.copy_(scores.logsumexp(-1, keepdim=True))
+            o.copy_(scores.softmax(-1) @ wide[1])
+            continue
+        do, dq, dk, dv = others
+        weights = (scores - sums).exp()
+        of_scores = weights * (do @ wide[1].mT - (do * o).sum(-1, keepdim=True)) * graph.scale
+        dq.copy_(of_scores @ wide[0])
+        for grad, of_heads in ((dk, of_scores.mT @ q), (dv, weights.mT @ do)):
+            grad.copy_(of_heads.unflatten(0, (-1, shared)).sum(1))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Graphs that were run; layouts of one length in steps of 2 tokens."""
+    graphs: list[Any] = []
+
+    def run(graph: Any, layout: Any, tensors: Sequence[Tensor]) -> None:
+        graphs.append(graph)
+        _as_told(graph, layout, tensors)
+
+    monkeypatch.setattr(cudnn, "_run", run)
+    monkeypatch.setattr(cudnn, "_STEP", 2)
+    return graphs
+
+
+def _random(seed: int, batch: int, queries: int, keys: int, device: str = "cpu", **dims: int) -> list[Tensor]:
+    """q, k, v, do in fp64, of 4 heads, or as given."""
+    sizes = {"heads": 4, "key_heads": 2, "key_dim": 8, "value_dim": 16} | dims
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (
+        (queries, sizes["heads"], sizes["key_dim"]),
+        (keys, sizes["key_heads"], sizes["key_dim"]),
+        (keys, sizes["key_heads"], sizes["value_dim"]),
+        (queries, sizes["heads"], sizes["value_dim"]),
+    )
+    drawn = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [x.to(device) for x in drawn]
+
+
+def _compare(span: Span, keys: tuple[int, int], tensors: Sequence[Tensor], limit: float, **options: Any) -> None:
+    """Attention to keys, and gradients for the output over them or over more keys, against SDPA in fp64."""
+    q, k, v, do = tensors
+    wide = [x.double() for x in tensors]
+    want = sdpa.attend(*wide[:3], span, keys[0], SCALE)
+    found = cudnn.attend(q, k, v, span, keys[0], SCALE)
+    assert torch.equal(found.lse.isinf(), want.lse.isinf())
+    known = Attended(want.o.to(q.dtype), want.lse.float())
+    grads = cudnn.attend_backward(do, q, k, v, known, span, keys[0], SCALE, **options)
+    wanted = sdpa.attend_backward(wide[3], *wide[:3], want, span, keys[0], SCALE)
+    results = (found.o, found.lse.nan_to_num(neginf=0), *grads), (want.o, want.lse.nan_to_num(neginf=0), *wanted)
+    for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), *results, strict=True):
+        assert x.isfinite().all(), name
+        # dq and dk of a query with one key are 0.
+        assert (x - y).norm() <= limit * (y.norm() + 0.1 * do.norm()), (name, span, keys)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_each_span_is_told_as_it_is(documents: tuple[int, ...] | None, window: int | None, told: list[Any]) -> None:
+    tokens, batch = 8, 2
+    borders = None if documents is None else torch.tensor([*(x for x in documents if x < tokens), tokens])
+    for start, stop in ((0, 8), (0, 3), (4, 8), (3, 8), (5, 6), (7, 8), (4, 4)):
+        for key_start, key_stop in ((0, 8), (0, start), (start, stop), (0, stop), (2, 4)):
+            if key_start > start or start < key_stop < stop or key_start == key_stop:
+                continue
+            tensors = _random(start + 10 * key_start, batch, stop - start, key_stop - key_start)
+            _compare(Span(start, stop, borders, window), (key_start, key_stop), tensors, 1e-6)
+    assert told
+
+
+def test_few_layouts_are_built(told: list[Any]) -> None:
+    """One for each length in steps, and for all others one up to a power of 2: also in another number of documents."""
+    for tokens in (3, 5, 7, 8, 8):
+        q, k, v, _ = _random(tokens, 1, tokens, tokens)
+        cudnn.attend(q, k, v, Span(0, tokens), 0, SCALE)
+    assert [graph.operands[0].dims[2] for graph in told] == [4, 8, 8, 8, 8]
+    assert [graph.operands[0].side for graph in told] == [0, 0, 0, None, None]
+    assert told[1] == told[2] != told[3] == told[4]
+    told.clear()
+    for documents in ((0, 1, 5, 8), (0, 3, 7, 8), (0, 2, 3, 4, 8), (0, 2, 4, 6, 8)):
+        q, k, v, _ = _random(0, 1, 8, 8)
+        cudnn.attend(q, k, v, Span(0, 8, torch.tensor(documents)), 0, SCALE)
+    assert [graph.operands[0].dims[0] for graph in told] == [4, 4, 4, 4]
+    assert told[0].operands[0].dims[2] == 4
+    assert told[0].operands == told[1].operands
+    assert told[3].operands[0].side is None
+
+
+def test_views_are_read_in_place(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values side by side in a projection's output; channels apart, or an odd start, are copied."""
+    seen: list[list[int]] = []
+    monkeypatch.setattr(cudnn, "_run", lambda graph, layout, tensors: seen.append([x.data_ptr() for x in tensors]))
+    for tokens in (8, 7):
+        joined = torch.zeros(1, tokens, 12, 8, dtype=torch.bfloat16)
+        q, k, v = joined.split((8, 2, 2), 2)
+        cudnn.attend(q, k, v, Span(0, tokens), 0, SCALE)
+        assert seen.pop()[:3] == [x.data_ptr() for x in (q, k, v)]
+        odd = torch.zeros(1 + k.numel(), dtype=k.dtype)[1:].view_as(k)
+        cudnn.attend(q.mT.contiguous().mT, odd, v, Span(0, tokens), 0, SCALE)
+        assert all(pointer % 16 == 0 for pointer in seen.pop())
+
+
+def test_gpus_before_hopper_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn.importlib.util, "find_spec", lambda name: None)
+    cudnn.problem.cache_clear()
+    assert "not installed" in (cudnn.problem(Target("cuda")) or "")
+    assert "compute capability 9.0" in (cudnn.problem(Target("cuda", (8, 0))) or "")
+    assert "FlashAttention 2" in attention.kernel_name(Target("cuda"), True)
+    monkeypatch.setattr(cudnn.importlib.util, "find_spec", lambda name: name)
+    cudnn.problem.cache_clear()
+    assert cudnn.problem(Target("cuda")) is None
+    cudnn.problem.cache_clear()
+
+
+GPU_CASES = {
+    "whole": (Span(0, 640), (0, 640)),
+    "odd": (Span(0, 777), (0, 777)),
+    "one token": (Span(0, 1), (0, 1)),
+    "window": (Span(0, 640, None, 100), (0, 640)),
+    "odd, window": (Span(0, 777, None, 33), (0, 777)),
+    "keys before": (Span(600, 900), (0, 900)),
+    "block before": (Span(512, 1024), (128, 384)),
+    "block before, window": (Span(512, 1024, None, 300), (256, 512)),
+    "keys before, window": (Span(600, 900, None, 100), (501, 900)),
+    "documents": (Span(0, 900, torch.tensor([0, 5, 70, 71, 500, 900])), (0, 900)),
+    "equal documents": (Span(0, 1024, torch.tensor([0, 256, 512, 768, 1024])), (0, 1024)),
+    "documents, keys before, window": (Span(300, 900, torch.tensor([0, 5, 500, 900]), 290), (0, 900)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (96, 192), (40, 40)])
+def test_kernels_equal_fp64(case: str, dims: tuple[int, int]) -> None:
+    span, keys = GPU_CASES[case]
+    batch = 1 if span.borders is not None else 2
+    for key_heads, deterministic in ((4, False), (2, True)):
+        drawn = _random(0, batch, span.stop - span.start, keys[1] - keys[0], "cuda", key_dim=dims[0], value_dim=dims[1],
+                        key_heads=key_heads)  # fmt: skip
+        tensors = [x.bfloat16() for x in drawn]
+        _compare(span, keys, tensors, 6e-3, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+def test_deterministic_gradients_are_the_same_bits_twice() -> None:
+    q, k, v, do = (x.bfloat16() for x in _random(1, 2, 4096, 4096, "cuda", key_dim=128, value_dim=128))
+    for span in (Span(0, 4096), Span(0, 4096, None, 500)):
+        found = cudnn.attend(q, k, v, span, 0, SCALE)
+        first, *others = (cudnn.attend_backward(do, q, k, v, found, span, 0, SCALE, True) for _ in range(8))
+        for other, (x, y) in itertools.product(others, enumerate(first)):
+            assert torch.equal(other[x], y)
