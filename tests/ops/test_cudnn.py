@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeco_train.ops.operator import Target
-from zeco_train.ops.softmax import attention, cudnn, sdpa
+from zeco_train.ops.operator import Target, assume
+from zeco_train.ops.softmax import attention, cudnn, flash, sdpa
 from zeco_train.ops.softmax.span import Attended, Span
 
 pytestmark = pytest.mark.numeric
@@ -19,24 +18,25 @@ DOCUMENTS = (None, (0, 4, 8), (0, 2, 4, 6), (0, 1, 3, 7))
 SCALE = 0.6
 
 
-def _sequences(graph: Any, layout: Any, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _sequences(plan: Any, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The operands of each sequence, [heads, tokens, channels], views."""
-    for index in range(layout.count):
+    for index in range(count := plan.graph.operands[0].dims[0]):
         views = []
-        for operand, x in zip(graph.operands, tensors, strict=True):
+        for operand, x in zip(plan.graph.operands, tensors, strict=True):
             (_, heads, tokens, channels), strides = operand.dims, operand.strides
             if operand.side is None:
                 start = index * strides[0]
             else:
-                lengths = [*layout.lengths[operand.side], *[0] * layout.count]
+                lengths = [*plan.lengths[operand.side], *[0] * count]
                 start, tokens = sum(lengths[:index]) * strides[2], lengths[index]
             views.append(x.as_strided((heads, tokens, channels), strides[1:], x.storage_offset() + start))
         yield views
 
 
-def _as_told(graph: Any, layout: Any, tensors: Sequence[Tensor]) -> None:
+def _as_told(plan: Any, tensors: Sequence[Tensor]) -> None:
     """In place of `cudnn._run`: the same results in the dtype of the tensors."""
-    for q, k, v, o, sums, *others in _sequences(graph, layout, tensors):
+    graph = plan.graph
+    for q, k, v, o, sums, *others in _sequences(plan, tensors):
         shared = q.shape[0] // k.shape[0]
         wide = [x.repeat_interleave(shared, 0).to(q.dtype) for x in (k, v)]
         row, column = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
@@ -58,17 +58,23 @@ def _as_told(graph: Any, layout: Any, tensors: Sequence[Tensor]) -> None:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Graphs that were run; layouts of one length in steps of 2 tokens."""
     graphs: list[Any] = []
 
-    def run(graph: Any, layout: Any, tensors: Sequence[Tensor]) -> None:
-        graphs.append(graph)
-        _as_told(graph, layout, tensors)
+    def run(plan: Any, tensors: Sequence[Tensor]) -> None:
+        graphs.append(plan.graph)
+        _as_told(plan, tensors)
+
+    def forget() -> None:
+        cudnn._plan.cache_clear()
+        cudnn._is_batch_of.cache_clear()
 
     monkeypatch.setattr(cudnn, "_run", run)
     monkeypatch.setattr(cudnn, "_STEP", 2)
-    return graphs
+    forget()
+    yield graphs
+    forget()
 
 
 def _random(seed: int, batch: int, queries: int, keys: int, device: str = "cpu", **dims: int) -> list[Tensor]:
@@ -85,7 +91,7 @@ def _random(seed: int, batch: int, queries: int, keys: int, device: str = "cpu",
     return [x.to(device) for x in drawn]
 
 
-def _compare(span: Span, keys: tuple[int, int], tensors: Sequence[Tensor], limit: float, **options: Any) -> None:
+def _compare(span: Span, keys: tuple[int, int], tensors: Sequence[Tensor], limit: float) -> None:
     """Attention to keys, and gradients for the output over them or over more keys, against SDPA in fp64."""
     q, k, v, do = tensors
     wide = [x.double() for x in tensors]
@@ -93,7 +99,7 @@ def _compare(span: Span, keys: tuple[int, int], tensors: Sequence[Tensor], limit
     found = cudnn.attend(q, k, v, span, keys[0], SCALE)
     assert torch.equal(found.lse.isinf(), want.lse.isinf())
     known = Attended(want.o.to(q.dtype), want.lse.float())
-    grads = cudnn.attend_backward(do, q, k, v, known, span, keys[0], SCALE, **options)
+    grads = cudnn.attend_backward(do, q, k, v, known, span, keys[0], SCALE)
     wanted = sdpa.attend_backward(wide[3], *wide[:3], want, span, keys[0], SCALE)
     results = (found.o, found.lse.nan_to_num(neginf=0), *grads), (want.o, want.lse.nan_to_num(neginf=0), *wanted)
     for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), *results, strict=True):
@@ -137,7 +143,7 @@ def test_few_layouts_are_built(told: list[Any]) -> None:
 def test_views_are_read_in_place(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys and values side by side in a projection's output; channels apart, or an odd start, are copied."""
     seen: list[list[int]] = []
-    monkeypatch.setattr(cudnn, "_run", lambda graph, layout, tensors: seen.append([x.data_ptr() for x in tensors]))
+    monkeypatch.setattr(cudnn, "_run", lambda plan, tensors: seen.append([x.data_ptr() for x in tensors]))
     for tokens in (8, 7):
         joined = torch.zeros(1, tokens, 12, 8, dtype=torch.bfloat16)
         q, k, v = joined.split((8, 2, 2), 2)
@@ -177,23 +183,22 @@ GPU_CASES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", GPU_CASES)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (96, 192), (40, 40)])
-def test_kernels_equal_fp64(case: str, dims: tuple[int, int]) -> None:
-    span, keys = GPU_CASES[case]
-    batch = 1 if span.borders is not None else 2
-    for key_heads, deterministic in ((4, False), (2, True)):
-        drawn = _random(0, batch, span.stop - span.start, keys[1] - keys[0], "cuda", key_dim=dims[0], value_dim=dims[1],
-                        key_heads=key_heads)  # fmt: skip
-        tensors = [x.bfloat16() for x in drawn]
-        _compare(span, keys, tensors, 6e-3, deterministic=deterministic)
+@pytest.mark.parametrize(("key_heads", "dims"), [(4, (64, 64)), (2, (128, 128)), (1, (256, 256)), (2, (40, 192))])
+def test_kernels_equal_fp64(key_heads: int, dims: tuple[int, int]) -> None:
+    for span, keys in GPU_CASES.values():
+        sizes = {"key_dim": dims[0], "value_dim": dims[1], "key_heads": key_heads}
+        batch = 1 if span.borders is not None else 2
+        drawn = _random(0, batch, span.stop - span.start, keys[1] - keys[0], "cuda", **sizes)
+        _compare(span, keys, [x.bfloat16() for x in drawn], 6e-3)
 
 
-@pytest.mark.gpu
-def test_deterministic_gradients_are_the_same_bits_twice() -> None:
-    q, k, v, do = (x.bfloat16() for x in _random(1, 2, 4096, 4096, "cuda", key_dim=128, value_dim=128))
-    for span in (Span(0, 4096), Span(0, 4096, None, 500)):
-        found = cudnn.attend(q, k, v, span, 0, SCALE)
-        first, *others = (cudnn.attend_backward(do, q, k, v, found, span, 0, SCALE, True) for _ in range(8))
-        for other, (x, y) in itertools.product(others, enumerate(first)):
-            assert torch.equal(other[x], y)
+def test_what_cudnn_does_wrong_or_in_any_order_goes_to_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "problem", lambda target: None)
+    small, large = (torch.empty(1, tokens, 8, 128, dtype=torch.bfloat16, device="meta") for tokens in (64, 2**21))
+    joined = torch.empty(1, 2**20, 24, 128, dtype=torch.bfloat16, device="meta")[:, :, :8]
+    with assume(Target("cuda")):
+        assert attention._kernels(small, small, small) is cudnn
+        assert attention._kernels(small, small, small, deterministic=True) is flash
+        assert attention._kernels(large, small, small) is attention._kernels(small, joined, small) is flash
+        wide = small.new_empty(1, 64, 8, 264)
+        assert attention._kernels(wide, wide, wide) is sdpa

@@ -30,7 +30,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
     k [B, M, G, D] and v [B, M, G, V] have heads that divide H: each serves H / G heads of q in a row. All are bf16,
     fp32 or fp64.
     """
-    return _kernels(q, v).attend(q, k, v, span, key_start, scale)
+    return _kernels(q, k, v).attend(q, k, v, span, key_start, scale)
 
 
 def attend_backward(
@@ -46,11 +46,11 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, of the part that these keys have in o: in fp32, or the dtype of q.
 
-    `do` and `attended` are of o over all keys, of which k and v may be a part; all else as of `attend`. cuDNN and
-    FlashAttention add up in one order only if it must be `deterministic`, SDPA always does.
+    `do` and `attended` are of o over all keys, of which k and v may be a part; all else as of `attend`. FlashAttention
+    adds up in one order if it must be `deterministic`, SDPA always does, cuDNN never.
     """
-    operands, kernels = (do, q, k, v, attended, span, key_start, scale), _kernels(q, v)
-    return sdpa.attend_backward(*operands) if kernels is sdpa else kernels.attend_backward(*operands, deterministic)
+    operands, kernels = (do, q, k, v, attended, span, key_start, scale), _kernels(q, k, v, deterministic)
+    return flash.attend_backward(*operands, deterministic) if kernels is flash else kernels.attend_backward(*operands)
 
 
 def kernel_name(target: Target, is_served: bool) -> str:
@@ -60,10 +60,12 @@ def kernel_name(target: Target, is_served: bool) -> str:
     return "FlashAttention 2 of PyTorch" if cudnn.problem(target) else cudnn.version()
 
 
-def _kernels(q: Tensor, v: Tensor) -> ModuleType:
+def _kernels(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
     if not KERNELS.serves(q, v):
         return sdpa
-    return flash if cudnn.problem(Target.of(q.device)) else cudnn
+    if deterministic or cudnn.problem(Target.of(q.device)) or not cudnn.is_countable(q, k, v):
+        return flash
+    return cudnn
 
 
 def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[Tensor, int]:

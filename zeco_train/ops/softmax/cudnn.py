@@ -7,6 +7,9 @@ rounded up to powers of 2, with empty sequences at the end.
 
 Backward passes are fast only with the first query of a sequence aligned with its first key: aligned as a `KernelCall`,
 they take twice as long on an H100, with a window ten times. So a span's own keys and those before it are two calls.
+
+What it is not used for: gradients that are added up in one order, for which it keeps all scores, 9 GB for 16 heads and
+16,384 tokens; and tensors of 2^31 elements, where its gradients are wrong.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ _LEAST_ARCHITECTURE = (9, 0)
 _STEP = 128
 # cuDNN reads 16 bytes at a time.
 _ALIGNMENT = 16
+_MOST = 2**31 - 1
 _LOCK = threading.Lock()
 
 
@@ -45,6 +49,11 @@ def problem(target: Target) -> str | None:
     if importlib.util.find_spec("cudnn") is None:
         return f"the package {PACKAGE} is not installed"
     return None
+
+
+def is_countable(*tensors: Tensor) -> bool:
+    """Whether the elements of each tensor, and what lies between them, are fewer than 2^31."""
+    return all(sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) < _MOST for x in tensors)
 
 
 def version() -> str:
@@ -76,7 +85,6 @@ def attend_backward(
     span: Span,
     key_start: int,
     scale: float,
-    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, as `zeco_train.ops.softmax.attention.attend_backward`."""
     grads: list[Tensor] | None = None
@@ -84,7 +92,7 @@ def attend_backward(
         parts = call.queries, call.keys, call.keys
         operands = [x[:, part] for x, part in zip((q, k, v), parts, strict=True)]
         of_queries = do[:, call.queries], attended.o[:, call.queries], attended.lse[:, :, call.queries]
-        found = _backward(*of_queries, *operands, call, scale, deterministic)
+        found = _backward(*of_queries, *operands, call, scale)
         if grads is None and [x.shape for x in found] == [x.shape for x in (q, k, v)]:
             grads = list(found)
             continue
@@ -105,14 +113,6 @@ def _calls(span: Span, key_start: int, num_keys: int) -> Iterator[KernelCall]:
             yield call._replace(keys=slice(call.keys.start + moved, call.keys.stop + moved))
 
 
-class _Layout(NamedTuple):
-    # Of the sequences of a call, over all rows of the batch.
-    count: int
-    queries: int  # of the longest
-    keys: int
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None  # of queries and keys; None: all are as long
-
-
 class _Operand(NamedTuple):
     # [sequences, heads, tokens, channels] of a graph.
     dims: tuple[int, ...]
@@ -123,29 +123,120 @@ class _Operand(NamedTuple):
 class _Graph(NamedTuple):
     # What a graph is built for.
     device: int
-    operands: tuple[_Operand, ...]  # q, k, v, o, log-sum-exp; do, dq, dk, dv
-    totals: tuple[int, ...]  # most tokens of queries and keys in all, of a backward pass over such sequences
+    operands: tuple[_Operand, ...]  # q, k, v, o, log-sum-exp; of a backward pass also do, dq, dk, dv
     is_causal: bool
     left: int | None  # a query reads keys from this many before the one aligned with it on, itself counted
     scale: float
-    deterministic: bool
+    totals: tuple[int, ...] = ()  # most tokens of queries and keys, of a backward pass where they lie so
 
     @property
     def is_backward(self) -> bool:
         return len(self.operands) > 5
 
 
-def _layout(call: KernelCall, batch: int) -> _Layout:
-    queries, keys = ([b - a for a, b in itertools.pairwise(x)] for x in (call.query_borders, call.key_borders))
-    count = batch * len(queries)
-    if (
-        len({*queries}) == len({*keys}) == 1
-        and queries[0] % _STEP == keys[0] % _STEP == 0
-        and 1 in (batch, len(queries))
-    ):
-        return _Layout(count, queries[0], keys[0], None)
-    longest = (_power_of_2(max(_STEP, *x)) for x in (queries, keys))
-    return _Layout(_power_of_2(count), *longest, (tuple(queries * batch), tuple(keys * batch)))
+class _Plan(NamedTuple):
+    graph: _Graph
+    lengths: tuple[tuple[int, ...], ...] = ()  # of the sequences of queries and of keys that lie one behind the other
+    tokens: tuple[int, ...] = ()  # then of each operand: elements from token to token
+
+
+# Of `_Graph.operands`, whose tokens are queries (0) or keys (1).
+_SIDES = 0, 1, 1, 0, 0, 0, 0, 1, 1
+_SUMS = 4
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> Attended:
+    batch, num_queries, heads, _ = q.shape
+    o = q.new_empty(batch, num_queries, heads, v.shape[3])
+    is_batch = _is_batch(call, batch)
+    shape = (heads, num_queries) if is_batch else (num_queries, heads)
+    lse = torch.empty(batch, *shape, dtype=torch.float32, device=q.device)
+    _execute((q, k, v, o, lse), call, scale)
+    return Attended(o, lse if is_batch else lse.mT)
+
+
+def _backward(
+    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = (lse if _is_batch(call, q.shape[0]) else lse.mT).contiguous()
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    _execute((q, k, v, o, sums, do, dq, dk, dv), call, scale)
+    return dq, dk, dv
+
+
+# Whether all sequences are a batch: else they lie one behind the other, also their log-sum-exps.
+@functools.lru_cache(maxsize=1024)
+def _is_batch_of(query_borders: tuple[int, ...], key_borders: tuple[int, ...], batch: int) -> bool:
+    lengths = [{b - a for a, b in itertools.pairwise(borders)} for borders in (query_borders, key_borders)]
+    is_even = all(len(each) == 1 and next(iter(each)) % _STEP == 0 for each in lengths)
+    return is_even and (batch == 1 or len(query_borders) == 2)
+
+
+def _is_batch(call: KernelCall, batch: int) -> bool:
+    return _is_batch_of(call.query_borders, call.key_borders, batch)
+
+
+def _execute(tensors: Sequence[Tensor], call: KernelCall, scale: float) -> None:
+    is_batch = _is_batch(call, tensors[0].shape[0])
+    tensors = [x if x.dim() == 3 else _readable(x, is_batch) for x in tensors]
+    layouts = tuple((x.shape, x.stride()) for x in tensors)
+    plan = _plan(layouts, tensors[0].device.index, call.query_borders, call.key_borders, call.causal, call.left, scale)
+    _run(plan, tensors)
+
+
+# Channels side by side; tokens, heads and the tensor itself at multiples of 16 bytes; rows of the batch one behind the
+# other, if sequences are.
+def _readable(x: Tensor, is_batch: bool) -> Tensor:
+    steps = x.stride()[:-1]
+    is_aligned = not any(number % _ALIGNMENT for number in (x.data_ptr(), *(step * x.itemsize for step in steps)))
+    is_joined = is_batch or 1 in x.shape[:2] or steps[0] == x.shape[1] * steps[1]
+    return x if x.stride(-1) == 1 and is_aligned and is_joined else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    layouts: tuple[tuple[Sequence[int], Sequence[int]], ...],
+    device: int,
+    query_borders: tuple[int, ...],
+    key_borders: tuple[int, ...],
+    causal: bool,
+    left: int,
+    scale: float,
+) -> _Plan:
+    batch, borders = layouts[0][0][0], (query_borders, key_borders)
+    # Counted from the last query and key; from the first ones on it is as much less as keys are more.
+    moved = 0 if causal else key_borders[-1] - query_borders[-1]
+    mask = causal, None if left < 0 else left + 1 - moved, scale
+    lengths = tuple(tuple(b - a for a, b in itertools.pairwise(each)) * batch for each in borders)
+    if _is_batch_of(*borders, batch):
+        operands = (_of_batch(*layout, lengths[side][0]) for layout, side in zip(layouts, _SIDES, strict=False))
+        return _Plan(_Graph(device, tuple(operands), *mask))
+    longest = [_power_of_2(max(_STEP, *each)) for each in lengths]
+    count = _power_of_2(len(lengths[0]))
+    operands = tuple(
+        _of_tokens(*layout, side, count, longest[side]) for layout, side in zip(layouts, _SIDES, strict=False)
+    )
+    totals = tuple(_rounded(sum(each)) for each in lengths) if len(layouts) > 5 else ()
+    tokens = tuple(operand.strides[2] for operand in operands)
+    return _Plan(_Graph(device, operands, *mask, totals), lengths, tokens)
+
+
+# [B, T, H, D], or the sums [B, H, T], as sequences of one length.
+def _of_batch(shape: Sequence[int], strides: Sequence[int], length: int) -> _Operand:
+    if len(shape) == 3:
+        (batch, heads, tokens), (row, head, token) = shape, strides
+        shape, strides = (batch, tokens, heads, 1), (row, token, head, 1)
+    batch, tokens, heads, channels = shape
+    sequence = strides[0] if tokens == length else length * strides[1]
+    return _Operand((batch * tokens // length, heads, length, channels), (sequence, strides[2], strides[1], 1), None)
+
+
+# [B, T, H, D], or the sums [B, T, H], as tokens of sequences one behind the other.
+def _of_tokens(shape: Sequence[int], strides: Sequence[int], side: int, count: int, longest: int) -> _Operand:
+    # A step over a dimension of size 1 may be any number.
+    token = strides[1 if shape[1] > 1 else 0]
+    dims = count, shape[2], longest, shape[3] if len(shape) == 4 else 1
+    return _Operand(dims, (longest * token, strides[2], token, 1), side)
 
 
 def _power_of_2(number: int) -> int:
@@ -158,104 +249,27 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> Attended:
-    batch, num_queries, heads, _ = q.shape
-    layout = _layout(call, batch)
-    o = q.new_empty(batch, num_queries, heads, v.shape[3])
-    lse = _new_sums(layout, q)
-    _execute(call, layout, (q, k, v, o, lse), (0, 1, 1, 0, 0), scale, False)
-    return Attended(o, lse if layout.lengths is None else lse.mT)
-
-
-def _backward(
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: KernelCall,
-    scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    layout = _layout(call, q.shape[0])
-    sums = (lse if layout.lengths is None else lse.mT).contiguous()
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    tensors = q, k, v, o, sums, do, dq, dk, dv
-    _execute(call, layout, tensors, (0, 1, 1, 0, 0, 0, 0, 1, 1), scale, deterministic)
-    return dq, dk, dv
-
-
-# [B, H, N], or [B, N, H] for sequences one behind the other.
-def _new_sums(layout: _Layout, q: Tensor) -> Tensor:
-    batch, num_queries, heads, _ = q.shape
-    shape = (heads, num_queries) if layout.lengths is None else (num_queries, heads)
-    return torch.empty(batch, *shape, dtype=torch.float32, device=q.device)
-
-
-def _execute(
-    call: KernelCall,
-    layout: _Layout,
-    tensors: Sequence[Tensor],
-    sides: Sequence[int],
-    scale: float,
-    deterministic: bool,
-) -> None:
-    q = tensors[0]
-    tensors = [_readable(x, layout) if x.dim() == 4 else x for x in tensors]
-    operands = [_operand(x, side, layout) for x, side in zip(tensors, sides, strict=True)]
-    totals: tuple[int, ...] = 0, 0
-    left = None if call.left < 0 else call.left + 1
-    if not call.causal and left is not None:
-        # Counted from the last query and key; from the first ones on it is as much less as keys are more.
-        left -= call.key_borders[-1] - call.query_borders[-1]
-    if layout.lengths is not None and len(tensors) > 5:
-        totals = tuple(_rounded(sum(x)) for x in layout.lengths)
-    graph = _Graph(q.device.index, tuple(operands), totals, call.causal, left, scale, deterministic)
-    _run(graph, layout, tensors)
-
-
-# Channels side by side; tokens, heads and the tensor itself at multiples of 16 bytes; rows of the batch one behind the
-# other, if sequences are.
-def _readable(x: Tensor, layout: _Layout) -> Tensor:
-    steps = x.stride()[:-1]
-    is_aligned = not any(number % _ALIGNMENT for number in (x.data_ptr(), *(step * x.itemsize for step in steps)))
-    is_joined = layout.lengths is None or 1 in x.shape[:2] or steps[0] == x.shape[1] * steps[1]
-    return x if x.stride(-1) == 1 and is_aligned and is_joined else x.clone(memory_format=torch.contiguous_format)
-
-
-def _operand(x: Tensor, side: int, layout: _Layout) -> _Operand:
-    most = (layout.queries, layout.keys)[side]
-    if layout.lengths is None:
-        if x.dim() == 3:
-            # [B, H, N] as [sequences, H, length, 1]
-            x = x.unflatten(2, (-1, most)).transpose(1, 2).flatten(0, 1).unsqueeze(-1)
-        else:
-            x = x.unflatten(1, (-1, most)).flatten(0, 1).transpose(1, 2)
-        return _Operand(tuple(x.shape), x.stride(), None)
-    # A step over a dimension of size 1 may be any number.
-    heads, token, head = x.shape[2], x.stride(1 if x.shape[1] > 1 else 0), x.stride(2)
-    channels = x.shape[3] if x.dim() == 4 else 1
-    return _Operand((layout.count, heads, most, channels), (most * token, head, token, 1), side)
-
-
-def _run(graph: _Graph, layout: _Layout, tensors: Sequence[Tensor]) -> None:
+def _run(plan: _Plan, tensors: Sequence[Tensor]) -> None:
     import cudnn  # late: only GPUs need it
 
     device = tensors[0].device
-    with torch.cuda.device(device), _LOCK:
-        built, names, size = _built(graph)
+    with _LOCK, torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        built, names, size = _built(plan.graph)
         pack = list(tensors)
-        if layout.lengths is not None:
-            stream = torch.cuda.current_stream(device).cuda_stream
-            pack += [_lengths(x, layout.count, device, stream) for x in layout.lengths]
-            for operand in graph.operands:
-                of_side = layout.lengths[operand.side or 0]
-                pack.append(_offsets(of_side, layout.count, operand.strides[2], device, stream))
+        if plan.lengths:
+            count = plan.graph.operands[0].dims[0]
+            pack += [_lengths(each, count, device, stream) for each in plan.lengths]
+            pack += [
+                _offsets(plan.lengths[side], count, token, device, stream)
+                for side, token in zip(_SIDES, plan.tokens, strict=False)
+            ]
         workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
         handle = _handle(device.index)
-        cudnn.set_stream(handle, torch.cuda.current_stream(device).cuda_stream)
-        built.execute(dict(zip(names, pack, strict=True)), workspace, handle=handle)
+        cudnn.set_stream(handle, stream)
+        built.execute(
+            {name: x.data_ptr() for name, x in zip(names, pack, strict=True)}, workspace.data_ptr(), handle=handle
+        )
 
 
 # One for each device, used under the lock.
@@ -266,9 +280,9 @@ def _handle(device: int) -> Any:
     return cudnn.create_handle()
 
 
-# The graph, its tensors in the order of `_run`, and the bytes of its workspace.
+# The graph, the numbers of its tensors in the order of `_run`, and the bytes of its workspace.
 @functools.lru_cache(maxsize=512)
-def _built(graph: _Graph) -> tuple[Any, list[Any], int]:
+def _built(graph: _Graph) -> tuple[Any, list[int], int]:
     import cudnn
 
     built = cudnn.pygraph(
@@ -282,47 +296,39 @@ def _built(graph: _Graph) -> tuple[Any, list[Any], int]:
         options["diagonal_band_right_bound"] = 0
     if graph.left is not None:
         options["diagonal_band_left_bound"] = graph.left
-    if graph.is_backward:
-        options["use_deterministic_algorithm"] = graph.deterministic
-    lengths, offsets = [], [None] * len(graph.operands)
-    is_packed = graph.operands[0].side is not None
-    if is_packed:
+    extra: list[Any] = []
+    offsets: list[Any] = [None] * len(graph.operands)
+    if graph.operands[0].side is not None:
         count = graph.operands[0].dims[0]
         lengths = [_integers(built, count, cudnn.data_type.INT32) for _ in range(2)]
         offsets = [_integers(built, count + 1, cudnn.data_type.INT64) for _ in graph.operands]
         options |= {"use_padding_mask": True, "seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
-        if graph.is_backward:
-            options |= {"max_total_seq_len_q": graph.totals[0], "max_total_seq_len_kv": graph.totals[1]}
+        extra = [*lengths, *offsets]
+    if graph.totals:
+        options |= {"max_total_seq_len_q": graph.totals[0], "max_total_seq_len_kv": graph.totals[1]}
 
-    def entry(index: int) -> Any:
+    def laid_out(tensor: Any, index: int) -> Any:
         operand = graph.operands[index]
-        dtype = cudnn.data_type.FLOAT if index == 4 else cudnn.data_type.BFLOAT16
-        found = built.tensor(dim=list(operand.dims), stride=list(operand.strides), data_type=dtype)
-        return found.set_ragged_offset(offsets[index]) if is_packed else found
+        tensor.set_dim(list(operand.dims)).set_stride(list(operand.strides))
+        tensor.set_data_type(cudnn.data_type.FLOAT if index == _SUMS else cudnn.data_type.BFLOAT16)
+        return tensor if offsets[index] is None else tensor.set_ragged_offset(offsets[index])
 
-    def result(found: Any, index: int) -> Any:
-        operand = graph.operands[index]
-        found.set_output(True).set_dim(list(operand.dims)).set_stride(list(operand.strides))
-        if index == 4:
-            found.set_data_type(cudnn.data_type.FLOAT)
-        return found.set_ragged_offset(offsets[index]) if is_packed else found
-
+    num_inputs = 6 if graph.is_backward else 3
+    inputs = [built.tensor(dim=list(x.dims), stride=list(x.strides)) for x in graph.operands[:num_inputs]]
+    inputs = [laid_out(tensor, index) for index, tensor in enumerate(inputs)]
     if graph.is_backward:
-        entries = [entry(index) for index in range(6)]
-        q, k, v, o, sums, do = entries
-        grads = built.sdpa_backward(q=q, k=k, v=v, o=o, dO=do, stats=sums, **options)
-        names = entries + [result(grad, 6 + index) for index, grad in enumerate(grads)]
+        q, k, v, o, sums, do = inputs
+        outputs = built.sdpa_backward(q=q, k=k, v=v, o=o, dO=do, stats=sums, **options)
     else:
-        entries = [entry(index) for index in range(3)]
-        q, k, v = entries
-        found = built.sdpa(q=q, k=k, v=v, generate_stats=True, **options)
-        names = entries + [result(each, 3 + index) for index, each in enumerate(found)]
+        q, k, v = inputs
+        outputs = built.sdpa(q=q, k=k, v=v, generate_stats=True, **options)
+    outputs = [laid_out(tensor.set_output(True), num_inputs + index) for index, tensor in enumerate(outputs)]
     built.validate()
     built.build_operation_graph()
     built.create_execution_plans([cudnn.heur_mode.A])
     built.check_support()
     built.build_plans()
-    return built, [*names, *lengths, *(offsets if is_packed else [])], built.get_workspace_size()
+    return built, [tensor.get_uid() for tensor in (*inputs, *outputs, *extra)], built.get_workspace_size()
 
 
 def _integers(built: Any, count: int, dtype: Any) -> Any:

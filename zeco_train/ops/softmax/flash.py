@@ -104,9 +104,7 @@ def _placed(found: Tensor, part: slice, like: Tensor) -> Tensor:
 
 def _lengths(call: KernelCall, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     stream = torch.cuda.current_stream(device).cuda_stream
-    queries, keys = (
-        _borders(tuple(borders), batch, device, stream) for borders in (call.query_borders, call.key_borders)
-    )
+    queries, keys = (_borders(borders, batch, device, stream) for borders in (call.query_borders, call.key_borders))
     return queries[0], keys[0], queries[1], keys[1]
 
 

@@ -24,8 +24,8 @@ class KernelCall(NamedTuple):
     queries: slice  # of the span
     keys: slice  # of the given keys
     # Sequences among them, for one row of the batch.
-    query_borders: list[int]
-    key_borders: list[int]
+    query_borders: tuple[int, ...]
+    key_borders: tuple[int, ...]
     causal: bool  # the keys end with the queries; else they are before all queries
     left: int  # keys before its aligned key that a query reads; −1: all
 
@@ -69,8 +69,8 @@ class Span:
             raise ValueError(f"keys {key_start} to {key_stop} {among}")
         if key_stop >= self.stop:
             inner = self.inner_borders()
-            queries = [0, *(border - self.start for border in inner), self.stop - self.start]
-            keys = [0, *(border - first for border in inner), self.stop - first]
+            queries = 0, *(border - self.start for border in inner), self.stop - self.start
+            keys = 0, *(border - first for border in inner), self.stop - first
             left = -1 if self.window is None else self.window - 1
             part = slice(first - key_start, self.stop - key_start)
             return KernelCall(slice(0, queries[-1]), part, queries, keys, True, left)
@@ -81,7 +81,7 @@ class Span:
             stop = min(stop, key_stop + self.window - 1)
             left = key_stop - stop + self.window - 1
         read, size = slice(first - key_start, key_stop - key_start), stop - self.start
-        return KernelCall(slice(0, size), read, [0, size], [0, key_stop - first], False, left)
+        return KernelCall(slice(0, size), read, (0, size), (0, key_stop - first), False, left)
 
     def part(self, start: int, stop: int) -> Span:
         """The queries [start, stop) of these."""
