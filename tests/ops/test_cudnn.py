@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.operator import Target, assume
+from zeco_train.ops.slow_paths import Call, find_slow_paths
 from zeco_train.ops.softmax import attention, cudnn, flash, sdpa
 from zeco_train.ops.softmax.span import Attended, Span
 
@@ -154,16 +155,21 @@ def test_views_are_read_in_place(told: list[Any], monkeypatch: pytest.MonkeyPatc
         assert all(pointer % 16 == 0 for pointer in seen.pop())
 
 
-def test_gpus_before_hopper_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn.importlib.util, "find_spec", lambda name: None)
-    cudnn.problem.cache_clear()
-    assert "not installed" in (cudnn.problem(Target("cuda")) or "")
-    assert "compute capability 9.0" in (cudnn.problem(Target("cuda", (8, 0))) or "")
-    assert "FlashAttention 2" in attention.kernel_name(Target("cuda"), True)
-    monkeypatch.setattr(cudnn.importlib.util, "find_spec", lambda name: name)
-    cudnn.problem.cache_clear()
-    assert cudnn.problem(Target("cuda")) is None
-    cudnn.problem.cache_clear()
+def test_missing_package_is_named_on_gpus_that_would_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, ampere = Target("cuda"), Target("cuda", (8, 0))
+    call = Call("softmax", attention.KERNELS, torch.bfloat16, 128, 128)
+    for installed, names in (
+        (None, ("FlashAttention 2", "FlashAttention 2")),
+        ("cudnn", ("cuDNN", "FlashAttention 2")),
+    ):
+        monkeypatch.setattr(cudnn.importlib.util, "find_spec", lambda name, installed=installed: installed)
+        cudnn.missing.cache_clear()
+        assert tuple(attention.kernel_name(target, True) for target in (hopper, ampere)) == names
+        assert not find_slow_paths([("", call)], ampere)
+        warnings = find_slow_paths([("layer 3", call)], hopper)
+        assert bool(warnings) == (installed is None)
+        assert all("nvidia-cudnn-frontend is not installed" in str(warning) for warning in warnings)
+    cudnn.missing.cache_clear()
 
 
 GPU_CASES = {
@@ -193,7 +199,7 @@ def test_kernels_equal_fp64(key_heads: int, dims: tuple[int, int]) -> None:
 
 
 def test_what_cudnn_does_wrong_or_in_any_order_goes_to_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "problem", lambda target: None)
+    monkeypatch.setattr(cudnn, "serves", lambda target: True)
     small, large = (torch.empty(1, tokens, 8, 128, dtype=torch.bfloat16, device="meta") for tokens in (64, 2**21))
     joined = torch.empty(1, 2**20, 24, 128, dtype=torch.bfloat16, device="meta")[:, :, :8]
     with assume(Target("cuda")):

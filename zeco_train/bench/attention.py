@@ -22,8 +22,8 @@ megatron_sp             as Megatron-LM's sequence parallelism: the activations o
                         and values, since projections are not part of the operator; there it is the layer's input.
 torch                   PyTorch's own context parallelism (ring), a peer: causal, GPUs only. Its tokens lie in pairs of
                         pieces, one from the front and one from the back of the sequence.
-dp:deterministic, …     `dp`, and each method, with `train.deterministic`: FlashAttention's backward pass adds up in one
-                        order
+dp:deterministic, …     `dp`, and each method, with `train.deterministic`: the backward pass is FlashAttention's, which
+                        adds up in one order
 gla:dp, gla:zeco, …     linear attention (gla) of as many heads, by backend
 """
 
@@ -67,7 +67,7 @@ from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 from zeco_train.ops.oracle import exact_results, exact_softmax
 from zeco_train.ops.slow_paths import Kernels, find_slow_paths
-from zeco_train.ops.softmax.attention import attend, attend_backward
+from zeco_train.ops.softmax.attention import attend, attend_backward, kernel_name
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.attention.all_gather import AllGather
 from zeco_train.sp.attention.method import LocalAttention, ShardedAttention
@@ -338,6 +338,8 @@ def run(config: AttentionConfig, session: Session) -> Report:
         ConfigError: these ranks support none of the variants.
     """
     report = Report("attention", config, session, COLUMNS)
+    served = config.shape(VARIANTS["dp"], 1).call(config.dtype).problem(session.target) is None
+    report.note(f"softmax attention on a rank: {kernel_name(session.target, served)}")
     ours = [VARIANTS[name] for name in config.variants if VARIANTS[name].method != TORCH]
     calls = [("bench attention", config.shape(each, 1).call(config.dtype)) for each in ours]
     session.check_kernels(config.kernels, calls)

@@ -69,6 +69,8 @@ class KernelRule:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     largest: int | None = None  # K and V; None: any
     row_bytes: int = 1  # rows of K and of V channels are multiples of it
+    # Target → why a GPU runs slower kernels than others of its kind; None: it does not.
+    lesser: Callable[[Target], str | None] = lambda target: None
 
     def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor, target: Target | None = None) -> bool:
         """Whether kernels serve tokens [..., K], values [..., V] and these decays and strengths, or PyTorch does."""

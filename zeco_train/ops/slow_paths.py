@@ -97,7 +97,9 @@ def find_slow_paths(calls: Calls, target: Target, tokens: int | None = None) -> 
         return []
     table, found = stored_slow_downs(), []
     for where, call in dict.fromkeys(calls):
-        if (problem := call.problem(target)) is not None:
+        if (problem := call.rule.lesser(target)) is not None:
+            found.append(SlowPath(where, call, problem, None, ""))
+        elif (problem := call.problem(target)) is not None:
             measured = table.nearest(call, tokens)
             source = "" if measured is None else f"K {measured.key_dim}, V {measured.value_dim} on {table.source}"
             found.append(SlowPath(where, call, problem, None if measured is None else measured.slow_down, source))

@@ -143,9 +143,14 @@ def allocated_inside(func: Any, args: Any, setting: Setting) -> Iterable[Bytes]:
     if not (name.startswith("zeco::") and name.endswith("_backward")):
         return ()
     if name == "zeco::attend_backward":
-        # Gradients are added up in the accumulation dtype: by blocks of keys, or inside FlashAttention.
         _, q, k, v, *_ = args
-        return [sum((setting.amount(x.numel() * accumulation_dtype(x.dtype).itemsize) for x in (q, k, v)), Bytes())]
+        results = sum((setting.amount(x.nbytes) for x in (q, k, v)), Bytes())
+        # Those of queries are added up in the accumulation dtype. Shared keys and values have gradients of each head
+        # first, which are added up then.
+        sums = setting.amount(q.numel() * accumulation_dtype(q.dtype).itemsize)
+        shared = q.shape[2] // k.shape[2]
+        of_heads = sum((setting.amount(shared * x.nbytes) for x in (k, v)), Bytes()) if shared > 1 else Bytes()
+        return [results + sums + of_heads]
     with Allocations(setting) as inner:
         if name == "zeco::mix_backward":
             operands, do, saved, _, incoming, _, of, scale, _, doc_ids, _ = args

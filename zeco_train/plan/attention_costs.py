@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from models.spec import AttentionSpec, BlockSpec
+from zeco_train.ops.softmax.attention import kernel_name
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
@@ -47,6 +48,13 @@ def problem_of(case: Case, method: str) -> str | None:
     spec = METHODS[method]
     problems = (spec.heads_problem(shape.heads, shape.key_heads, case.sp_size) for _, shape in attention_blocks(case))
     return next((problem for problem in problems if problem is not None), None)
+
+
+def attention_kernel(case: Case, block: BlockSpec) -> str:
+    """What computes the attention of a softmax layer."""
+    train, target = case.config.train, case.machine.target
+    is_served = all(call.problem(target) is None for call in block.calls(train.dtype.compute))
+    return kernel_name(target, is_served, train.deterministic)
 
 
 def method_costs(case: Case, attention: AttentionSpec, method: MethodSpec | None = None) -> MethodCosts:
@@ -91,5 +99,5 @@ def _layer_seconds(case: Case, block: BlockSpec, seq_len: int) -> tuple[float, f
     # Forward and backward, of a pass on the average rank.
     flops, rate = block.operator_flops(seq_len), case.machine.flops[case.config.train.dtype]
     tokens = case.tokens * case.slow_down(block) / rate
-    backward = tokens * (2 * flops.forward + flops.again) / known.ATTENTION_BACKWARD
-    return tokens * flops.forward / known.ATTENTION_FORWARD, backward
+    forward, backward = known.ATTENTION[attention_kernel(case, block)]
+    return tokens * flops.forward / forward, tokens * (2 * flops.forward + flops.again) / backward

@@ -46,8 +46,16 @@ IN_STEP = 0.86
 FP8_SPEED = 1.87
 # Memory bandwidth of the GPU on which operators were measured, and their time in fp32 relative to bf16 (tf32 x 3).
 OPERATOR_BANDWIDTH, OPERATOR_FP32 = 4.8e12, 3.0
-# Assumed: softmax attention relative to matrix products, about FlashAttention-2's published 380 and 330 TFLOP/s.
-ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.5, 0.42
+# Softmax attention relative to matrix products, forward and backward, by kernel (H100, 16 heads of 128, 16,384 tokens).
+ATTENTION = {
+    "cuDNN": (0.78, 0.68),
+    "cuDNN, backward FlashAttention 2": (0.78, 0.21),
+    "FlashAttention 2": (0.41, 0.40),
+    # The slow-down of products is relative to it.
+    "PyTorch's products": (0.41, 0.40),
+    # Assumed.
+    "PyTorch's SDPA": (0.5, 0.42),
+}
 # One core per rank: FLOP/s in bf16, fp32, fp64; bytes/s of memory, and of gloo between processes.
 CPU_FLOPS, CPU_BANDWIDTH, CPU_LINK = (5e9, 70e9, 35e9), 10e9, 1e9
 

@@ -9,7 +9,14 @@ from models.spec import AttentionSpec
 from zeco_train.collectives.cost_model import Costs
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
-from zeco_train.plan.attention_costs import attention_blocks, method_costs, method_of, plan_exchanges, problem_of
+from zeco_train.plan.attention_costs import (
+    attention_blocks,
+    attention_kernel,
+    method_costs,
+    method_of,
+    plan_exchanges,
+    problem_of,
+)
 from zeco_train.plan.case import Case
 from zeco_train.plan.config import PlanSettings
 from zeco_train.plan.memory import KINDS
@@ -344,9 +351,10 @@ def _assumptions(case: Case) -> dict[str, str]:
         if (slow_down := case.slow_down(block)) > 1:
             row += f"; {slow_down:.3g} times as long in PyTorch"
         rows["operator" if len(blocks) == 1 else f"operator {operator}"] = row
-    if any(attention_blocks(case)):
-        rates = calibration.ATTENTION_FORWARD, calibration.ATTENTION_BACKWARD
-        rows["softmax attention"] = "{:.0%} of the matrix products' rate forward, {:.0%} backward".format(*rates)
+    for block, _ in attention_blocks(case):
+        kernel = attention_kernel(case, block)
+        rates = "{:.0%} of the matrix products' rate forward, {:.0%} backward".format(*calibration.ATTENTION[kernel])
+        rows["softmax attention"] = f"{kernel}: {rates}"
     return rows
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_PACKAGES = ("zeco-train", "torch", "triton", "fla-core", "flash-linear-attention", "numpy")
+_PACKAGES = ("zeco-train", "torch", "triton", "fla-core", "flash-linear-attention", "nvidia-cudnn-frontend", "numpy")
 _VARIABLES = (
     "CUBLAS",
     "NCCL_",

@@ -78,9 +78,9 @@ class TrainConfig:
         recompute: which activations the backward pass recomputes, to save memory.
         kernels: what happens with calls that kernels on GPUs do not serve; auto: a warning, require: an error.
         deterministic: runs repeat their bits on GPUs, in more time. The compiler of the blocks does not choose by
-            measurement between kernels that round differently, and FlashAttention adds up the gradients of queries in
-            one order. Its backward pass takes more time, and memory: in fp32 the gradients of a layer's queries several
-            times (132 over the rank's heads on an H100 or H200).
+            measurement between kernels that round differently, and the backward pass of softmax attention is
+            FlashAttention's, in one order. It takes more time, and memory: in fp32 the gradients of a layer's queries
+            several times (132 over the rank's heads on an H100 or H200).
         nonfinite: what happens at a loss or gradient norm that is NaN or infinite. `stop` ends the run. `skip:N` skips
             up to N such steps in a row; data, step and learning rate advance, weights do not change.
         profile: START:STOP, the steps (counted from 1, STOP included) to profile; null: none.

@@ -24,6 +24,7 @@ from zeco_train.ops.operator import Target
 from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import check_kernels, warn_of
+from zeco_train.ops.softmax.attention import kernel_name
 from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.environment import environment
@@ -87,6 +88,8 @@ def _verify(arguments: list[str], job: Job) -> int:
         warn_of_replacing([] if config.out is None else [config.out])
         machine = {"ranks": str(launch.world_size), **environment(device)}
         versions = f"torch {machine['packages']['torch']}, python {machine['python']}"
+        if device.type == "cuda":
+            versions += f", softmax attention in bf16 by {kernel_name(Target.of(device), is_served=True)}"
         of = "" if config.operator in (None, DEFAULT) else f", operator {config.operator}"
         print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
     rows: list[VerifyRow] = []

@@ -19,7 +19,7 @@ from zeco_train.ops.softmax import cudnn, flash, sdpa
 from zeco_train.ops.softmax.span import Attended, Span
 
 # cuDNN and PyTorch's FlashAttention refuse other heads when they are launched.
-KERNELS = KernelRule((torch.bfloat16,), largest=256, row_bytes=16)
+KERNELS = KernelRule((torch.bfloat16,), largest=256, row_bytes=16, lesser=cudnn.missing)
 # Of PyTorch's fused attention with a mask; for other calls it takes plain products, without a word.
 STEP_KERNELS = KernelRule(row_bytes=16)
 
@@ -53,17 +53,19 @@ def attend_backward(
     return flash.attend_backward(*operands, deterministic) if kernels is flash else kernels.attend_backward(*operands)
 
 
-def kernel_name(target: Target, is_served: bool) -> str:
-    """What computes attention on a target, if `KERNELS` serve its heads, or not: with the version, for reports."""
+def kernel_name(target: Target, is_served: bool, deterministic: bool = False) -> str:
+    """What computes attention on a target, for reports, if `KERNELS` serve its heads, or not."""
     if not is_served:
         return "PyTorch's SDPA" if target.kind != "cuda" else "PyTorch's products"
-    return "FlashAttention 2 of PyTorch" if cudnn.problem(target) else cudnn.version()
+    if not cudnn.serves(target):
+        return "FlashAttention 2"
+    return "cuDNN, backward FlashAttention 2" if deterministic else "cuDNN"
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> ModuleType:
     if not KERNELS.serves(q, v):
         return sdpa
-    if deterministic or cudnn.problem(Target.of(q.device)) or not cudnn.is_countable(q, k, v):
+    if deterministic or not cudnn.serves(Target.of(q.device)) or not cudnn.is_countable(q, k, v):
         return flash
     return cudnn
 
