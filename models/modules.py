@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from models.parameters import BIAS, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.gated_norm import gated_norm, norm_grads, normalise, swish_and_slope
+from zeco_train.ops.mamba2 import output
 
 
 class Embedding(nn.Embedding):
@@ -88,24 +89,16 @@ class GatedRMSNorm(_Norm):
 
 
 class RMSNormOfGated(_Norm):
-    """RMS norm of a gated x: u = x ⊙ swish(gate), y = w ⊙ u / sqrt(mean(u²) + eps) (arXiv 2405.21060, section 7.1).
-
-    The last dimension has equal groups, and the mean is over each.
-    """
+    """RMS norm by groups of Mamba-2's gated output, see `zeco_train.ops.mamba2` (arXiv 2405.21060, section 7.1)."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__(size, eps)
         self.groups = groups
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map x, gate [..., size] → [..., size], in the dtype of x."""
-        x, gate = (tensor.unflatten(-1, (self.groups, -1)) for tensor in (x, gate))
-        weight = self.weight.unflatten(0, (self.groups, -1))
-        if torch.compiler.is_compiling():
-            y = (normalise(x * _swish(gate), self.eps)[0] * weight).to(x.dtype)
-        else:
-            y = _RMSNormOfGatedFunction.apply(x, gate, weight, self.eps)
-        return y.flatten(-2)
+    def forward(self, o: Tensor, skip: Tensor, u: Tensor, gate: Tensor, decay: Tensor | None) -> Tensor:
+        """Map o, skip [B, T, H, V], u, gate [B, T, H·V], decay [3, H] → [B, T, H·V], in the dtype of o."""
+        assert decay is not None
+        return output(o, skip, u, gate, decay, self.weight, self.groups, self.eps)
 
 
 class ShortConvolution(nn.Module):
@@ -179,27 +172,6 @@ class _RMSNormFunction(torch.autograd.Function):
         normed = x.to(rstd.dtype) * rstd
         dx, dweight = norm_grads(normed, dy.to(rstd.dtype), _factor(weight, ctx.zero_centred), rstd)
         return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None
-
-
-class _RMSNormOfGatedFunction(torch.autograd.Function):
-    # x, g [..., G, V], w [G, V]. With u = x ⊙ swish(g), and û, r of it as in `_RMSNormFunction`:
-    # y = w ⊙ û;  du = r (h − û mean(h ⊙ û)), h = w ⊙ dy;  dx = du ⊙ swish(g);  dg = du ⊙ x ⊙ swish'(g)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, rstd = normalise(_swish(gate).mul_(x), eps)
-        ctx.save_for_backward(x, gate, weight, rstd)
-        return normed.mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, gate, weight, rstd = ctx.saved_tensors
-        swish, slope = swish_and_slope(gate.to(rstd.dtype))
-        du, dweight = norm_grads(x * swish * rstd, dy.to(rstd.dtype), weight, rstd)
-        # `slope` and `swish` are fresh, so the gradients overwrite them.
-        dgate = slope.mul_(du).mul_(x).to(gate.dtype)
-        return swish.mul_(du).to(x.dtype), dgate, dweight.to(weight.dtype), None
 
 
 class _L2NormFunction(torch.autograd.Function):

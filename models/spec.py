@@ -323,6 +323,8 @@ class _ProductsSeen(TorchDispatchMode):
             self.attention = AttentionSpec(heads, key_heads, head_dim, args[-1])
         elif func is torch.ops.zeco.gated_norm.default:
             self.gated_norm = args[0].shape[-1]
+        elif func is torch.ops.zeco.mamba2_output.default:
+            self.gated_norm = args[3].shape[-1]
         elif func is torch.ops.zeco.parallel_linear.default:
             self.groups.append([(weight.shape[1], weight.shape[0]) for weight in args[1]])
             self.in_fp8 += itertools.compress(self.groups[-1], args[2])

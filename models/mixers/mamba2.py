@@ -13,7 +13,6 @@ from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
 from models.decays import initial_rates, initial_steps
@@ -22,9 +21,9 @@ from models.modules import RMSNormOfGated, ShortConvolution
 from models.parameters import ParameterRule
 from models.projections import Projection, StackedProjection, parallel_linear
 from zeco_train.errors import ConfigError
-from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.linear import Matmul
+from zeco_train.ops.mamba2 import operands
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
@@ -189,19 +188,20 @@ class Mamba2(Mixer):
         self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
     ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         """Mix this rank's tokens, see `Mixer`."""
-        z, u, dt = self._projections(x)
+        z, u, logits = self._projections(x)
         u, tail = mix_at("short_conv", (u, *self.conv1d.operands()), 1.0, position, state_inputs[0])
-        operands, values = self._operands(u, dt, shared)
+        *operands, skip = self._operands(u, logits, shared)
         o, state = mix_at("scalar_decay", operands, 1.0, position, state_inputs[1])
-        return self._output(o, values, z, shared), (tail, state)
+        return self.out_proj(self.norm(o, skip, u, z, shared)), (tail, state)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """One more token of each sequence, see `Mixer`."""
         tail, state = states
-        z, u, dt = self._projections(x)
+        z, u, logits = self._projections(x)
         u = OPERATORS["short_conv"].step(u, *self.conv1d.operands(), tail, 1.0)
-        operands, values = self._operands(u, dt, shared)
-        return self._output(OPERATORS["scalar_decay"].step(*operands, state, 1.0), values, z, shared)
+        *operands, skip = self._operands(u, logits, shared)
+        o = OPERATORS["scalar_decay"].step(*operands, state, 1.0)
+        return self.out_proj(self.norm(o, skip, u, z, shared))
 
     # The gate z [B, T, H·V], the convolution's input [B, T, H·V + 2·G·K], the time steps' logits [B, T, H].
     def _projections(self, x: Tensor) -> list[Tensor]:
@@ -211,21 +211,7 @@ class Mamba2(Mixer):
         formats = self.in_proj.matmul, self.in_proj.matmul, Matmul.bf16
         return parallel_linear(x, *weights, formats=formats)
 
-    # The operator's operands, and the values [B, T, H, V].
-    def _operands(self, u: Tensor, dt: Tensor, shared: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _operands(self, u: Tensor, logits: Tensor, shared: Tensor | None) -> tuple[Tensor, ...]:
         assert shared is not None
-        config, (dt_bias, a_log, _) = self.config, shared
-        values, keys, queries = F.silu(u).split((config.inner_dim, config.group_dim, config.group_dim), dim=-1)
-        values = values.unflatten(-1, (config.num_heads, config.head_dim))
-        keys, queries = (x.unflatten(-1, (config.n_groups, config.state_size)) for x in (keys, queries))
-        # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
-        dt = F.softplus(dt.to(accumulation_dtype(dt.dtype)) + dt_bias)
-        if config.clamps_time_steps:
-            dt = dt.clamp(*config.time_step_limit)
-        scaled = (values * dt.unsqueeze(-1)).to(values.dtype)
-        return (queries, keys, scaled, -a_log.exp() * dt), values
-
-    def _output(self, o: Tensor, values: Tensor, z: Tensor, shared: Tensor | None) -> Tensor:
-        assert shared is not None
-        o = (o + values * shared[2].unsqueeze(-1)).to(o.dtype)
-        return self.out_proj(self.norm(o.flatten(-2), z))
+        config = self.config
+        return operands(u, logits, shared, config.head_dim, config.n_groups, config.time_step_limit)

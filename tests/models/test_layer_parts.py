@@ -324,13 +324,16 @@ def test_initial_values_are_those_of_fla(config: LanguageModelConfig, least: flo
 
 def test_norm_in_bf16_is_the_exact_one_rounded_once() -> None:
     norm, generator = RMSNormOfGated(12, 3, 1e-5), torch.Generator().manual_seed(0)
-    x, gate = (torch.randn(5, 12, generator=generator) for _ in range(2))
+    o, x, gate = (torch.randn(1, 5, 12, generator=generator).bfloat16() for _ in range(3))
+    decay = torch.randn(3, 6, generator=generator)
     with torch.no_grad():
         norm.weight += 0.1 * torch.randn(12, generator=generator)
-    x, gate, weight = x.bfloat16(), gate.bfloat16(), norm.weight.bfloat16()
-    u = (x.double() * F.silu(gate.double())).unflatten(-1, (3, 4))
+    weight = norm.weight.bfloat16()
+    o = o.unflatten(-1, (6, 2))
+    total = o.double() + decay[2].double().unsqueeze(-1) * F.silu(x.double()).view(o.shape)
+    u = (total.flatten(-2) * F.silu(gate.double())).unflatten(-1, (3, 4))
     exact = (u / (u.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2) * weight.double()
-    error = (norm.bfloat16()(x, gate).double() - exact).abs() / exact.abs()
+    error = (norm.bfloat16()(o, torch.empty_like(o), x, gate, decay).double() - exact).abs() / exact.abs()
     # Half a unit in the last of 8 bits, and fp32's errors.
     assert error.max() <= 2**-8 * 1.001
 

@@ -6,7 +6,7 @@ The parts of a step are told by the names of its kernels:
 |---|---|
 | products | matrix products: cuBLAS's and CUTLASS's |
 | operator | of `zeco_train/kernels`, but for the packages below; attention |
-| elementwise | compiled by Inductor, the loss and norms among them; `kernels/rows`, `ops/gated_norm` |
+| elementwise | compiled by Inductor, the loss and norms among them; `kernels/rows`, `ops/gated_norm`, `ops/mamba2` |
 | optimizer | `kernels/adamw`; the norm of gradients, and other functions of lists |
 | copies | `kernels/pack`, FSDP2's and others; copies of memory |
 | communication | NCCL's, `kernels/all_scan` |
@@ -42,6 +42,7 @@ _PACKAGES = {
     "all_scan": "communication",
     "rows": "elementwise",
     "gated_norm": "elementwise",
+    "mamba2": "elementwise",
 }
 # In order: the first that is found in a name decides.
 _OTHERS = (

@@ -172,7 +172,7 @@ def is_elementwise(func: Any, args: Any) -> bool:
         return func._schema.name.split("::")[1].rstrip("_") not in _PRODUCTS
     if func.name() in ("zeco::mix", "zeco::mix_backward"):
         return OPERATORS[args[1 if func.name() == "zeco::mix" else 6]].state_is_halo
-    return func.name().startswith("zeco::gated_norm")
+    return func.name().startswith(("zeco::gated_norm", "zeco::mamba2"))
 
 
 def storage_of(x: Tensor) -> int:

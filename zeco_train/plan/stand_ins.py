@@ -67,8 +67,8 @@ def _import_kernels() -> None:
         for one in OPERATORS.values():
             if one.cuda is not None:
                 importlib.import_module(one.cuda.partition(":")[0])
-        for name in ("zeco_train.ops.gated_norm.kernels", "zeco_train.kernels.rows"):
-            importlib.import_module(name)
+        for name in ("ops.gated_norm.kernels", "ops.mamba2.kernels", "kernels.rows"):
+            importlib.import_module(f"zeco_train.{name}")
 
 
 @contextlib.contextmanager
