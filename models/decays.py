@@ -62,8 +62,8 @@ class StepDecay(nn.Module):
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """Initial values as in flash-linear-attention."""
         return {
-            "A_log": ParameterRule(initial_rates(*self._rates), decays=False, wide=True),
-            "dt_bias": ParameterRule(initial_steps(*_STEPS), decays=False, wide=True),
+            "A_log": ParameterRule(initial_rates(*self._rates), decays=False, wide=True, draws=1),
+            "dt_bias": ParameterRule(initial_steps(*_STEPS), decays=False, wide=True, draws=1),
         }
 
 

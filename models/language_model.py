@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from models.config import LanguageModelConfig
+from models.initial_values import initialise
 from models.mixers.base import LayerState, Mixer, Shared
 from models.modules import Embedding, RMSNorm, swiglu
 from models.parameters import MATRIX, ParameterRule, parameter_rules
@@ -338,6 +339,4 @@ class LanguageModel(nn.Module):
         """
         # `to_empty` replaces each module's parameters separately, which unties them.
         self.tie_weights()
-        generator = torch.Generator().manual_seed(seed)
-        for _, parameter, rule in parameter_rules(self):
-            rule.init(parameter, self.config.initializer_range, generator)
+        initialise(parameter_rules(self), self.config.initializer_range, seed)

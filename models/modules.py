@@ -116,7 +116,7 @@ class ShortConvolution(nn.Module):
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """Initial values as of `torch.nn.Conv1d`."""
-        weight = ParameterRule(self._init, decays=True)
+        weight = ParameterRule(self._init, decays=True, draws=1)
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": weight._replace(decays=False)}
 
     def _init(self, parameter: Tensor, _: float, generator: torch.Generator) -> None:

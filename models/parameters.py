@@ -24,6 +24,8 @@ class ParameterRule(NamedTuple):
             biases. Matrix optimizers (Muon) apply to these.
         rows: heights of the matrices stacked along the first dimension of a projection; () for a single one.
         wide: stays fp32 although the model computes in bf16.
+        draws: the numbers that `init` draws for each value, by one call: 0 or 1; None if that is not known. With it,
+            other threads may draw what follows (`models.initial_values`).
     """
 
     init: Callable[[Tensor, float, torch.Generator], object]
@@ -31,6 +33,7 @@ class ParameterRule(NamedTuple):
     is_projection: bool = False
     rows: tuple[int, ...] = ()
     wide: bool = False
+    draws: int | None = None
 
 
 def _normal(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:
@@ -38,10 +41,10 @@ def _normal(parameter: Tensor, deviation: float, generator: torch.Generator) -> 
     parameter.copy_(values.normal_(0, deviation, generator=generator))
 
 
-MATRIX = ParameterRule(_normal, decays=True)
+MATRIX = ParameterRule(_normal, decays=True, draws=1)
 PROJECTION = MATRIX._replace(is_projection=True)
-SCALE = ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False)
-BIAS = ParameterRule(lambda parameter, *_: parameter.zero_(), decays=False)
+SCALE = ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False, draws=0)
+BIAS = ParameterRule(lambda parameter, *_: parameter.zero_(), decays=False, draws=0)
 
 # Rules for torch's own modules.
 _OF_TORCH: tuple[tuple[type[nn.Module], Mapping[str, ParameterRule]], ...] = (

@@ -68,7 +68,7 @@ def _train(arguments: list[str], job: Job) -> int:
         summary = f"{stopped_by.name} {done}; the same command goes on from there"
         job.report_stop(summary)
     if summary is not None:
-        recorder.note(summary)
+        recorder.note(summary + ", not saved (checkpoint.final=false)" * (not trainer.checkpointer.is_saved(progress)))
     return 0 if stopped_by is None else exit_code(stopped_by)
 
 

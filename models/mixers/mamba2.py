@@ -150,9 +150,9 @@ class Mamba2Decay(nn.Module):
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """Initial values as in the paper's code."""
         return {
-            "dt_bias": ParameterRule(initial_steps(*self._steps), decays=False, wide=True),
-            "A_log": ParameterRule(initial_rates(*_A_RANGE), decays=False, wide=True),
-            "D": ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False, wide=True),
+            "dt_bias": ParameterRule(initial_steps(*self._steps), decays=False, wide=True, draws=1),
+            "A_log": ParameterRule(initial_rates(*_A_RANGE), decays=False, wide=True, draws=1),
+            "D": ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False, wide=True, draws=0),
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -30,6 +31,7 @@ from zeco_train.checkpoint import checkpointer as checkpoint
 from zeco_train.checkpoint import writer as checkpoint_writer
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import (
+    FILES_AT_ONCE,
     PROGRESS_FILE,
     RECORD_FILE,
     RUN_FORMAT,
@@ -201,6 +203,44 @@ def test_all_files_are_on_disk_whole_before_checkpoint_is_published(tmp_path: Pa
     assert published == [{"__0_0.distcp", ".metadata", "run.json", "checksums.json"}]
 
 
+def test_rank_writes_and_reads_several_files_and_says_how_far_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def refuse(path: str) -> bool:
+        return path.endswith("__0_1_0.distcp")
+
+    with (
+        mock.patch.object(checkpoint_writer, "_BYTES_OF_FILE", 20_000),
+        mock.patch.object(checkpoint_writer, "_SECONDS_TO_REPORT", (0.0, 0.01)),
+    ):
+        # torch's own threads would leave out what is in the other files, and go on.
+        with failing(refuse):
+            assert train_here(f"run_dir={run}", "train.steps=1").code == CHECKPOINT
+        assert names(run) == []
+        outcome = train_here(f"run_dir={run}", "train.steps=2", "checkpoint.missing=start_anew")
+    assert outcome.code == 0, outcome.err
+    (path,) = complete_checkpoints(run)
+    sizes = [file.stat().st_size for file in path.glob("__0_*_0.distcp")]
+    assert len(sizes) == FILES_AT_ONCE
+    assert sum(sizes) < 4 * min(sizes) * len(sizes), sizes
+    lines = [line for line in outcome.out.splitlines() if line.startswith(("writing checkpoint: ", "checkpoint writt"))]
+    assert re.fullmatch(r"writing checkpoint: \d\.\d of 0\.0 GB, \d\.\d\d GB/s", lines[0])
+    assert re.fullmatch(r"checkpoint written: 0\.0 GB in \d\.\d s, \d\.\d\d GB/s", lines[-1])
+    # The same numbers from one file and from several.
+    assert train_here(f"run_dir={run}", "train.steps=3").code == 0
+    assert train_here(f"run_dir={tmp_path / 'one'}", "train.steps=3").code == 0
+    rows = [read_metrics(folder / "metrics.jsonl")[-1] for folder in (run, tmp_path / "one")]
+    assert rows[0]["loss"] == rows[1]["loss"]
+
+
+@pytest.mark.parametrize(("every", "saved"), [(0, []), (2, ["step_00000002"]), (3, ["step_00000003"])])
+def test_last_step_is_saved_by_choice(every: int, saved: list[str], tmp_path: Path) -> None:
+    outcome = train_here(f"run_dir={tmp_path}", "train.steps=3", f"checkpoint.every={every}", "checkpoint.final=false")
+    assert outcome.code == 0, outcome.err
+    assert names(tmp_path) == saved
+    assert ("not saved (checkpoint.final=false)" in outcome.out) == (every != 3)
+
+
 @pytest.mark.slow
 def test_older_checkpoints_are_kept_while_new_name_is_not_on_disk(tmp_path: Path) -> None:
     """With checkpoint.keep=1, a power loss could have left the run without any."""
@@ -320,7 +360,7 @@ def _fill(path: Path, leave: int) -> None:
 
 
 def _free_after_failed_save(rank: int, world_size: int, run: str, filler: str) -> None:
-    settle = Checkpointer._settle
+    settle = Checkpointer.settle
 
     def free(self: Checkpointer) -> None:
         settle(self)
@@ -328,7 +368,7 @@ def _free_after_failed_save(rank: int, world_size: int, run: str, filler: str) -
             Path(filler).unlink(missing_ok=True)
 
     with (
-        mock.patch.object(Checkpointer, "_settle", free),
+        mock.patch.object(Checkpointer, "settle", free),
         mock.patch.object(checkpoint_writer, "_RETRY_AFTER_SECONDS", (0.2, 0.4)),
     ):
         train(rank, world_size, run, *SMALL, "checkpoint.every=3", "train.steps=9")
@@ -396,7 +436,7 @@ def test_only_what_the_run_has_saved_is_removed(tmp_path: Path) -> None:
         (folder / name).mkdir()
     (tmp_path / RECORD_FILE).write_text('{"step": 1, "saved": [1]}')
     record_checkpoint(tmp_path, 4)
-    writer = CheckpointWriter(folder / "step_00000004", "", 1, is_staged=True)
+    writer = CheckpointWriter(folder / "step_00000004", "", 1)
     writer._drop_old()
     assert names(tmp_path) == [
         "step_00000002",
@@ -405,7 +445,7 @@ def test_only_what_the_run_has_saved_is_removed(tmp_path: Path) -> None:
         "step_00000009",
         "step_by_step.tmp",
     ]
-    CheckpointWriter(folder / "step_00000010", "", 1, is_staged=True)._make_folder()
+    CheckpointWriter(folder / "step_00000010", "", 1)._make_folder()
     assert names(tmp_path)[1:] == ["step_00000004", "step_00000009", "step_00000010.tmp", "step_by_step.tmp"]
     # Removed, as a damaged one has to be.
     (tmp_path / RECORD_FILE).unlink()

@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -87,9 +88,9 @@ class Checkpointer:
 
     def due(self, progress: Progress) -> bool:
         """Whether a checkpoint is due. Call once after each step: it also reports the outcome of a finished save."""
-        # `done` may differ between ranks, so `_settle` must not communicate.
+        # `done` may differ between ranks, so `settle` must not communicate.
         if self._save is not None and self._save.written.done():
-            self._settle()
+            self.settle()
         if self._config.every and progress.step % self._config.every == 0:
             return True
         if not self._config.minutes:
@@ -107,25 +108,37 @@ class Checkpointer:
         """
         if self._save is not None:
             waited = time.monotonic()
-            self._settle()
+            self.settle()
             logger.info("waited %.2f s for the checkpoint before", time.monotonic() - waited)
         wait = self._config.mode is CheckpointMode["sync"]
         self._save = self._begin(model, optimizer, progress, wait=wait)
-        # Before the outcome is known: `_settle` clears it after a failure, so that `save_last` saves the step again.
+        # Before the outcome is known: `settle` clears it after a failure, so that `save_last` saves the step again.
         self._saved_at, self._last = progress.step, time.monotonic()
         if wait:
-            self._settle()
+            self.settle()
 
-    def save_last(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def settle(self) -> None:
+        """Wait for the save in progress, if any; a storage failure is logged."""
+        if self._save is not None and (error := self._end_save()) is not None:
+            self._saved_at = None
+            logger.warning("%s; the run goes on", error)
+
+    def save_last(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        report: Callable[[str], object] | None = None,
+    ) -> None:
         """Save this step, if it is not saved yet, and return when it is on disk; raises `CheckpointError`.
 
         A save in progress is completed first: it is closest to a usable checkpoint, in case the launcher's grace period
-        does not suffice for both.
+        does not suffice for both. `report` is given lines about the bytes that this rank writes.
         """
-        self._settle()
+        self.settle()
         if self._saved_at == progress.step:
             return
-        self._save = self._begin(model, optimizer, progress, wait=True)
+        self._save = self._begin(model, optimizer, progress, wait=True, report=report)
         error = self._end_save()
         if error is not None:
             raise error
@@ -135,6 +148,10 @@ class Checkpointer:
         """Wait until a save in progress has copied weights and optimizer state to host memory, so they may change."""
         if self._save is not None:
             self._save.staged.result()
+
+    def is_saved(self, progress: Progress) -> bool:
+        """Whether this step is in the last checkpoint."""
+        return self._saved_at == progress.step
 
     def close(self) -> None:
         """Wait for the save in progress, at most for the communication timeout."""
@@ -193,16 +210,27 @@ class Checkpointer:
         self._saved_at = progress.step
         return progress
 
-    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, wait: bool) -> _Save:
+    def _begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        *,
+        wait: bool,
+        report: Callable[[str], object] | None = None,
+    ) -> _Save:
         # With `wait`, does all of it; `written` holds the outcome.
         began = time.monotonic()
         final = self.folder / checkpoint_name(progress.step)
         text = json.dumps({"format": RUN_FORMAT, **asdict(progress)}, indent=2)
-        writer = CheckpointWriter(final, text, self._config.keep, is_staged=not wait)
+        writer = CheckpointWriter(final, text, self._config.keep, report)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         state = {"model": model_state, "optim": optimizer_state, "rng": torch.get_rng_state()}
         staged: Future[Any] = Future()
         written: Future[Any] = Future()
+        if self._mesh.device.type == "cuda":
+            # Neither the stager's stream nor those of the writer's threads are ordered after the optimizer's kernels.
+            torch.cuda.current_stream().synchronize()
         if wait:
             staged.set_result(None)
             try:
@@ -211,9 +239,6 @@ class Checkpointer:
                 # A storage failure, the same on all ranks. Any other exception, such as a lost peer's, propagates.
                 written.set_exception(error)
         else:
-            if self._mesh.device.type == "cuda":
-                # The stager copies on its own stream, which is not ordered after the optimizer's kernels.
-                torch.cuda.current_stream().synchronize()
             response = dcp.async_save(
                 state, storage_writer=writer, process_group=self.group, async_stager=self._get_stager()
             )
@@ -235,12 +260,6 @@ class Checkpointer:
                 )
             )
         return self._stager
-
-    def _settle(self) -> None:
-        # Waits for the save in progress, if any; a storage failure is logged, and training may continue.
-        if self._save is not None and (error := self._end_save()) is not None:
-            self._saved_at = None
-            logger.warning("%s; the run goes on", error)
 
     def _end_save(self) -> CheckpointError | None:
         # Returns the storage failure, the same on all ranks. Other errors, as of a lost peer, propagate.

@@ -29,6 +29,7 @@ class CheckpointConfig:
         every: steps between two checkpoints; 0: none by step count.
         minutes: time between two checkpoints; 0: none by time. With both set, whichever comes first; with neither, only
             at the end and on a stop signal.
+        final: whether a run saves its last step, whatever `every` and `minutes` say; a stop signal always saves.
         keep: how many of the newest checkpoints to keep; 0 keeps all. The disk needs room for one more.
         mode: whether training waits for a save. async: it continues while a checkpoint is written; takes host memory
             for a rank's part of weights and optimizer state. sync: it waits. The last checkpoint is always waited for.
@@ -40,6 +41,7 @@ class CheckpointConfig:
 
     every: int = 100
     minutes: float = 0.0
+    final: bool = True
     keep: int = 2
     mode: CheckpointMode = CheckpointMode["async"]
     load: str | None = None

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -37,6 +38,8 @@ _LONGEST_PATH = 4096
 # run has saved.
 RECORD_FILE = "last_checkpoint.json"
 _IF_DAMAGED = "; remove it if it is damaged"
+# A rank writes, and reads, so many files at once at most: enough for 10 GB/s.
+FILES_AT_ONCE = 8
 # Prefix to the path of a model in Hugging Face format, and a file that its folder has.
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
@@ -271,18 +274,18 @@ def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | Non
     # Missing and truncated files first: hashing reads the whole checkpoint.
     for name, (size, _) in files.items():
         try:
-            found = (folder / name).stat()
+            status = (folder / name).stat()
         except FileNotFoundError:
             return f"{name} is missing"
         # A link to a FIFO or a device would block the hashing below.
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             return f"{name} is no regular file"
-        if found.st_size != size:
-            return f"{name} has {found.st_size:,} bytes, {size:,} were written"
-    for name, (_, sha256) in files.items():
-        if sha256_of(folder / name) != sha256:
-            return f"{name} is not what was written (SHA-256)"
-    return None
+        if status.st_size != size:
+            return f"{name} has {status.st_size:,} bytes, {size:,} were written"
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        found = pool.map(lambda name: sha256_of(folder / name), files)
+        different = [name for name, digest in zip(files, found, strict=True) if digest != files[name][1]]
+    return f"{different[0]} is not what was written (SHA-256)" if different else None
 
 
 def read_record(path: Path, remedy: str = "") -> dict[str, Any]:

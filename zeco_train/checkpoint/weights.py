@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
-from zeco_train.checkpoint.files import METADATA_FILE, PROGRESS_FILE, find_damage, is_hf_folder, read_checksums
+from zeco_train.checkpoint.files import (
+    FILES_AT_ONCE,
+    METADATA_FILE,
+    PROGRESS_FILE,
+    find_damage,
+    is_hf_folder,
+    read_checksums,
+)
 from zeco_train.checkpoint.metadata import find_contradiction, read_metadata
 from zeco_train.checkpoint.writer import retried
 from zeco_train.distributed.mesh import ProcessMesh, agree
@@ -52,6 +62,20 @@ class _Reader(FileSystemReader):
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read several files at a time."""
+        files: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            parts = [replace(plan, items=items) for items in files.values()]
+            read = [pool.submit(super(_Reader, self).read_data, part, planner) for part in parts]
+        for each in read:
+            each.result()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 class _Planner(DefaultLoadPlanner):

@@ -1,6 +1,7 @@
 """Writes a checkpoint's files with their checksums, and publishes the checkpoint by a rename.
 
-Files are written into `step_XXXXXXXX.tmp`. The next save removes such a folder left by a kill.
+Files are written into `step_XXXXXXXX.tmp`. The next save removes such a folder left by a kill. A rank writes several
+files at a time: one thread alone, which copies from the device, hashes and writes, is slower than most disks.
 """
 
 from __future__ import annotations
@@ -8,23 +9,28 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zeco_train.checkpoint.files import (
+    FILES_AT_ONCE,
     METADATA_FILE,
     PROGRESS_FILE,
     link_latest,
@@ -39,6 +45,12 @@ from zeco_train.errors import CheckpointError
 from zeco_train.system.files import sync_file, sync_folder, write_durably
 
 T = TypeVar("T")
+# Of a rank's files at least, if it writes several.
+_BYTES_OF_FILE = 1 << 28
+# Until a file is flushed, the system keeps its bytes: for a tenth of all memory, during which the disk would be idle.
+_BYTES_TO_FLUSH = 1 << 28
+# Until the first line about a save in progress, and between two.
+_SECONDS_TO_REPORT = (1.0, 5.0)
 # For a file server that restarts or a quota that is raised. The total fits into a launcher's 30 s grace period.
 _RETRY_AFTER_SECONDS = (1.0, 3.0, 6.0)
 
@@ -55,16 +67,16 @@ class CheckpointWriter(FileSystemWriter):
     """Writes a checkpoint with `progress`, the text of `run.json`; the coordinator publishes it as `final` at the end.
 
     Storage errors are retried locally for a bounded time. Errors that persist reach every rank as torch's
-    `CheckpointException`. `is_staged`: the state is in host memory already.
+    `CheckpointException`. `report` is given lines about the bytes of this rank, if they take longer than a moment.
     """
 
-    def __init__(self, final: Path, progress: str, keep: int, *, is_staged: bool) -> None:
-        # Copy-ahead from a device would, in the thread of an asynchronous save, create a CUDA context on GPU 0.
-        ahead = 0 if is_staged else 10_000_000
-        # torch syncs `.metadata` before its last bytes have left the stream's buffer; `fs` syncs the closed files.
-        super().__init__(final.with_suffix(".tmp"), sync_files=False, per_thread_copy_ahead=ahead)
+    def __init__(self, final: Path, progress: str, keep: int, report: Callable[[str], object] | None = None) -> None:
+        # Copy-ahead from a device would, in a thread, create a CUDA context on GPU 0; it would gain little, as other
+        # files are written meanwhile. torch syncs `.metadata` before its last bytes have left the stream, so `fs` syncs
+        # the closed files.
+        super().__init__(final.with_suffix(".tmp"), sync_files=False, per_thread_copy_ahead=0)
         self.fs: _HashingFileSystem = _HashingFileSystem()
-        self._final, self._progress, self._keep = final, progress, keep
+        self._final, self._progress, self._keep, self._report = final, progress, keep, report
         self._run_dir = final.parent.parent
         self._is_coordinator = False
 
@@ -85,8 +97,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors, and return their places with the checksums of the files."""
-        write = super().write_data
-        results = retried(f"{self.partial}: cannot be written", lambda: self._write(lambda: write(plan, planner)))
+        results = retried(f"{self.partial}: cannot be written", lambda: self._write(plan, planner))
         # DCP gathers the results on the coordinator, and the checksums with them.
         hashed: list[WriteResult] = [
             _HashedWrite(r.index, r.size_in_bytes, r.storage_data, self.fs.sha256[r.storage_data.relative_path])
@@ -120,16 +131,37 @@ class CheckpointWriter(FileSystemWriter):
                 _remove(leftover)
         self.partial.mkdir(parents=True)
 
-    def _write(self, write: Callable[[], Future[list[WriteResult]]]) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         # Cleared, since a retry must not report the error of the attempt before.
-        self.fs.error = None
-        try:
-            return write().value()
-        except RuntimeError as error:
-            if self.fs.error is None:
-                raise
-            # The C++ tensor writer replaces the OSError by an error of its own.
-            raise self.fs.error from error
+        self.fs.error, self.fs.written = None, 0
+        total = sum(map(_bytes_of, plan.items))
+        parts = [plan]
+        if (count := min(total // _BYTES_OF_FILE, FILES_AT_ONCE)) > 1:
+            # torch's own threads lose their errors. `storage_data` has the start of the names of a plan's files.
+            places = [replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{n}_") for n in range(count)]
+            divided = zip(_divided(plan.items, count), places, strict=True)
+            parts = [replace(plan, items=items, storage_data=place) for items, place in divided]
+        with ThreadPoolExecutor(len(parts), "checkpoint") as pool:
+            written = [pool.submit(super(CheckpointWriter, self).write_data, part, planner) for part in parts]
+            if self._report is not None:
+                self._follow(written, total, self._report)
+            try:
+                return [result for each in written for result in each.result().value()]
+            except RuntimeError as error:
+                if self.fs.error is None:
+                    raise
+                # The C++ tensor writer replaces the OSError by an error of its own.
+                raise self.fs.error from error
+
+    def _follow(self, files: Sequence[futures.Future[Any]], total: int, report: Callable[[str], object]) -> None:
+        began, (seconds, later) = time.monotonic(), _SECONDS_TO_REPORT
+        while wait(files, seconds).not_done:
+            done, seconds = self.fs.written, later
+            rate = done / (time.monotonic() - began)
+            report(f"writing checkpoint: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s")
+        if seconds == later:
+            seconds = time.monotonic() - began
+            report(f"checkpoint written: {total / 1e9:.1f} GB in {seconds:.1f} s, {total / seconds / 1e9:.2f} GB/s")
 
     def _seal(self, finish: Callable[[], None], results: list[list[WriteResult]]) -> None:
         # The files beside the tensors: torch's metadata, the run's progress and the checksums of all files.
@@ -168,10 +200,12 @@ class CheckpointWriter(FileSystemWriter):
 
 class _HashingFileSystem(FileSystem):
     # Syncs files, and computes the checksums of closed files from the bytes as they are written, so that later
-    # corruption is detected. Keeps the last `OSError`.
+    # corruption is detected. Keeps the last `OSError`, and counts the bytes.
     def __init__(self) -> None:
         self.sha256: dict[str, str] = {}
         self.error: OSError | None = None
+        self.written = 0
+        self.lock = threading.Lock()
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -193,15 +227,39 @@ class _HashingFileSystem(FileSystem):
 class _HashingFile(io.BufferedWriter):
     def __init__(self, file: io.FileIO, owner: _HashingFileSystem) -> None:
         super().__init__(file)
-        self._owner, self.sha256 = owner, hashlib.sha256()
+        self._owner, self.sha256, self._unflushed = owner, hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
         try:
-            return super().write(data)
+            size = super().write(data)
+            self._unflushed += size
+            if self._unflushed >= _BYTES_TO_FLUSH:
+                os.fdatasync(self.fileno())
+                self._unflushed = 0
         except OSError as error:
             self._owner.error = error
             raise
+        with self._owner.lock:
+            self._owner.written += size
+        return size
+
+
+def _bytes_of(item: WriteItem) -> int:
+    # On this rank; entries that are no tensors have a few bytes.
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _divided(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
+    # Into so many parts of about equal bytes, the same in each save.
+    parts: list[list[WriteItem]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for item in sorted(items, key=_bytes_of, reverse=True):
+        least = sizes.index(min(sizes))
+        parts[least].append(item)
+        sizes[least] += _bytes_of(item)
+    return parts
 
 
 def _remove(checkpoint: Path) -> None:

@@ -101,8 +101,10 @@ class Trainer:
                 if due or result.nonfinite is not None:
                     recorder.write(progress, val_loss)
                 # Called after the last step, too: it reports the outcome of the previous save.
-                if self.checkpointer.due(progress) or finished:
+                if self.checkpointer.due(progress) or (finished and self.config.checkpoint.final):
                     self.save(last=finished)
+                elif finished:
+                    self.checkpointer.settle()
         # A signal only if it interrupted the last validation: all passes of the last step were completed.
         return self._stop_signal
 
@@ -197,6 +199,9 @@ class Trainer:
     def save(self, *, last: bool = False) -> None:
         """Save a checkpoint of this step; with `last`, return when it is on disk, or raise `CheckpointError`."""
         self.watchdog.enter(f"checkpoint of step {self.progress.step}")
-        save = self.checkpointer.save_last if last else self.checkpointer.save
+        state = self.step.model, self.step.optimizer, self.progress
         with self.recorder.timing("save_seconds"):
-            save(self.step.model, self.step.optimizer, self.progress)
+            if last:
+                self.checkpointer.save_last(*state, self.recorder.note)
+            else:
+                self.checkpointer.save(*state)
