@@ -192,7 +192,6 @@ DOUBLING = ScanSpec(
     bytes_sent=_bytes_sent,
     seconds=_seconds,
     held_states=count_rounds,
-    # Its cost is modelled, not measured.
-    automatic=False,
+    measured=False,
     line="--",
 )

@@ -74,5 +74,5 @@ HALO = ScanSpec(
     # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,
-    automatic=False,
+    measured=False,
 )

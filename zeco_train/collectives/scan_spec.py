@@ -34,9 +34,9 @@ class ScanSpec:
     # a state goes from rank to rank, and nothing back: a rank that waits does not hold up those before it
     one_way: bool = False
     problem: Callable[[Topology], str | None] = lambda topology: None  # why it cannot run over these nodes
-    # `auto` may choose it on one node, where its times were measured; between nodes none's were, and all compete by the
-    # model
-    automatic: bool = True
+    # its times were measured, not only modelled: `auto` chooses among these on one node; between nodes none were
+    # measured, and all compete by the model
+    measured: bool = True
     line: str | tuple[int, tuple[int, ...]] = "-"  # matplotlib line style
 
     def over(self, worker: ScanWorker, blocks: int | None = None) -> Callable[[ScanRequest], LaunchedScan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,18 +144,25 @@ def allocated_inside(func: Any, args: Any, setting: Setting) -> Iterable[Bytes]:
         return ()
     if name == "zeco::attend_backward":
         # Gradients are added up in the accumulation dtype: by blocks of keys, or inside FlashAttention.
-        _, q, k, v, *_ = args
-        return [sum((setting.amount(x.numel() * accumulation_dtype(x.dtype).itemsize) for x in (q, k, v)), Bytes())]
+        tensors = (arguments_of(func, args)[operand] for operand in "qkv")
+        return [sum((setting.amount(x.numel() * accumulation_dtype(x.dtype).itemsize) for x in tensors), Bytes())]
     with Allocations(setting) as inner:
         if name == "zeco::mix_backward":
-            operands, do, saved, _, incoming, _, of, scale, _, doc_ids, _ = args
-            local = OPERATORS[of].select(operands).backward(operands, do, saved, incoming, scale, doc_ids)
+            given = arguments_of(func, args)
+            passes = OPERATORS[given["operator"]].select(given["operands"])
+            read = ("operands", "do", "saved", "incoming_state", "scale", "doc_ids")
+            local = passes.backward(*(given[name] for name in read))
             local.overlap()
             grads = local.operand_grads(local.state_grad.new_empty(local.state_grad.shape))
         else:
             grads = torch._library.custom_ops.OPDEFS[name]._init_fn(*args)
         del grads
     return inner.peak.amounts
+
+
+def arguments_of(op: torch._ops.OpOverload, values: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the op's own function, as `_mix_backward` in `ops/mix.py`."""
+    return {argument.name: value for argument, value in zip(op._schema.arguments, values, strict=True)}
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "embedding_dense_backward"}
@@ -166,7 +173,7 @@ def is_elementwise(func: Any, args: Any) -> bool:
     if func.namespace != "zeco":
         return func._schema.name.split("::")[1].rstrip("_") not in _PRODUCTS
     if func.name() in ("zeco::mix", "zeco::mix_backward"):
-        return OPERATORS[args[1 if func.name() == "zeco::mix" else 6]].state_is_halo
+        return OPERATORS[arguments_of(func, args)["operator"]].state_is_halo
     return func.name().startswith("zeco::gated_norm")
 
 

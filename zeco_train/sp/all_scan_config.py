@@ -76,7 +76,7 @@ class AllScanConfig:
         if self.algorithm is AllScanAlgorithm.auto:
             measured_only = topology.nodes == 1
             able = (scan for scan in ALL_SCANS if scan.problem(topology) is None)
-            return tuple(scan for scan in able if scan.automatic or not measured_only)
+            return tuple(scan for scan in able if scan.measured or not measured_only)
         scan = _BY_NAME[self.algorithm.value]
         if (problem := scan.problem(topology)) is not None:
             raise ConfigError("sp.all_scan.algorithm", scan.name, problem)
