@@ -20,14 +20,14 @@ from zeco_train.bench import __main__ as bench
 from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
-from zeco_train.evaluate import command as evaluate
-from zeco_train.generate import command as generate
+from zeco_train.evaluate import __main__ as evaluate
+from zeco_train.generate import __main__ as generate
 from zeco_train.generate.options import parse as parse_generate
 from zeco_train.plan import __main__ as plan
 from zeco_train.report import __main__ as report
 from zeco_train.system.files import lock_path
 from zeco_train.system.paths import path_problem
-from zeco_train.verify import command as verify
+from zeco_train.verify import __main__ as verify
 from zeco_train.verify.config import VerifyConfig
 
 CONFIG = ConfigError.exit_code
