@@ -220,7 +220,7 @@ def _no_work(*arguments: object, **options: object) -> None:
 
 @pytest.mark.parametrize("name", ["OUT", "--out of evaluate", "--out of compare", "--out of report", "out of bench"])
 def test_unwritable_folder_is_reported_before_work(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeco_train.hf.export._fill", _no_work)
+    monkeypatch.setattr("zeco_train.export._fill", _no_work)
     monkeypatch.setattr(compare, "describe", _no_work)
     monkeypatch.setattr(report, "read", _no_work)
     monkeypatch.setattr(evaluate, "_run", _no_work)
@@ -244,7 +244,7 @@ def test_export_removes_leftovers_of_killed_export(trained: Path, tmp_path: Path
     """The next export succeeds and removes leftovers of a killed one, but not those of a running one."""
     run, out = str(trained / "run"), tmp_path / "out"
     script = (
-        "import os, signal, sys\nfrom zeco_train import export\nfrom zeco_train.hf import export as work\n"
+        "import os, signal, sys\nfrom zeco_train import export\nwork = export\n"
         "work.write_checksums = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(export.main(sys.argv[1:]))"
     )
@@ -270,7 +270,7 @@ def test_failed_export_leaves_no_files(here: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr("zeco_train.hf.export.write_checksums", full)
+        patch.setattr("zeco_train.export.write_checksums", full)
         outcome = run_here(export.main, "run", "new")
     assert outcome.code != 0
     assert outcome.err == "error: new: cannot be written (No space left on device); name another OUT\n"
