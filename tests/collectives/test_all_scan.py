@@ -219,7 +219,7 @@ def memory_of_one_rank(rank: int, group: dist.ProcessGroup) -> None:
 def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     """Not once per direction; nothing is logged for a scan over one rank."""
     from zeco_train.collectives.cost_model import Link
-    from zeco_train.collectives.scan_spec import ScanSpec
+    from zeco_train.collectives.worker import ScanSpec
     from zeco_train.sp import scan_choice, zeco
     from zeco_train.sp.backend_registry import SPConfig
     from zeco_train.sp.exchange import connect

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.halo import HALO
-from zeco_train.collectives.scan_spec import ScanSpec
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.distributed.config import Strategy
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeco_train.collectives.scan_registry import ALL_SCANS
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
 
 _BY_NAME = {scan.name: scan for scan in ALL_SCANS}

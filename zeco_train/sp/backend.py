@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zeco_train.collectives import ScanWorker, scan_alone
 from zeco_train.collectives.cost_model import Load
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan, is_matrix
 from zeco_train.sp.exposed import MEASURING
 from zeco_train.sp.scan_choice import ScanChoice

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.symmetric import request_problem, transport_problem
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.all_scan_config import AllScanConfig, AllScanTransport

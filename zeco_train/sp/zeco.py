@@ -20,8 +20,8 @@ from functools import partial
 from zeco_train.collectives import ScanWorker, scan_alone
 from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.scan_registry import ALL_SCANS
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.symmetric import SymmetricScans
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.all_scan_config import AllScanConfig
 from zeco_train.sp.backend import BackendSpec, Launcher, ScanBackend
