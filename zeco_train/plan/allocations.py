@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.linear import Matmul
-from zeco_train.ops.operator import Target
+from zeco_train.ops.operator import Target, arguments_of
 from zeco_train.ops.operator_registry import OPERATORS
 
 # Prime, and no factor of a model's widths: more chunks than kernels walk over at once, and few for PyTorch's loops.
@@ -158,11 +158,6 @@ def allocated_inside(func: Any, args: Any, setting: Setting) -> Iterable[Bytes]:
             grads = torch._library.custom_ops.OPDEFS[name]._init_fn(*args)
         del grads
     return inner.peak.amounts
-
-
-def arguments_of(op: torch._ops.OpOverload, values: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of a call by their names in the op's own function, as `_mix_backward` in `ops/mix.py`."""
-    return {argument.name: value for argument, value in zip(op._schema.arguments, values, strict=True)}
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "embedding_dense_backward"}
