@@ -36,9 +36,9 @@ from lab.family_report import (
 from launch.sweep import check_folder
 from models.mixer_registry import MIXERS
 from models.spec import spec_of
+from zeco_train.compare import Run
 from zeco_train.config.schema import Config, load_config
 from zeco_train.errors import ConfigError, DataError, system_errors
-from zeco_train.report.comparison import Run
 from zeco_train.system.command import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.files import METRICS_FILE, write_durably, write_result
 from zeco_train.system.paths import check_outputs

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from zeco_train.report.comparison import Run, difference, draw_losses, look
+from zeco_train.compare import Run, difference, draw_losses, look
 from zeco_train.system.figures import GREY, finish_axes, new_figure, plain, save_figure, step_ticks
 from zeco_train.system.terminal import markdown_table
 

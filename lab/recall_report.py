@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from zeco_train.report.comparison import look
+from zeco_train.compare import look
 from zeco_train.system.figures import GREY, label_axes, new_figure, plain, save_figure
 from zeco_train.system.terminal import markdown_table
 

@@ -34,10 +34,9 @@ from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.doubling import count_rounds
 from zeco_train.collectives.scan_registry import SCANS
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message, Wire
-from zeco_train.collectives.worker import PendingScan, ScanJob
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, fold
 
 TIMEOUT = timedelta(seconds=600)

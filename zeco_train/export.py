@@ -1,4 +1,8 @@
-"""`python -m zeco_train.export RUN OUT`: export a trained model as a folder for Hugging Face's libraries, on a CPU."""
+"""`python -m zeco_train.export RUN OUT`: export a trained model as a folder for Hugging Face's libraries.
+
+Runs in one CPU process, whatever the model was trained on, with the memory of two weight files. The folder is fsynced
+and then renamed into place; it contains no code, so trust_remote_code is not needed.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,60 @@ if __name__ == "__main__":
     # Before the other imports, which take seconds.
     run_command("zeco_train.export")
 
+import dataclasses
+import json
+import shutil
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from data.tokenizer import ByteTokenizer
+from models.spec import spec_of
+from zeco_train.checkpoint.files import HF_CONFIG_FILE, is_hf_folder, read_progress, write_checksums
+from zeco_train.checkpoint.weights import problem_of
 from zeco_train.config.help import describe_settings
 from zeco_train.config.overrides import load_settings
-from zeco_train.errors import ConfigError
-from zeco_train.hf.export import ExportSettings, export
+from zeco_train.config.schema import Config, to_plain
+from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.hf.card import last_losses, model_card
+from zeco_train.hf.config_json import from_config_json, to_config_json
+from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
+from zeco_train.hf.tokenizer import write_tokenizer
+from zeco_train.hf.trained import Trained, find_trained
+from zeco_train.hf.writer import stored_dtype, write_weights
 from zeco_train.system.command import errors_in_a_line
+from zeco_train.system.files import atomic_folder, sha256_of, write_durably
+from zeco_train.system.numbers import check_least, compact
+from zeco_train.system.paths import check_output_folder, is_utf8
 from zeco_train.system.terminal import visible
+from zeco_train.training.config import Dtype
+from zeco_train.version import __version__
 
 _USAGE = "python -m zeco_train.export RUN OUT [KEY=VALUE ...]"
+# The byte tokenizer's <pad>.
+_PAD_OF_BYTES = 0
+
+
+@dataclass
+class ExportSettings:
+    """Settings of an export.
+
+    Attributes:
+        shard_mb: maximum size of a weight file, in MB; memory is about twice that, since each file is read back.
+        dtype: of the weights in the files; null: that of the checkpoint, bit for bit.
+        model_type: class to export to, as in config.json; null: the first that can express the model, fla's first.
+    """
+
+    shard_mb: int = 1000
+    dtype: Dtype | None = None
+    model_type: str | None = None
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        check_least(self, shard_mb=1)
 
 
 @errors_in_a_line
@@ -37,3 +83,86 @@ def main(arguments: Sequence[str]) -> int:
     print(visible(export(arguments[0], Path(arguments[1]), settings)))
     print(visible(f"how to load it: {Path(arguments[1]) / 'README.md'}"))
     return 0
+
+
+def export(run: str, out: Path, settings: ExportSettings) -> str:
+    """Write a trained model to `out`; returns a one-line summary.
+
+    Raises:
+        ZecoError: there is no such model, it is damaged, fla's configuration cannot express it, or `out` exists or
+            cannot be written.
+    """
+    trained = find_trained(run)
+    if is_hf_folder(trained.path):
+        raise ConfigError("RUN", run, "is an export already; copy it")
+    assert trained.config is not None
+    check_output_folder("OUT", out)
+    if not is_utf8(str(out)):
+        raise ConfigError("OUT", out, "has bytes that are no UTF-8, as names of safetensors files must be")
+    if out.exists():
+        raise ConfigError("OUT", out, "exists; name a new folder, or move that one away")
+    if (problem := problem_of(trained.path)) is not None:
+        raise CheckpointError(f"{trained.path}: damaged: {problem}; name another checkpoint")
+    stored = stored_dtype(trained.path, trained.model)
+    dtype = stored if settings.dtype is None else settings.dtype.compute
+    # Run all checks before anything is written.
+    record = _config_record(trained, trained.config, dtype, settings.model_type)
+    with atomic_folder(out, remedy="name another OUT") as folder:
+        num_bytes = spec_of(trained.model).num_parameters * dtype.itemsize
+        if (free := shutil.disk_usage(folder).free) < num_bytes:
+            sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
+            raise ConfigError("OUT", out, sizes)
+        count, written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
+    files = "1 file" if count == 1 else f"{count} files"
+    parameters = compact(spec_of(trained.model).num_parameters)
+    size = f"{parameters} parameters, {_name(dtype)}, {written / 1e6:,.1f} MB in {files}"
+    return f"{out}: step {trained.step} of {trained.config.name}, {size}"
+
+
+def _config_record(trained: Trained, config: Config, dtype: torch.dtype, model_type: str | None) -> dict[str, Any]:
+    pad_id = _PAD_OF_BYTES if isinstance(trained.tokenizer, ByteTokenizer) else None
+    record = to_config_json(trained.model, trained.tokenizer, pad_id, config.data.seq_len, _name(dtype), model_type)
+    if trained.tokenizer.vocab_size > trained.model.vocab_size:
+        sizes = f"the run's tokenizer has {trained.tokenizer.vocab_size} ids"
+        raise ConfigError("model.vocab_size", trained.model.vocab_size, f"{sizes}, which is not the one it began with")
+    return record
+
+
+def _fill(
+    folder: Path, trained: Trained, config: Config, record: dict[str, Any], dtype: torch.dtype, file_bytes: int
+) -> tuple[int, int]:
+    written_model = from_config_json(record, folder)
+    write_durably(folder / HF_CONFIG_FILE, _json(record))
+    ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
+    write_durably(folder / "generation_config.json", _json({**ids, "use_cache": True}))
+    write_tokenizer(trained.tokenizer, folder)
+    progress, run_dir = read_progress(trained.path), trained.path.parent.parent
+    origin = {
+        "format": EXPORT_FORMAT,
+        "version": __version__,
+        "step": progress.step,
+        "sequences": progress.sequences,
+        "tokens": progress.tokens,
+        "dtype": _name(dtype),
+        "tokenizer": dict(trained.tokenizer_info),
+        "config": to_plain(config),
+    }
+    write_durably(folder / ORIGIN_FILE, _json(origin))
+    losses = last_losses(run_dir, progress.step)
+    write_durably(folder / "README.md", model_card(config, written_model.format, progress, losses, origin))
+    files, num_bytes = write_weights(trained.path, written_model, folder, dtype, file_bytes)
+    found, wanted = dataclasses.replace(checked_model(folder).model, name=trained.model.name), trained.model.canonical()
+    # A failure is a bug in this package.
+    assert found == wanted, (found, wanted)
+    # Checksums of the weights only: other files are small, checked on reading, and may be edited by users.
+    weights = [folder / name for name in files]
+    write_checksums(folder, {path.name: (path.stat().st_size, sha256_of(path)) for path in weights})
+    return len(files), num_bytes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=2) + "\n"

@@ -20,9 +20,8 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.trained import Trained, find_trained, load_trained
-from zeco_train.ops.documents import checked_borders
 from zeco_train.ops.operator import Target
-from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.position import SequencePosition, checked_borders
 from zeco_train.ops.slow_paths import find_slow_paths, warn_of
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.config import Dtype, TrainConfig

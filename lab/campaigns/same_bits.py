@@ -267,7 +267,7 @@ def work() -> int:
         import zeco_train.cli
         import zeco_train.evaluate
         import zeco_train.export
-        import zeco_train.generate.command
+        import zeco_train.generate.__main__
         import zeco_train.training.build
     import zeco_train
 

@@ -24,7 +24,7 @@ from zeco_train.bench.variants import backend_variant
 from zeco_train.collectives.chain import CHAIN
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.ops.seam import ScanRequest
-from zeco_train.sp.choose import choose
+from zeco_train.sp.scan_choice import fastest_scan
 
 # fp32 folds, whose decays forget old errors, against fp64.
 TOLERANCE = 1e-5
@@ -82,7 +82,7 @@ def measure_chains(heads: int, config: DelaysConfig, session: Session, runner: R
         load = Load(ranks, tuple(hops.state.shape), hops.state.element_size())
         row |= {"part": "hops", "heads": heads, "state_mb": hops.state.nbytes / 1e6, "hops": ranks - 1}
         row |= {"relative_error": max(max(of_rank[index].values()) for of_rank in errors)}
-        row |= {"model_us": 1e6 * costs.message, "model_chain_ms": 1e3 * choose((CHAIN,), costs, load).seconds}
+        row |= {"model_us": 1e6 * costs.message, "model_chain_ms": 1e3 * fastest_scan((CHAIN,), costs, load).seconds}
         if index:
             more = ranks - config.chain_ranks[0]
             row["each_us"] = 1e3 * (row["median_ms"] - rows[0]["median_ms"]) / more
@@ -136,5 +136,5 @@ class _Hops:
         """The cost model's µs of a hop, and ms of a chain of as many hops over one rank more."""
         costs = MEASURED[Link.symmetric if self._session.on_cuda else Link.gloo]
         shape, size = tuple(self.state.shape), self.state.element_size()
-        hop, whole = (choose((CHAIN,), costs, Load(ranks, shape, size)).seconds for ranks in (2, self._hops + 1))
+        hop, whole = (fastest_scan((CHAIN,), costs, Load(ranks, shape, size)).seconds for ranks in (2, self._hops + 1))
         return {"model_us": 1e6 * hop, "model_chain_ms": 1e3 * whole}

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from data.store import TokenStore
 from tests.support.commands import Outcome, run_here, snapshot, train_here
 from zeco_train import cli, compare, export
-from zeco_train.evaluate import command as evaluate
-from zeco_train.generate import command as generate
+from zeco_train.evaluate import __main__ as evaluate
+from zeco_train.generate import __main__ as generate
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "v0_2" / "v0_2.tar.xz"
 MODEL = [

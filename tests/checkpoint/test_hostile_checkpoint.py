@@ -30,8 +30,8 @@ from zeco_train.checkpoint.files import CHECKSUMS_FILE, RECORD_FILE, complete_ch
 from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.errors import CheckpointError
-from zeco_train.evaluate import command as evaluate
-from zeco_train.generate import command as generate
+from zeco_train.evaluate import __main__ as evaluate
+from zeco_train.generate import __main__ as generate
 from zeco_train.hf.trained import find_trained
 
 CHECKPOINT = CheckpointError.exit_code

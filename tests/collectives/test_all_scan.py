@@ -219,19 +219,19 @@ def memory_of_one_rank(rank: int, group: dist.ProcessGroup) -> None:
 def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     """Not once per direction; nothing is logged for a scan over one rank."""
     from zeco_train.collectives.cost_model import Link
-    from zeco_train.collectives.scan_spec import ScanSpec
-    from zeco_train.sp import choose, zeco
+    from zeco_train.collectives.worker import ScanSpec
+    from zeco_train.sp import scan_choice, zeco
     from zeco_train.sp.backend_registry import SPConfig
     from zeco_train.sp.exchange import connect
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "request_problem", lambda request: "too large")
+        patch.setattr(scan_choice, "request_problem", lambda request: "too large")
         patch.setattr(ScanSpec, "over", lambda *_: lambda request: None)
         patch.setattr(zeco, "scan_alone", lambda _: None)
-        patch.setattr(choose.logger, "warning", lambda text, *values: said.append(text % values))
-        patch.setattr(choose.logger, "info", lambda text, *values: said.append(text % values))
-        patch.setattr(choose.Chooser, "link", lambda *_: Link.symmetric)
+        patch.setattr(scan_choice.logger, "warning", lambda text, *values: said.append(text % values))
+        patch.setattr(scan_choice.logger, "info", lambda text, *values: said.append(text % values))
+        patch.setattr(scan_choice.ScanChooser, "link", lambda *_: Link.symmetric)
         for ranks in ([0, 1], [rank]):
             groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
             scan = connect(SPConfig(), (groups[0], groups[1]), timedelta(seconds=30)).states

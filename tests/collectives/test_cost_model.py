@@ -12,10 +12,10 @@ from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load, assumed_costs
 from zeco_train.collectives.scan_registry import ALL_SCANS, SCANS
 from zeco_train.collectives.two_shot import TWO_SHOT
-from zeco_train.sp.choose import choose, eligible
+from zeco_train.sp.scan_choice import eligible, fastest_scan
 
 MB = 1 << 20
-AUTO = tuple(scan for scan in ALL_SCANS if scan.automatic)
+AUTO = tuple(scan for scan in ALL_SCANS if scan.measured)
 
 
 def load(ranks: int, state_bytes: int, heads: int = 2, value_dim: int = 128) -> Load:
@@ -64,29 +64,29 @@ def test_every_descriptor_gives_bytes_and_times(name: str) -> None:
         assert 0 < scan.bytes_sent(small, False) < scan.bytes_sent(large, False)
         assert scan.bytes_sent(small, True) >= scan.bytes_sent(small, False)
         if scan.runs_on(link):
-            times = [choose((scan,), MEASURED[link], sized).seconds for sized in (small, large)]
+            times = [fastest_scan((scan,), MEASURED[link], sized).seconds for sized in (small, large)]
             assert 0 < times[0] < times[1]
         else:
             with pytest.raises(ValueError, match="empty"):
-                choose((scan,), MEASURED[link], small)
+                fastest_scan((scan,), MEASURED[link], small)
 
 
 def test_choose_picks_fastest_scan() -> None:
     for link, ranks, size in itertools.product(Link, (2, 3, 4, 8, 64), (1 << 10, MB, 64 * MB)):
         costs, sized = MEASURED[link], load(ranks, size)
-        choice = choose(AUTO, costs, sized)
-        assert choice == choose(AUTO, costs, sized)
-        single = [choose((scan,), costs, sized) for scan in AUTO]
+        choice = fastest_scan(AUTO, costs, sized)
+        assert choice == fastest_scan(AUTO, costs, sized)
+        single = [fastest_scan((scan,), costs, sized) for scan in AUTO]
         assert choice in single
         assert choice.seconds == min(one.seconds for one in single)
         for one in single:
             # In one kernel blocks have ZeCO's size, not a number that depends on the ranks.
             assert (one.blocks is not None) == (one.scan.best_blocks is not None and link is not Link.symmetric)
-        assert choose((CHAIN,), costs, sized, blocks=7).blocks == 7
-        assert choose((TWO_SHOT,), costs, sized, blocks=7).blocks is None
+        assert fastest_scan((CHAIN,), costs, sized, blocks=7).blocks == 7
+        assert fastest_scan((TWO_SHOT,), costs, sized, blocks=7).blocks is None
     # A chain's latency grows with the ranks, an exchange's hardly.
-    assert choose(AUTO, MEASURED[Link.nccl], load(64, MB)).scan is TWO_SHOT
-    assert choose(AUTO, MEASURED[Link.gloo], load(2, MB)).scan is CHAIN
+    assert fastest_scan(AUTO, MEASURED[Link.nccl], load(64, MB)).scan is TWO_SHOT
+    assert fastest_scan(AUTO, MEASURED[Link.gloo], load(2, MB)).scan is CHAIN
 
 
 def test_eligible_returns_scans_that_can_be_chosen() -> None:
@@ -97,7 +97,7 @@ def test_eligible_returns_scans_that_can_be_chosen() -> None:
     for used, expected in ((costs, {2: [CHAIN], 4: both, 8: both}), (slow, {ranks: [CHAIN] for ranks in (2, 4, 8)})):
         for ranks, chosen in expected.items():
             assert eligible(both, used, ranks) == chosen
-            assert {choose(both, used, Load(ranks, (1, 1, 1, 1), size)).scan for size in sizes} == set(chosen)
+            assert {fastest_scan(both, used, Load(ranks, (1, 1, 1, 1), size)).scan for size in sizes} == set(chosen)
     assert eligible(both, MEASURED[Link.nccl], 4) == eligible(both, MEASURED[Link.gloo], 4) == both
 
 
@@ -113,9 +113,9 @@ def test_model_matches_measured_one_kernel_times() -> None:
         sized = load(ranks, int(size * MB))
         assert 1e6 * TWO_SHOT.seconds(costs, sized, None) == pytest.approx(microseconds, rel=0.2)
         faster = min((chain[ranks, size], "chain"), (microseconds, "two_shot"))[1]
-        assert choose(AUTO, costs, sized).scan.name == faster
+        assert fastest_scan(AUTO, costs, sized).scan.name == faster
     # On 2 GPUs two_shot was not measured with today's tiles; with others it was the slower one at every size.
-    assert {choose(AUTO, costs, load(2, int(size * MB))).scan for size in (0.5, 1, 2, 4, 8)} == {CHAIN}
+    assert {fastest_scan(AUTO, costs, load(2, int(size * MB))).scan for size in (0.5, 1, 2, 4, 8)} == {CHAIN}
 
 
 def test_assumed_costs_leave_measured_table_unchanged() -> None:

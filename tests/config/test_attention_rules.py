@@ -12,7 +12,7 @@ from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.plan.attention_costs import method_of
-from zeco_train.sp.attention.method_registry import choose
+from zeco_train.sp.attention.method_registry import choose_method
 from zeco_train.sp.of_model import softmax_load
 from zeco_train.training.checks import join_ranks
 
@@ -25,7 +25,7 @@ def _chosen(overrides: list[str], ranks: int, seq_len: int = 4096) -> str | None
     """The method of a run's configuration on these ranks."""
     config = load_config(overrides)
     load = softmax_load(config.model, ranks, seq_len, config.train.dtype.compute)
-    return None if load is None else choose(config.sp.attention, load).name
+    return None if load is None else choose_method(config.sp.attention, load).name
 
 
 @pytest.mark.few(8)

@@ -17,10 +17,10 @@ from tests.support.training import train
 from zeco_train.config.rules import check_documents
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError, ZecoError
-from zeco_train.evaluate import command as evaluate
+from zeco_train.evaluate import __main__ as evaluate
 from zeco_train.evaluate.scoring import ScoreRequest
 from zeco_train.evaluate.service import Service
-from zeco_train.generate import command as generate
+from zeco_train.generate import __main__ as generate
 
 LENGTHS = [3000, 100, 500, 9000]
 LIMITED = ["model=cosformer_tiny", "model.num_layers=1", "model.max_document=64"]

@@ -20,14 +20,14 @@ from zeco_train.bench import __main__ as bench
 from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
-from zeco_train.evaluate import command as evaluate
-from zeco_train.generate import command as generate
+from zeco_train.evaluate import __main__ as evaluate
+from zeco_train.generate import __main__ as generate
 from zeco_train.generate.options import parse as parse_generate
 from zeco_train.plan import __main__ as plan
 from zeco_train.report import __main__ as report
 from zeco_train.system.files import lock_path
 from zeco_train.system.paths import path_problem
-from zeco_train.verify import command as verify
+from zeco_train.verify import __main__ as verify
 from zeco_train.verify.config import VerifyConfig
 
 CONFIG = ConfigError.exit_code
@@ -220,7 +220,7 @@ def _no_work(*arguments: object, **options: object) -> None:
 
 @pytest.mark.parametrize("name", ["OUT", "--out of evaluate", "--out of compare", "--out of report", "out of bench"])
 def test_unwritable_folder_is_reported_before_work(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeco_train.hf.export._fill", _no_work)
+    monkeypatch.setattr("zeco_train.export._fill", _no_work)
     monkeypatch.setattr(compare, "describe", _no_work)
     monkeypatch.setattr(report, "read", _no_work)
     monkeypatch.setattr(evaluate, "_run", _no_work)
@@ -244,7 +244,7 @@ def test_export_removes_leftovers_of_killed_export(trained: Path, tmp_path: Path
     """The next export succeeds and removes leftovers of a killed one, but not those of a running one."""
     run, out = str(trained / "run"), tmp_path / "out"
     script = (
-        "import os, signal, sys\nfrom zeco_train import export\nfrom zeco_train.hf import export as work\n"
+        "import os, signal, sys\nfrom zeco_train import export\nwork = export\n"
         "work.write_checksums = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(export.main(sys.argv[1:]))"
     )
@@ -270,7 +270,7 @@ def test_failed_export_leaves_no_files(here: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr("zeco_train.hf.export.write_checksums", full)
+        patch.setattr("zeco_train.export.write_checksums", full)
         outcome = run_here(export.main, "run", "new")
     assert outcome.code != 0
     assert outcome.err == "error: new: cannot be written (No space left on device); name another OUT\n"

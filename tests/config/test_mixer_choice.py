@@ -19,7 +19,7 @@ from tests.support.commands import train_here
 from zeco_train.config import composing
 from zeco_train.config.schema import Config, config_of, describe, load_config, read_config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.hf.export import ExportSettings, export
+from zeco_train.export import ExportSettings, export
 from zeco_train.hf.trained import check_continuation, find_trained
 
 

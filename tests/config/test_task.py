@@ -17,8 +17,8 @@ from models.mixers.gla import GLAConfig
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.schema import config_of, load_config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.evaluate import command as evaluate
-from zeco_train.generate import command as generate
+from zeco_train.evaluate import __main__ as evaluate
+from zeco_train.generate import __main__ as generate
 from zeco_train.hf.config_json import to_config_json
 from zeco_train.hf.trained import Trained
 from zeco_train.tracking.run_folder import RunFolder

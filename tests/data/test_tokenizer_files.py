@@ -15,7 +15,7 @@ from tests.support.commands import Outcome, run_here, train_here
 from tests.support.stores import write_lines, write_word_tokenizer
 from zeco_train import export as export_command
 from zeco_train.errors import DataError
-from zeco_train.generate import command as generate_command
+from zeco_train.generate import __main__ as generate_command
 
 SECRET = "-----BEGIN PRIVATE KEY-----"
 

@@ -19,7 +19,7 @@ from tests.data.test_prepare import hugging_face
 from tests.support.commands import REPOSITORY, TORCHRUN, Command, Outcome, check_line, run_here, snapshot, train_here
 from tests.support.stores import write_lines, write_store
 from zeco_train import export
-from zeco_train.evaluate.command import main
+from zeco_train.evaluate.__main__ import main
 from zeco_train.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.numeric

@@ -21,7 +21,7 @@ from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import init_mesh
-from zeco_train.evaluate.command import main
+from zeco_train.evaluate.__main__ import main
 from zeco_train.evaluate.scoring import Cut, Scores, score_examples
 from zeco_train.evaluate.synthetic import ZeroedScan
 from zeco_train.lifecycle.join import Launch

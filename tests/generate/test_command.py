@@ -20,7 +20,8 @@ from data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.data.test_prepare import QUOTING, control_tokens
 from tests.support.commands import TORCHRUN, Command, Outcome, check_line, run_here, train_here
 from zeco_train import export
-from zeco_train.generate import command, generator
+from zeco_train.generate import __main__ as command
+from zeco_train.generate import generator
 from zeco_train.generate.options import parse, read_prompts
 from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import ORIGIN_FILE

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import train_here
-from zeco_train.hf.export import ExportSettings, export
+from zeco_train.export import ExportSettings, export
 
 
 @pytest.fixture(scope="session")

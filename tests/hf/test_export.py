@@ -23,8 +23,8 @@ from tests.support.model_card import run_snippet, snippet
 from tests.support.training import full, train
 from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
+from zeco_train.export import ExportSettings, export
 from zeco_train.hf.config_json import from_config_json
-from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.names import StoredModel
 from zeco_train.hf.parity import HEADER, ParitySettings, check_states_are_passed, compare, line

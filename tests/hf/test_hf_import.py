@@ -19,9 +19,8 @@ from tests.data.test_prepare import hugging_face
 from tests.support.commands import check_line, train_here
 from tests.support.stores import write_lines
 from zeco_train.errors import CheckpointError, ConfigError, DataError
-from zeco_train.export import main
+from zeco_train.export import ExportSettings, export, main
 from zeco_train.hf import parity
-from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_model
 from zeco_train.hf.trained import check_continuation, find_trained, other_tokenizer
 

@@ -19,7 +19,7 @@ from tests.support.commands import run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
 from zeco_train import export
-from zeco_train.generate import command as generate_command
+from zeco_train.generate import __main__ as generate_command
 from zeco_train.model import Model
 
 pytestmark = pytest.mark.numeric

@@ -24,7 +24,7 @@ from zeco_train.config.schema import Config
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import Device, host_group
 from zeco_train.errors import CheckpointError, ConfigError, DataError
-from zeco_train.hf.export import ExportSettings, export
+from zeco_train.export import ExportSettings, export
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.hf.weights import load_weights
 from zeco_train.lifecycle.join import Launch

@@ -13,7 +13,7 @@ import pytest
 
 from lab.family import Case, main
 from lab.family_report import Pair, Verdict, family_csv, family_table
-from zeco_train.report.comparison import Run
+from zeco_train.compare import Run
 
 # Those of models that all mixers share.
 SETTINGS = ["model.num_layers=1", "data.seq_len=64", "train.eval_sequences=0", "sched.warmup_steps=2"]

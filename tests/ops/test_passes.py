@@ -29,11 +29,10 @@ from tests.support.operator_cases import (
 from tests.support.recurrence import naive_gla, naive_of
 from zeco_train.ops import CHUNK, delta, scalar_decay
 from zeco_train.ops.chunks import chunk_size
-from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import WIDE, Kind
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.position import SequencePosition, find_doc_ids
 from zeco_train.ops.scalar_decay.chunked import decay_matrix
 from zeco_train.sp.exchange import local_exchange
 

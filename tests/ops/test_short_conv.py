@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tests.support.recurrence import naive_short_conv
-from zeco_train.ops.documents import find_doc_ids
+from zeco_train.ops.position import find_doc_ids
 from zeco_train.ops.short_conv import SHORT_CONV
 from zeco_train.sp.exchange import local_exchange
 

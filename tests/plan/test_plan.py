@@ -120,6 +120,7 @@ def test_step_time_by_kind_matches_formula() -> None:
         ("retnet_1b", "fixed_decay", 0.167 + 0.380, False),
         ("linear_1b", "fixed_decay", 0.167 + 0.380, False),
         ("kda_1b", "kda", 2.777, False),
+        ("hgrn_1b", "hgrn", 0.464 * 256 / (128 + 1), False),
         ("cosformer_1b model.causal=false task=mlm", "unmasked", 0.167 + 0.380, True),
     ],
 )

@@ -20,10 +20,9 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.documents import stack_borders
 from zeco_train.ops.layer_states import LayerStates, StateInput
 from zeco_train.ops.oracle import exact_softmax
-from zeco_train.ops.position import SequencePosition, even_bounds
+from zeco_train.ops.position import SequencePosition, even_bounds, stack_borders
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.method import LocalAttention

@@ -21,14 +21,13 @@ from tests.support.sequences import dims_of, expected, own_tokens, tensors
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta import DELTA
 from zeco_train.ops.delta.chunk_states import Chunks
-from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.gla.chunked import _GlaForward
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.position import SequencePosition, find_doc_ids
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange

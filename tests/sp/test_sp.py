@@ -27,8 +27,8 @@ from tests.support.sp_reference import (
     replayed_pass,
 )
 from zeco_train.collectives import ScanWorker, serial
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.mix import mix

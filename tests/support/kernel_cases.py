@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from zeco_train.ops.documents import find_doc_ids, find_restarts
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import Passes
+from zeco_train.ops.position import find_doc_ids, find_restarts
 
 # Limit of shared memory per program in bytes, by architecture.
 SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}

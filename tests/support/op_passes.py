@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.operator import Kind, Recurrence
 from zeco_train.ops.passes import Passes
+from zeco_train.ops.position import find_restarts
 
 
 def op_passes(op: Recurrence, kind: Kind) -> Passes:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.operator import Operator, Recurrence
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import check_state
+from zeco_train.ops.position import find_restarts
 
 
 def _affine(

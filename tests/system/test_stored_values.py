@@ -16,7 +16,7 @@ from zeco_train import export
 from zeco_train.config.schema import load_config, read_config
 from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.evaluate import command as evaluate
+from zeco_train.evaluate import __main__ as evaluate
 from zeco_train.system.stored_values import flatten, read_values
 from zeco_train.tracking.starts import read_starts
 

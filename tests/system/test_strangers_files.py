@@ -248,7 +248,7 @@ def test_inspect_escapes_control_characters(tmp_path: Path) -> None:
 def test_export_errors_escape_control_characters(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    from zeco_train.evaluate import command as evaluate
+    from zeco_train.evaluate import __main__ as evaluate
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": f"gla{ESCAPE}", "architectures": [ESCAPE]}))
     save_file({ESCAPE: np.zeros(1)}, tmp_path / "model.safetensors")

@@ -24,11 +24,10 @@ from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.ops.documents import find_doc_ids
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.linear import Matmul, quantise_rows
 from zeco_train.ops.mix import mix_at
-from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.position import SequencePosition, find_doc_ids
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange, exchange_of
 from zeco_train.sp.exchange import local_exchange

@@ -16,7 +16,7 @@ from models.spec import ModelSpec
 from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
-from zeco_train.generate import command as generate
+from zeco_train.generate import __main__ as generate
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 

@@ -27,7 +27,7 @@ from zeco_train.training.build import build_model
 from zeco_train.training.config import skip_limit
 from zeco_train.training.forward import SequenceForward
 from zeco_train.training.step import TrainingStep
-from zeco_train.training.step_numbers import PendingNumbers
+from zeco_train.training.step_totals import PendingNumbers
 
 pytestmark = pytest.mark.numeric
 

@@ -30,9 +30,9 @@ from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.sp.attention.routes import Routes
 from zeco_train.training.step import TrainingStep
-from zeco_train.training.step_numbers import taken_from
+from zeco_train.training.step_totals import taken_from
 from zeco_train.verify import runs, step_cases, team_cases
-from zeco_train.verify.command import not_covered
+from zeco_train.verify.__main__ import not_covered
 from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, rows_of_own_ranks
 from zeco_train.verify.reference import Expected, exact
 from zeco_train.verify.report import Deviation, VerifyRow, line

@@ -29,7 +29,8 @@ from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.files import jsonable
-from zeco_train.verify import cases, command
+from zeco_train.verify import __main__ as command
+from zeco_train.verify import cases
 from zeco_train.verify import runs as huge
 from zeco_train.verify.config import LIMITS, METHODS, VerifyConfig
 from zeco_train.verify.reference import ALONE, exact
@@ -316,7 +317,7 @@ def test_hanging_rank_ends_verification_after_timeout(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys, time\n"
         "from tests.support.gate import meet\n"
-        "from zeco_train.verify import cases, command\n"
+        "from zeco_train.verify import __main__ as command, cases\n"
         "run = cases.run_on_ranks\n"
         "def stop(*args):\n"
         "    if os.environ['RANK'] == '1':\n"

@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.scan_spec import ScanSpec
-from zeco_train.collectives.worker import ScanJob
+from zeco_train.collectives.worker import ScanJob, ScanSpec
 from zeco_train.ops.seam import as_columns, fold, from_columns
 
 

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.one_kernel import CHAIN_KERNEL
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec, ScanWorker
 from zeco_train.ops.seam import ScanRequest, fold
 
 

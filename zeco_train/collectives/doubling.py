@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.wire import Transfer, Wire
-from zeco_train.collectives.worker import ScanJob
+from zeco_train.collectives.worker import ScanJob, ScanSpec
 from zeco_train.ops.seam import ScanRequest, as_columns, compose, fold, from_columns
 
 # A state and its transition; None once the pair reaches back to the first place.
@@ -192,7 +191,6 @@ DOUBLING = ScanSpec(
     bytes_sent=_bytes_sent,
     seconds=_seconds,
     held_states=count_rounds,
-    # Its cost is modelled, not measured.
-    automatic=False,
+    measured=False,
     line="--",
 )

@@ -16,9 +16,8 @@ from __future__ import annotations
 import torch
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
-from zeco_train.collectives.worker import ScanJob
+from zeco_train.collectives.worker import ScanJob, ScanSpec
 from zeco_train.ops.seam import ScanRequest, fold
 
 
@@ -74,5 +73,5 @@ HALO = ScanSpec(
     # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,
-    automatic=False,
+    measured=False,
 )

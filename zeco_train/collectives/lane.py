@@ -25,11 +25,10 @@ from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.doubling import Format, Pair, Rounds, count_rounds, seconds_of_rounds, sent_in_rounds
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec, ScanWorker
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest, compose, fold
 
@@ -179,7 +178,6 @@ LANE = ScanSpec(
     # Slices sent and received, their prefixes, and results sent and received.
     held_states=lambda ranks: 5,
     problem=_problem,
-    # Its cost is modelled, not measured.
-    automatic=False,
+    measured=False,
     line=(0, (5, 1, 1, 1, 1, 1)),
 )

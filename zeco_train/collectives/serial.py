@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.wire import Wire
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.seam import ScanRequest, fold
 
 # Both sides wait for each message before the next one, so all can share one tag.

@@ -31,9 +31,8 @@ from zeco_train.collectives.arena import (
     on_all_ranks,
 )
 from zeco_train.collectives.one_kernel import FixedArguments, Kernel, KernelTuning, power_of_2
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanWorker, scan_alone
+from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec, ScanWorker, scan_alone
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest, is_matrix
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.wire import Wire
-from zeco_train.collectives.worker import ScanJob
+from zeco_train.collectives.worker import ScanJob, ScanSpec
 from zeco_train.ops.seam import fold
 
 

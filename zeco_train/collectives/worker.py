@@ -4,6 +4,8 @@ With gloo, a block must be folded and forwarded when it arrives. If `wait` did t
 would delay all ranks after it. So the steps of a scan are one *job*. On CPUs a worker runs its jobs one after another
 on a single background thread (torch operations and gloo's waits release the GIL); on CUDA the caller enqueues the job
 onto the worker's own stream. Jobs run in launch order, which is the same on every rank.
+
+An algorithm is a `ScanJob`, and a `ScanSpec` that describes it; each is in a file of its own.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeco_train.collectives.cost_model import Costs, Link, Load
+from zeco_train.collectives.one_kernel import Kernel
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
 from zeco_train.errors import CommunicationError
-from zeco_train.ops.seam import ScanRequest, fold
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, fold
 from zeco_train.system import background
 
 
@@ -287,3 +291,38 @@ def _run(job: _Job, queue_: _Queue) -> None:
         for future in futures:
             if not future.done():
                 future.set_exception(queue_.failure)
+
+
+@dataclass(frozen=True, eq=False)
+class ScanSpec:
+    """A scan algorithm, for settings, plans, tables and figures."""
+
+    name: str  # as in settings
+    description: str  # one line for `--help`
+    # (request, worker), with `blocks=` if states are sent in blocks → the scan, which progresses without this rank's
+    # `wait`, unless it is serial
+    launch: Callable[..., LaunchedScan]
+    bytes_sent: Callable[[Load, bool], float]  # (load, want_carry) → bytes that the busiest rank sends
+    # (costs, load, blocks) → time from launch to wait, without overlapped work
+    seconds: Callable[[Costs, Load, int | None], float]
+    # the fastest number of blocks; None: states are not cut into blocks
+    best_blocks: Callable[[Costs, Load], int] | None = None
+    kernel: Kernel | None = None  # one-kernel implementation over symmetric memory
+    # ranks → states held by a rank during the scan, besides its own
+    held_states: Callable[[int], int] = lambda ranks: 0
+    in_series: bool = False  # each rank computes between receiving and sending, so no compute hides the scan
+    # a state goes from rank to rank, and nothing back: a rank that waits does not hold up those before it
+    one_way: bool = False
+    problem: Callable[[Topology], str | None] = lambda topology: None  # why it cannot run over these nodes
+    # its times were measured, not only modelled: `auto` chooses among these on one node; between nodes none were
+    # measured, and all compete by the model
+    measured: bool = True
+    line: str | tuple[int, tuple[int, ...]] = "-"  # matplotlib line style
+
+    def over(self, worker: ScanWorker, blocks: int | None = None) -> Callable[[ScanRequest], LaunchedScan]:
+        """`launch` over a worker; `blocks` applies if states are sent in blocks."""
+        options = {} if self.best_blocks is None else {"blocks": blocks or 1}
+        return partial(self.launch, worker=worker, **options)
+
+    def runs_on(self, link: Link) -> bool:
+        return link is not Link.symmetric or self.kernel is not None

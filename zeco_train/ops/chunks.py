@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_train.ops import CHUNK
-from zeco_train.ops.documents import find_restarts
+from zeco_train.ops.position import find_restarts
 
 # Minimum tokens per chunk.
 _SMALLEST_CHUNK = 16

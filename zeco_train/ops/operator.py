@@ -143,6 +143,11 @@ class PeerFunction(NamedTuple):
 _imported: Callable[[str], Passes] = cache(resolve_name)
 
 
+def arguments_of(op: torch._ops.OpOverload, values: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of a call of a custom op by their names in its function, as `_mix_backward` in `ops/mix.py`."""
+    return {argument.name: value for argument, value in zip(op._schema.arguments, values, strict=True)}
+
+
 @dataclass(frozen=True)
 class Operator:
     """An operator as the rest of the project sees it."""

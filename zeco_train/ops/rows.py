@@ -20,7 +20,7 @@ from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
 
 
 def by_rows(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor) -> Passes:
-    """The implementation for these operands, run row by row; doc_ids [B, T], see `zeco_train.ops.documents`.
+    """The implementation for these operands, run row by row; doc_ids [B, T], see `zeco_train.ops.position`.
 
     Raises:
         ValueError: another number of sequences than in the batch.

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.linear import Matmul
-from zeco_train.ops.operator import Target
+from zeco_train.ops.operator import Target, arguments_of
 from zeco_train.ops.operator_registry import OPERATORS
 
 # Prime, and no factor of a model's widths: more chunks than kernels walk over at once, and few for PyTorch's loops.
@@ -143,7 +143,7 @@ def allocated_inside(func: Any, args: Any, setting: Setting) -> Iterable[Bytes]:
     if not (name.startswith("zeco::") and name.endswith("_backward")):
         return ()
     if name == "zeco::attend_backward":
-        _, q, k, v, *_ = args
+        q, k, v = (arguments_of(func, args)[operand] for operand in "qkv")
         results = sum((setting.amount(x.nbytes) for x in (q, k, v)), Bytes())
         # Those of queries are added up in the accumulation dtype. Shared keys and values have gradients of each head
         # first, which are added up then.
@@ -153,8 +153,10 @@ def allocated_inside(func: Any, args: Any, setting: Setting) -> Iterable[Bytes]:
         return [results + sums + of_heads]
     with Allocations(setting) as inner:
         if name == "zeco::mix_backward":
-            operands, do, saved, _, incoming, _, of, scale, _, doc_ids, _ = args
-            local = OPERATORS[of].select(operands).backward(operands, do, saved, incoming, scale, doc_ids)
+            given = arguments_of(func, args)
+            passes = OPERATORS[given["operator"]].select(given["operands"])
+            read = ("operands", "do", "saved", "incoming_state", "scale", "doc_ids")
+            local = passes.backward(*(given[name] for name in read))
             local.overlap()
             grads = local.operand_grads(local.state_grad.new_empty(local.state_grad.shape))
         else:
@@ -171,7 +173,7 @@ def is_elementwise(func: Any, args: Any) -> bool:
     if func.namespace != "zeco":
         return func._schema.name.split("::")[1].rstrip("_") not in _PRODUCTS
     if func.name() in ("zeco::mix", "zeco::mix_backward"):
-        return OPERATORS[args[1 if func.name() == "zeco::mix" else 6]].state_is_halo
+        return OPERATORS[arguments_of(func, args)["operator"]].state_is_halo
     return func.name().startswith(("zeco::gated_norm", "zeco::mamba2"))
 
 

@@ -10,7 +10,7 @@ from zeco_train.ops.softmax.attention import kernel_name
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
-from zeco_train.sp.attention.method_registry import METHODS, choose
+from zeco_train.sp.attention.method_registry import METHODS, choose_method
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.of_model import softmax_load
 
@@ -38,7 +38,7 @@ def method_of(case: Case) -> MethodSpec:
     config = case.config
     load = softmax_load(config.model, case.sp_size, config.data.seq_len, config.train.dtype.compute)
     assert load is not None
-    return choose(config.sp.attention, load)
+    return choose_method(config.sp.attention, load)
 
 
 def problem_of(case: Case, method: str) -> str | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.spec import BlockSpec
-from zeco_train.collectives.scan_spec import ScanSpec
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known

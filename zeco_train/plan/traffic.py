@@ -10,14 +10,14 @@ from typing import NamedTuple
 from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.halo import HALO
-from zeco_train.collectives.scan_spec import ScanSpec
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.distributed.config import Strategy
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.backend_registry import BACKENDS, Backend
-from zeco_train.sp.choose import Choice, choose
+from zeco_train.sp.scan_choice import ScanChoice, fastest_scan
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -
 
 def scan_choice(
     case: Case, backend: BackendSpec, scan: ScanSpec | None = None, block: BlockSpec | None = None
-) -> Choice | None:
+) -> ScanChoice | None:
     """Time of one scan from launch to wait, alone; None: nothing is sent, or the scan cannot run over the nodes.
 
     Args:
@@ -91,7 +91,7 @@ def scan_choice(
     # A configured number of blocks implies a fixed algorithm.
     blocks = settings.all_scan.num_blocks if len(scans) == 1 else None
     load = load_of(case, block)
-    return choose(scans, costs_of(case, scans, matrices=load.matrices), load, blocks)
+    return fastest_scan(scans, costs_of(case, scans, matrices=load.matrices), load, blocks)
 
 
 def load_of(case: Case, block: BlockSpec | None = None) -> Load:

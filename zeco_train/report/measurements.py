@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from zeco_train.bench.stored import OtherResultsError, load_results
+from zeco_train.compare import Run, read_runs
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.report.comparison import Run, read_runs
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.files import IDENTITY_FILE, METRICS_FILE
 from zeco_train.system.small_files import read_json

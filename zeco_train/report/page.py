@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from zeco_train.compare import COMPARED, Run, describe, show_difference
 from zeco_train.errors import DataError
-from zeco_train.report.comparison import COMPARED, Run, describe, show_difference
 from zeco_train.report.measurements import Comparison, Measurement
 from zeco_train.report.panels import PANEL_DPI, PANEL_INCHES, Panel, panel_png
 from zeco_train.system.numbers import compact, length_name

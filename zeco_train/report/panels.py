@@ -10,7 +10,7 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING
 
-from zeco_train.report.comparison import Run, draw_differences, draw_losses, legend_of_runs
+from zeco_train.compare import Run, draw_differences, draw_losses, legend_of_runs
 from zeco_train.report.measurements import Comparison, Measurement, Spread
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.figures import CURVES, amount_ticks, finish_axes, new_figure, paper, plain, render

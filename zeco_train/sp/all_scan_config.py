@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeco_train.collectives.scan_registry import ALL_SCANS
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
 
 _BY_NAME = {scan.name: scan for scan in ALL_SCANS}
@@ -76,7 +76,7 @@ class AllScanConfig:
         if self.algorithm is AllScanAlgorithm.auto:
             measured_only = topology.nodes == 1
             able = (scan for scan in ALL_SCANS if scan.problem(topology) is None)
-            return tuple(scan for scan in able if scan.automatic or not measured_only)
+            return tuple(scan for scan in able if scan.measured or not measured_only)
         scan = _BY_NAME[self.algorithm.value]
         if (problem := scan.problem(topology)) is not None:
             raise ConfigError("sp.all_scan.algorithm", scan.name, problem)

@@ -12,51 +12,51 @@ from torch import Tensor
 
 from zeco_train.collectives import ScanWorker, scan_alone
 from zeco_train.collectives.cost_model import Load
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan, is_matrix
-from zeco_train.sp.choose import Choice
 from zeco_train.sp.exposed import MEASURING
+from zeco_train.sp.scan_choice import ScanChoice
 
 
-class Chosen(NamedTuple):
+class Launcher(NamedTuple):
     """How scans of a shape and direction are started."""
 
     start: Callable[[ScanRequest], LaunchedScan]
     scan: ScanSpec | None = None  # None: nothing is communicated
-    choice: Choice | None = None  # None: there was nothing to choose
+    choice: ScanChoice | None = None  # None: there was nothing to choose
 
 
 class ScanBackend(ABC):
-    """A `StateScan` by the algorithm that `choose` finds, once for each shape and direction of states.
+    """A `StateScan` by the algorithm that `launcher_for` finds, once for each shape and direction of states.
 
     `workers` are one for forward and one for reverse scans, each with its own process group, since one group serialises
     its messages; none if nothing is communicated.
     """
 
-    choice: Choice | None = None  # of the last scan
+    choice: ScanChoice | None = None  # of the last scan
 
     def __init__(self, workers: tuple[ScanWorker, ...] = ()) -> None:
         self._workers = workers
         self._crosses_ranks = any(worker.size > 1 for worker in workers)
-        self._chosen: dict[tuple[object, ...], Chosen] = {}
+        self._launchers: dict[tuple[object, ...], Launcher] = {}
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """Raises ConfigError if the ranks do not support it; CommunicationError if an earlier scan failed."""
-        chosen = self._chosen_for(request)
-        self.choice, scan = chosen.choice, chosen.start(request)
+        launcher = self._kept_launcher(request)
+        self.choice, scan = launcher.choice, launcher.start(request)
         if not MEASURING or not self._crosses_ranks:
             return scan
-        in_series = chosen.scan is not None and chosen.scan.in_series
+        in_series = launcher.scan is not None and launcher.scan.in_series
         return MEASURING[-1].metered(scan, request.state.device, finish_waits=in_series)
 
     @abstractmethod
-    def choose(self, request: ScanRequest) -> Chosen:
+    def launcher_for(self, request: ScanRequest) -> Launcher:
         """How requests like this one are started; the same on all ranks."""
 
-    def possible(self, request: ScanRequest) -> Sequence[Chosen]:
-        """All that `choose` may find for states on the device of this one. Collective."""
-        return [self.choose(request)]
+    def possible(self, request: ScanRequest) -> Sequence[Launcher]:
+        """All that `launcher_for` may find for states on the device of this one. Collective."""
+        return [self.launcher_for(request)]
 
     def worker(self, request: ScanRequest) -> ScanWorker:
         return self._workers[request.reverse]
@@ -68,7 +68,7 @@ class ScanBackend(ABC):
 
     def bytes_sent(self, request: ScanRequest) -> float:
         """Bytes that the busiest rank sends for a request."""
-        scan = self._chosen_for(request).scan if self._crosses_ranks else None
+        scan = self._kept_launcher(request).scan if self._crosses_ranks else None
         return 0.0 if scan is None else scan.bytes_sent(self.load(request), request.want_carry)
 
     def prepare(self, device: torch.device) -> None:
@@ -81,8 +81,8 @@ class ScanBackend(ABC):
         state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
         for reverse in (False, True)[: len(self._workers)]:
             request = ScanRequest(state, transition, reverse, want_carry=True, cuts=True)
-            for chosen in self.possible(request):
-                scan = chosen.start(request)
+            for launcher in self.possible(request):
+                scan = launcher.start(request)
                 scan.wait()
                 scan.finish()
                 scan.carry_out()
@@ -92,11 +92,11 @@ class ScanBackend(ABC):
         for worker in self._workers:
             worker.drain()
 
-    def _chosen_for(self, request: ScanRequest) -> Chosen:
+    def _kept_launcher(self, request: ScanRequest) -> Launcher:
         key = request.reverse, request.state.shape, request.state.dtype, request.transition.ndim
-        if key not in self._chosen:
-            self._chosen[key] = self.choose(request)
-        return self._chosen[key]
+        if key not in self._launchers:
+            self._launchers[key] = self.launcher_for(request)
+        return self._launchers[key]
 
 
 class SpecScan(ScanBackend):
@@ -106,15 +106,15 @@ class SpecScan(ScanBackend):
         super().__init__(workers)
         self._scan = scan
 
-    def choose(self, request: ScanRequest) -> Chosen:
-        return Chosen(self._scan.over(self.worker(request)), self._scan)
+    def launcher_for(self, request: ScanRequest) -> Launcher:
+        return Launcher(self._scan.over(self.worker(request)), self._scan)
 
 
 class LocalScan(ScanBackend):
     """The exclusive scan over a single rank: `wait` returns `carry_in`, or zeros. Needs no workers."""
 
-    def choose(self, request: ScanRequest) -> Chosen:
-        return Chosen(scan_alone)
+    def launcher_for(self, request: ScanRequest) -> Launcher:
+        return Launcher(scan_alone)
 
 
 class BackendSettings(Protocol):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from zeco_train.collectives.all_gather import ALL_GATHER
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.serial import SERIAL
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
 from zeco_train.sp.all_scan_config import IN_BLOCKS, AllScanConfig
 from zeco_train.sp.attention.method_registry import AttentionChoice

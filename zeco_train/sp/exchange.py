@@ -20,7 +20,7 @@ from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
 from zeco_train.ops.seam import AttentionMethod, Exchange
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
-from zeco_train.sp.attention.method_registry import build_attention, choose
+from zeco_train.sp.attention.method_registry import build_attention, choose_method
 from zeco_train.sp.backend import LocalScan, SpecScan
 from zeco_train.sp.backend_registry import SPConfig
 
@@ -59,7 +59,7 @@ def build_softmax(
     config: SPConfig, mesh: ProcessMesh, softmax: AttentionLoad, *, deterministic: bool = False
 ) -> AttentionMethod:
     """The method of softmax layers; arguments and errors as of `build_exchange`. Collective."""
-    method = choose(config.attention, softmax)
+    method = choose_method(config.attention, softmax)
     nodes = mesh.topology.nodes
     return build_attention(method, attention_group(mesh), mesh.timeout, mesh.device, nodes, deterministic=deterministic)
 

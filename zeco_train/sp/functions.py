@@ -32,8 +32,7 @@ from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.method import AttentionLoad
-from zeco_train.sp.attention.method_registry import AttentionChoice, build_attention
-from zeco_train.sp.attention.method_registry import choose as choose_method
+from zeco_train.sp.attention.method_registry import AttentionChoice, build_attention, choose_method
 from zeco_train.sp.backend_registry import SHARING, Backend, SPConfig
 from zeco_train.sp.exchange import connect as connect_groups
 from zeco_train.sp.exchange import local_exchange

@@ -8,7 +8,7 @@ So each rank (1) computes (S_p, A_p), (2) starts the All-Scan, an exclusive scan
 (3) computes its intra-chunk scores, which need no other rank, while the scan runs, (4) waits for R_p, adds its decayed
 copy to its own chunk states, and computes its outputs. The backward pass is the same with gradients of states, from the
 last rank to the first. Steps 1, 3 and 4 are `zeco_train/ops/mix.py`. Step 2 starts here: by one of the algorithms in
-`zeco_train/collectives` (`ALL_SCANS`), which `choose.py` selects and which differ only in rounding, as messages of
+`zeco_train/collectives` (`ALL_SCANS`), which `scan_choice.py` selects and which differ only in rounding, as messages of
 `torch.distributed` or, between GPUs with peer access, as one kernel (`zeco_train/kernels/all_scan/`).
 """
 
@@ -20,12 +20,12 @@ from functools import partial
 from zeco_train.collectives import ScanWorker, scan_alone
 from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.scan_registry import ALL_SCANS
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.symmetric import SymmetricScans
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.all_scan_config import AllScanConfig
-from zeco_train.sp.backend import BackendSpec, Chosen, ScanBackend
-from zeco_train.sp.choose import Chooser
+from zeco_train.sp.backend import BackendSpec, Launcher, ScanBackend
+from zeco_train.sp.scan_choice import ScanChooser
 
 
 class AllScan(ScanBackend):
@@ -33,29 +33,29 @@ class AllScan(ScanBackend):
 
     def __init__(self, workers: tuple[ScanWorker, ...], settings: AllScanConfig) -> None:
         super().__init__(workers)
-        self._chooser = Chooser(workers[0], settings)
+        self._chooser = ScanChooser(workers[0], settings)
         self._symmetric: dict[ScanWorker, SymmetricScans] = {}
 
-    def choose(self, request: ScanRequest) -> Chosen:
+    def launcher_for(self, request: ScanRequest) -> Launcher:
         """Raises ConfigError if `transport=symmetric`, and the ranks do not support it; on all of them."""
         return self._fastest(request, self._chooser.scans)
 
-    def possible(self, request: ScanRequest) -> Sequence[Chosen]:
+    def possible(self, request: ScanRequest) -> Sequence[Launcher]:
         if not self._crosses_ranks:
-            return [self.choose(request)]
+            return [self.launcher_for(request)]
         # Not all algorithms: each kernel takes tens of MB of symmetric memory per direction.
         return [self._fastest(request, (scan,)) for scan in self._chooser.eligible(request.state.device)]
 
-    def _fastest(self, request: ScanRequest, scans: Sequence[ScanSpec]) -> Chosen:
+    def _fastest(self, request: ScanRequest, scans: Sequence[ScanSpec]) -> Launcher:
         if not self._crosses_ranks:
-            return Chosen(scan_alone)
-        worker, choice = self.worker(request), self._chooser.choose(request, self.load(request), scans)
+            return Launcher(scan_alone)
+        worker, choice = self.worker(request), self._chooser.choose_scan(request, self.load(request), scans)
         if choice.link is not Link.symmetric:  # messages, folded by the worker's thread or stream
-            return Chosen(choice.scan.over(worker, choice.blocks), choice.scan, choice)
+            return Launcher(choice.scan.over(worker, choice.blocks), choice.scan, choice)
         if worker not in self._symmetric:  # one kernel
             self._symmetric[worker] = SymmetricScans(worker)
         start = partial(self._symmetric[worker].launch, algorithm=choice.scan, blocks=choice.blocks)
-        return Chosen(start, choice.scan, choice)
+        return Launcher(start, choice.scan, choice)
 
 
 ZECO = BackendSpec(

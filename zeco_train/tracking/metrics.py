@@ -1,4 +1,7 @@
-"""metrics.jsonl: a run's metrics, one JSON object per logged step."""
+"""Which numbers a step has, and metrics.jsonl: one JSON object per logged step.
+
+`zeco_train.training.step_totals` adds those up that the passes measure.
+"""
 
 from __future__ import annotations
 

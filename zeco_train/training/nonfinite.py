@@ -29,6 +29,7 @@ from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import global_norm, reshard
 from zeco_train.lifecycle.join import gather
 from zeco_train.ops.loss import TokenScores
+from zeco_train.ops.operator import arguments_of
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import ScanRequest, StateScan
@@ -285,17 +286,19 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         run = partial(func, *args, **(kwargs or {}))
-        match func.name():
-            case "zeco::mix":
-                names = OPERATORS[args[1]].operands
-                return self._watch.check_forward(args[1], dict(zip(names, args[0], strict=True)), run)
-            case "zeco::mix_backward":
-                return self._watch.check_backward(args[6], OPERATORS[args[6]].operands, args[1], run)
-            case "zeco::attend":
-                return self._watch.check_forward("attention", dict(zip("qkv", args[:3], strict=True)), run)
-            case "zeco::attend_backward":
-                return self._watch.check_backward("attention", "qkv", args[0], run)
-        return run()
+        if func.name() in ("zeco::mix", "zeco::mix_backward"):
+            given = arguments_of(func, args)
+            operator, operands = given["operator"], given["operands"]
+            names: Sequence[str] = OPERATORS[operator].operands
+        elif func.name() in ("zeco::attend", "zeco::attend_backward"):
+            given = arguments_of(func, args)
+            operator, names = "attention", "qkv"
+            operands = [given[name] for name in names]
+        else:
+            return run()
+        if "do" in given:
+            return self._watch.check_backward(operator, names, given["do"], run)
+        return self._watch.check_forward(operator, dict(zip(names, operands, strict=True)), run)
 
 
 class _WatchedScan(TappedScan):

@@ -26,7 +26,7 @@ from zeco_train.tracking.metrics import PassNumbers, StepNumbers
 from zeco_train.training.forward import SequenceForward
 from zeco_train.training.graphs import StepGraphs, StepLauncher
 from zeco_train.training.schedule import DeviceRates, reads_device_rates
-from zeco_train.training.step_numbers import PendingNumbers, add, clear, new_totals, over_ranks, taken_from
+from zeco_train.training.step_totals import PendingNumbers, add, clear, new_totals, over_ranks, taken_from
 
 
 class _Borders(NamedTuple):

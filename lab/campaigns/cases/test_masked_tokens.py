@@ -18,7 +18,7 @@ from tests.support.unmasked import UnmaskedMixer
 from tests.training.test_masked_tokens import MASKED, check_same_as, reference, train_each
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.mesh import join_alike
-from zeco_train.evaluate.command import main
+from zeco_train.evaluate.__main__ import main
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.held_out import HeldOut
 from zeco_train.hf.trained import find_trained

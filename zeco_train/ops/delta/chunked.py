@@ -18,8 +18,8 @@ from torch import Tensor
 
 from zeco_train.ops.chunks import add_later_tokens, matrices, to_tokens
 from zeco_train.ops.delta.chunk_states import ChunkGrads, Chunks
-from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
+from zeco_train.ops.position import find_restarts
 
 
 class _DeltaForward(ForwardBase):

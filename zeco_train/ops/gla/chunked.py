@@ -7,7 +7,7 @@ combine them around the exclusive scans over ranks, of (S_loc, G_tot) for R and 
     backward    local_state_grads → scan | local_states again, intra_grads | D_in → gradients of the operands
 
 q, k, g [B, T, H, K]; v, o, do [B, T, H, V], g fp32 or fp64; by chunks [N, B, H, C, …]. R, D_in [B, H, K, V]. `doc_ids`
-as in `zeco_train.ops.documents`. Arithmetic and states are fp64 if v is, else fp32.
+as in `zeco_train.ops.position`. Arithmetic and states are fp64 if v is, else fp32.
 
 The chunkwise form is that of Yang et al. 2024 (arXiv 2312.06635, section 4.2 and appendix C); its split over ranks is
 ZeCO's. Time and memory are linear in T: per chunk a state, at most 64 × 64 scores, and a few copies of its tokens.
@@ -34,9 +34,9 @@ from zeco_train.ops.chunks import (
     to_chunks,
     to_tokens,
 )
-from zeco_train.ops.documents import find_restarts
 from zeco_train.ops.pairs import own_scores, pair_grads, pair_scores
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
+from zeco_train.ops.position import find_restarts
 
 
 class ChunkStates(NamedTuple):

@@ -121,7 +121,7 @@ class MethodSpec:
     # (heads of queries, of keys, ranks) → why they cannot be spread so
     heads_problem: Callable[[int, int, int], str | None]
     costs: Callable[[AttentionLoad], MethodCosts]
-    automatic: bool = True  # `auto` may choose it: all ranks have the same work
+    balanced: bool = True  # all ranks have the same work, so `auto` may choose it
 
 
 class LocalAttention:

@@ -37,7 +37,7 @@ class AttentionChoice(Enum):
         vars()[name] = name
 
 
-def choose(choice: AttentionChoice, load: AttentionLoad) -> MethodSpec:
+def choose_method(choice: AttentionChoice, load: AttentionLoad) -> MethodSpec:
     """The configured method; `auto` selects the balanced method that sends the fewest bytes from the busiest rank.
 
     It depends on the load only, so all ranks of a sequence, and plans, choose alike. Raises as `check_heads`.
@@ -45,7 +45,7 @@ def choose(choice: AttentionChoice, load: AttentionLoad) -> MethodSpec:
     check_heads(choice, load.heads, load.key_heads, load.ranks)
     if choice.value != AUTO:
         return METHODS[choice.value]
-    possible = [spec for spec in _possible(load.heads, load.key_heads, load.ranks) if spec.automatic]
+    possible = [spec for spec in _possible(load.heads, load.key_heads, load.ranks) if spec.balanced]
     return min(possible, key=lambda spec: spec.costs(load).sent)
 
 

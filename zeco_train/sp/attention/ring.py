@@ -202,5 +202,5 @@ RING = MethodSpec(
     build=Ring,
     heads_problem=lambda heads, key_heads, ranks: None,
     costs=_costs,
-    automatic=False,
+    balanced=False,
 )

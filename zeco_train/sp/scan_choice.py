@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load
-from zeco_train.collectives.scan_spec import ScanSpec
 from zeco_train.collectives.symmetric import request_problem, transport_problem
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.all_scan_config import AllScanConfig, AllScanTransport
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScanChoice:
     """An algorithm over a link."""
 
     scan: ScanSpec
@@ -44,7 +44,7 @@ class Choice:
         return f"{self.scan.name}{'' if self.blocks is None else f' of {self.blocks} blocks'} by {self.link.value}"
 
 
-def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> Choice:
+def fastest_scan(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> ScanChoice:
     """The fastest scan that runs on the link of `costs`, for P ≥ 2 ranks; the first of equals. ValueError if none does.
 
     `blocks` applies if states are sent in blocks; None is the best number over messages, and 16,384 elements each in
@@ -56,20 +56,20 @@ def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | No
             count = blocks if scan.best_blocks else None
             if count is None and scan.best_blocks and costs.link is not Link.symmetric:
                 count = scan.best_blocks(costs, load)
-            choices.append(Choice(scan, costs.link, count, scan.seconds(costs, load, count)))
+            choices.append(ScanChoice(scan, costs.link, count, scan.seconds(costs, load, count)))
     return min(choices, key=lambda choice: choice.seconds)
 
 
 def eligible(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[ScanSpec]:
-    """The scans that `choose` may return for some state size."""
+    """The scans that `fastest_scan` may return for some state size."""
     if costs.link is not Link.symmetric:
         return list(scans)
     # All times are linear in the size: a scan that is faster at both extreme sizes is faster in between.
-    ends = [choose(scans, costs, Load(ranks, (1, 1, 1, 1), itemsize)).scan for itemsize in (0, 1 << 62)]
+    ends = [fastest_scan(scans, costs, Load(ranks, (1, 1, 1, 1), itemsize)).scan for itemsize in (0, 1 << 62)]
     return [scan for scan in scans if scan in ends]
 
 
-class Chooser:
+class ScanChooser:
     """Chooses link and algorithm for the scans of one group of ranks, and logs what it chose.
 
     Raises ConfigError if the configured algorithm cannot run over the nodes.
@@ -85,7 +85,7 @@ class Chooser:
         self._link: Link | None = None
         self._fell_back: set[str] = set()
 
-    def choose(self, request: ScanRequest, load: Load, scans: Sequence[ScanSpec]) -> Choice:
+    def choose_scan(self, request: ScanRequest, load: Load, scans: Sequence[ScanSpec]) -> ScanChoice:
         """The fastest of `scans` for requests of this size. Collective on CUDA, the first time.
 
         Raises ConfigError, on all ranks, if `transport=symmetric`, and the ranks or the scan do not support it.
@@ -96,19 +96,19 @@ class Chooser:
             self._fall_back(problem)
             # The ranks could use symmetric memory, so they are on one machine.
             link = Link.nccl
-        choice = choose(scans, MEASURED[link], load, self._blocks)
+        choice = fastest_scan(scans, MEASURED[link], load, self._blocks)
         if _is_main():
             logger.info("all-scan of %.3g MB over %d ranks: %s", load.state_bytes / 1e6, load.ranks, choice)
         return choice
 
     def eligible(self, device: torch.device) -> Sequence[ScanSpec]:
-        """The algorithms that `choose` may find for states on a device. Collective on CUDA, the first time."""
+        """The algorithms that `choose_scan` may find for states on a device. Collective on CUDA, the first time."""
         if len(self.scans) == 1:
             return self.scans
         return eligible(self.scans, MEASURED[self.link(device)], self._worker.size)
 
     def link(self, device: torch.device) -> Link:
-        """The link that the ranks support, in both directions. Collective on CUDA, once; raises as `choose`."""
+        """The link that the ranks support, in both directions. Collective on CUDA, once; raises as `choose_scan`."""
         if self._link is None:
             self._link = self._find_link(device)
         return self._link

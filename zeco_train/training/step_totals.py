@@ -1,7 +1,8 @@
-"""A step's numbers on the device: gathered from its passes, reduced over ranks, copied to the host.
+"""How the numbers of a step are added up: over its passes, over ranks, and then copied to the host.
 
-`zeco_train.tracking.metrics` declares them. Totals stay at their addresses, where replayed kernels read them. What a
-replay overwrites, a pass's results and the reduced numbers, is added or copied before the next replay.
+Which numbers there are is declared in `zeco_train.tracking.metrics`, and nowhere else. Totals stay at their addresses,
+where replayed kernels read them. What a replay overwrites, a pass's results and the reduced numbers, is added or copied
+before the next replay.
 """
 
 from __future__ import annotations
