@@ -22,9 +22,9 @@
 #   HEAD_ADDRESS, PORT   rendezvous endpoint; default: the first training node, and a random port per start
 #   CLUSTER_INTERFACE    network interface of the cluster's own network, for example ib0; default: all interfaces
 # Trusted networks only: the connections between ranks (TCPStore, gloo, NCCL) have no authentication, and ranks exchange
-# pickled objects over them, so anyone who can connect to them can run code as you. Each start has a random id, port and
-# key. The key is that of the checks; it protects nothing else. If nodes have more than one network, set
-# CLUSTER_INTERFACE: rendezvous, checks, the ranks' store, gloo and NCCL then listen only on it.
+# pickled objects over them, so anyone who can connect to them can run code as you. Each start has a random id and port.
+# If nodes have more than one network, set CLUSTER_INTERFACE: rendezvous, the checks' clock, the ranks' store, gloo and
+# NCCL then listen only on it.
 # Save and stop for good: scancel JOB. Save and restart: scancel --batch --signal=USR1 JOB.
 #SBATCH --job-name=zeco
 #SBATCH --nodes=32
@@ -88,7 +88,7 @@ if [ -z "${PYTHON:-}" ]; then
   [ -x "$PYTHON" ] || PYTHON="$(command -v python || command -v python3)" || fail "PYTHON: no python found; name one"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export HEAD_ADDRESS HEAD_PORT RENDEZVOUS_ID RENDEZVOUS_KEY
+export HEAD_ADDRESS HEAD_PORT RENDEZVOUS_ID
 # Ignore TMPDIR, which may exist for this node or job only.
 CACHE_DIR="${CACHE_DIR:-$(cd "$root" && env -u TMPDIR "$PYTHON" -m zeco_train.system.code_cache)}" || exit 2
 export CACHE_DIR
@@ -141,7 +141,7 @@ head_address() {
   if [ -n "$given_address" ]; then
     echo "$given_address"
   elif [ -n "${CLUSTER_INTERFACE:-}" ]; then
-    srun --nodes=1 --ntasks=1 --nodelist="$host" "$PYTHON" "$root/launch/slurm_checks.py" --address
+    srun --nodes=1 --ntasks=1 --nodelist="$host" "$PYTHON" "$root/launch/slurm_checks.py" address
   else
     scontrol show node "$host" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'
   fi
@@ -150,12 +150,18 @@ head_address() {
 # Random bytes, in hexadecimal.
 random() { od -An -v -tx1 -N"$1" /dev/urandom | tr -d ' \n'; }
 
+# The first node of the job is that of this script.
 check() {
-  local report code=0
-  report="$output/checks.json"
-  on_nodes "$SLURM_JOB_NUM_NODES" "$PYTHON" "$root/launch/slurm_checks.py" --ranks "$ranks" --need "$nodes" \
-    --run-dir "$run_dir" --report "$report" $([ "$gpus" = 0 ] || echo --gpus) || code=$?
+  local checks=("$PYTHON" "$root/launch/slurm_checks.py") report="$output/checks.json" code=0 ready clock
+  exec {ready}< <(exec "${checks[@]}" clock)
+  clock=$!
+  read -r -u "$ready" || exit 2
+  on_nodes "$SLURM_JOB_NUM_NODES" "${checks[@]}" node --ranks "$ranks" --run-dir "$run_dir" $([ "$gpus" = 0 ] || echo --gpus) \
+    >"$output/checks.txt" || true
+  kill "$clock"
+  exec {ready}<&-
   [ -z "$warned$ended" ] || return 0
+  "${checks[@]}" judge --need "$nodes" --report "$report" <"$output/checks.txt" || code=$?
   excluded="$("$PYTHON" -c 'import json, sys; print(",".join(json.load(open(sys.argv[1]))["bad"]))' "$report" 2>/dev/null)" || true
   # Exclude nodes only if enough remain; otherwise CHECKS=warn trains on all of them.
   [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ] && [ "$code" -eq 0 ] || excluded=""
@@ -172,7 +178,7 @@ for ((attempt = 0; ; attempt++)); do
   port="$PORT"
   # Below Linux's ephemeral ports; the next port is used by the checks.
   [ "$port" != 0 ] || port=$((20000 + 0x$(random 2) % 6000 * 2))
-  HEAD_PORT=$((port + attempt % 50 * 2)) RENDEZVOUS_ID="$(random 16)" RENDEZVOUS_KEY="$(random 32)"
+  HEAD_PORT=$((port + attempt % 50 * 2)) RENDEZVOUS_ID="$(random 16)"
   say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}.$attempt: $nodes nodes × $ranks ranks ($SLURM_JOB_NODELIST), $run_dir"
   excluded=""
   HEAD_ADDRESS="$(head_address)" || exit 2

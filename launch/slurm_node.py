@@ -10,23 +10,18 @@ code is the reason why the ranks ended. srun reports the largest code of all nod
     100+n a rank's exit code n: a permanent error (a wrong setting, data, a loss that is not finite)
 
 The rendezvous is torch's static one: Slurm numbers the nodes, and the agents exchange JSON through a TCPStore on the
-first. torchrun's default, `c10d`, stores a pickle there, which can run any code when another agent reads it. The ranks'
-own connections have no authentication: train in trusted networks only; CLUSTER_INTERFACE keeps other networks out.
+first. torchrun's default, `c10d`, stores a pickle there, which can run any code when another agent reads it.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,20 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from zeco_train.system.command import quick_imports
 
 with quick_imports():
-    import torch.distributed as dist
-    from torch.distributed import TCPStore
+    from torch.distributed import DistError, DistNetworkError, TCPStore
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, get_args_parser
 
-    from launch.slurm_checks import own_address
     from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OutOfMemoryError
     from zeco_train.system.code_cache import use_private_caches
+    from zeco_train.system.environment import address_on
 
 FAILED, SAVED, FINAL = 70, 75, 100
 _FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, CheckpointError, NonFiniteError)}
@@ -58,65 +48,41 @@ _REPORTED = {*_FINAL_CODES, OutOfMemoryError.exit_code}
 _TAIL_LINES = 20
 # Longer than the time that ranks give rank 0 to report an error before all ranks have joined.
 _SECONDS_FOR_OTHERS = 30.0
-# For all nodes to start.
-_TIMEOUT = timedelta(seconds=600)
-# Name of the rendezvous for torchrun.
-_BACKEND = "zeco-static"
 
 
-class _Rendezvous(StaticTCPRendezvous):
-    def get_backend(self) -> str:
-        return _BACKEND
-
-
-def _meet(node: int, host: str, port: int, parameters: RendezvousParameters) -> _Rendezvous:
-    address = parameters.local_addr
-    try:
-        if node > 0 or address is None:  # without an address the first node's store listens on all interfaces
-            store = TCPStore(host, port, is_master=node == 0, multi_tenant=True, timeout=_TIMEOUT)
-        else:
-            # TCPStore has no listen address, but takes a socket that listens already.
-            handle = socket.create_server((address, port)).detach()
-            store = TCPStore(address, port, None, True, _TIMEOUT, multi_tenant=True, master_listen_fd=handle)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RendezvousConnectionError(str(error)) from error
-    seconds = int(_TIMEOUT.total_seconds())
-    handler = _Rendezvous(host, port, node, parameters.max_nodes, parameters.run_id, seconds)
-    handler._store = store
-    return handler
-
-
-class RankFiles(DefaultLogsSpecs):
-    """Output of the ranks: `rank_0012.out` and `.err` in the folder, by global rank; rank 0 uses the job's output."""
+class _RankFiles(DefaultLogsSpecs):
+    """Ranks print to `rank_0012.out` and `.err` in a folder, by global rank; rank 0 to the job's output."""
 
     def __init__(self, folder: Path, console: int) -> None:
-        super().__init__(log_dir=tempfile.mkdtemp(prefix="zeco-torchrun-"))
-        self.folder, self._console = folder, console
-        self.ranks: list[int] = []
+        super().__init__()
+        self._folder, self._console = folder, console
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The streams of each rank."""
-        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
-        self.ranks = sorted(ranks.values())
-        # For torchrun "" is its own stream; its stderr has been redirected, so name the job's stderr.
-        out = {local: str(self._path(rank, "out")) if rank else "" for local, rank in ranks.items()}
-        console = f"/dev/fd/{self._console}"
-        err = {local: str(self._path(rank, "err")) if rank else console for local, rank in ranks.items()}
-        return dataclasses.replace(super().reify(envs), stdouts=out, stderrs=err)
+        streams = super().reify(envs)
+        for local, rank in ((local, int(env["RANK"])) for local, env in envs.items()):
+            # For torchrun "" is its own stream; its stderr has been redirected, so name the job's stderr.
+            streams.stdouts[local] = str(_file(self._folder, rank, "out")) if rank else ""
+            streams.stderrs[local] = str(_file(self._folder, rank, "err")) if rank else f"/dev/fd/{self._console}"
+        return streams
 
-    def _path(self, rank: int, kind: str) -> Path:
-        return self.folder / f"rank_{rank:04d}.{kind}"
 
-    def errors(self, rank: int) -> list[str]:
-        """The lines of a rank's stderr."""
-        path = self._path(rank, "err")
-        return path.read_text(errors="replace").splitlines() if path.exists() else []
+def _file(folder: Path, rank: int, kind: str) -> Path:
+    return folder / f"rank_{rank:04d}.{kind}"
+
+
+def _listen(address: str, port: int) -> TCPStore:
+    # TCPStore has no listen address, but takes a socket that listens already. As long as this store is kept, others of
+    # this process with its port share its server, as that of the rendezvous.
+    try:
+        handle = socket.create_server((address, port)).detach()
+    except OSError as error:
+        raise DistNetworkError(str(error)) from error
+    return TCPStore(address, port, None, True, multi_tenant=True, master_listen_fd=handle)
 
 
 def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: str | None) -> int:
     node = int(os.environ["SLURM_PROCID"])
-    # Of the checks: ranks do not need it, and some programs print their environment.
-    del os.environ["RENDEZVOUS_KEY"]
     # Slurm sends it to every process of a step; ranks inherit this setting, and install their own handlers.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # torchrun's own log, and that of its C++ code, goes to a file; errors to the job's output.
@@ -125,19 +91,22 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
         os.dup2(log.fileno(), 2)
     host, port = os.environ["HEAD_ADDRESS"], int(os.environ["HEAD_PORT"])
     # No restarts here: the batch script starts all nodes again, after new checks.
-    arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=0", f"--rdzv-backend={_BACKEND}"]
+    arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--node-rank={node}", "--max-restarts=0"]
     arguments += [f"--rdzv-id={os.environ['RENDEZVOUS_ID']}", f"--rdzv-endpoint={host}:{port}"]
+    arguments += ["--rdzv-backend=static", "--rdzv-conf=timeout=600"]
     arguments += [] if address is None else [f"--local-addr={address}"]
-    registry.register(_BACKEND, partial(_meet, node, host, port))
     config, entrypoint, entry_arguments = config_from_args(get_args_parser().parse_args([*arguments, *command]))
-    files = config.logs_specs = RankFiles(output, console)
+    files = config.logs_specs = _RankFiles(output, console)
     ended = output / f"node_{node:04d}.ended"
+    lines: list[str] = []
+    code = 0
     try:
+        # Kept to the end. Without an address the rendezvous' own store listens, on all interfaces.
+        _store = _listen(address, port) if node == 0 and address is not None else None
         elastic_launch(config, entrypoint)(*entry_arguments)
-        lines: list[str] = []
-        code = 0
     except ChildFailedError as error:
-        lines, code = _explain(*error.get_first_failure(), files)
+        rank, failure = error.get_first_failure()
+        lines, code = _explain(rank, failure.exitcode, range(node * ranks, (node + 1) * ranks), output)
         ended.touch()
         if node == 0:
             # Wait inside the handler: `error` keeps the agent and its store alive. Without it the other ranks could
@@ -148,7 +117,7 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
                 time.sleep(0.2)
     except SignalException as error:
         lines, code = [f"{error.sigval.name}: the ranks of node {node} were told to stop"], SAVED
-    except (RendezvousError, dist.DistError, ValueError) as error:  # ValueError: what somebody else wrote is no JSON
+    except (DistError, ValueError) as error:  # ValueError: what somebody else wrote is no JSON
         problem, code = str(error).partition("\n")[0], FAILED
         lines = [f"node {node} has no connection to the first one at {host}:{port}: {problem}"]
     finally:
@@ -158,21 +127,20 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
     return code
 
 
-def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list[str], int]:
+def _explain(rank: int, code: int, ranks: range, folder: Path) -> tuple[list[str], int]:
     # Lines about the failure of the node's ranks, in addition to rank 0's own output, and the exit code.
-    code = failure.exitcode
     if code == SAVED:
         return [], SAVED
     # Rank 0's are in the job's output already.
-    written = [line for other in filter(None, files.ranks) for line in files.errors(other)]
-    lines = [line for line in written if line.startswith("error: ")]
+    files = {other: _file(folder, other, "err") for other in ranks if other > 0}
+    written = {other: file.read_text(errors="replace").splitlines() for other, file in files.items() if file.exists()}
+    lines = [line for each in written.values() for line in each if line.startswith("error: ")]
     # Without a line it was reported by rank 0, or on another node.
     if code not in _CONSEQUENCES and (lines or code not in _REPORTED):
-        if not lines and rank:
-            # An unexpected exception: show the traceback.
-            lines = files.errors(rank)[-_TAIL_LINES:]
+        # An unexpected exception: show the traceback.
+        lines = lines or written.get(rank, [])[-_TAIL_LINES:]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        lines.append(f"rank {rank} on {os.environ.get('SLURMD_NODENAME')} {how}; its output is in {files.folder}")
+        lines.append(f"rank {rank} on {os.environ.get('SLURMD_NODENAME')} {how}; its output is in {folder}")
     return lines, FINAL + code if code in _FINAL_CODES else FAILED
 
 
@@ -187,7 +155,7 @@ def main() -> int:
     try:
         # On this node's disk: on a shared disk, hundreds of compiling ranks wait for each other.
         use_private_caches(Path(os.environ["CACHE_DIR"]), "CACHE_DIR")
-        address = own_address()
+        address = address_on("CLUSTER_INTERFACE")
     except ConfigError as error:
         print(f"{error.line} (on {os.environ.get('SLURMD_NODENAME')})", file=sys.stderr)
         return FINAL + error.exit_code

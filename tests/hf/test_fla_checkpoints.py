@@ -121,10 +121,12 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size:
 
 @pytest.fixture(autouse=True)
 def with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fla's layer without flash-attn, which it asks for when it is made."""
+    """fla's layers without flash-attn and the kernel of the gate, which they ask for when they are made."""
     import fla.layers.attn as fla_layer
+    from fla.modules.activations import ACT2FN
 
     monkeypatch.setattr(fla_layer, "flash_attn_func", _flash_attention)
+    monkeypatch.setitem(ACT2FN, "swish", F.silu)
 
 
 @pytest.mark.slow

@@ -13,20 +13,18 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launch import slurm_node
 from tests.support.commands import REPOSITORY
 from tests.support.few import one_of
 from tests.support.waiting import ENOUGH
 
-# Prints which addresses listen on the store ports, MASTER_ADDR, and whether the rank inherits the key.
+# Prints which addresses listen on the store ports, and MASTER_ADDR.
 RANK = """
 import os
 from pathlib import Path
@@ -35,7 +33,7 @@ port = int(os.environ["MASTER_PORT"])
 for port in (int(os.environ["HEAD_PORT"]), port):
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     print(port, sorted(row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")))
-print(os.environ["MASTER_ADDR"], "RENDEZVOUS_KEY" in os.environ)
+print(os.environ["MASTER_ADDR"])
 """
 
 
@@ -44,7 +42,7 @@ def node(folder: Path, port: int, nodes: int = 1, **variables: str) -> Iterator[
     """The first node of a job with one rank a node."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CACHE_DIR": str(folder / "cache"), **variables}
     environment |= {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "HEAD_ADDRESS": "127.0.0.1", "HEAD_PORT": str(port)}
-    environment |= {"RENDEZVOUS_ID": "a" * 32, "RENDEZVOUS_KEY": "b" * 64, "SLURMD_NODENAME": "n0"}
+    environment |= {"RENDEZVOUS_ID": "a" * 32, "SLURMD_NODENAME": "n0"}
     (folder / "rank.py").write_text(RANK)
     sizes = ["--nodes", str(nodes), "--ranks", "1", "--output", str(folder), "--", str(folder / "rank.py")]
     command = [sys.executable, str(REPOSITORY / "launch" / "slurm_node.py"), *sizes]
@@ -72,12 +70,12 @@ class Payload:
 
 
 def connect(port: int) -> dist.TCPStore:
-    """Connect to a store that may not listen yet."""
+    """Connect, as one of two nodes, to a store that may not listen yet."""
     deadline = time.monotonic() + ENOUGH
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
-            return dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
+            return dist.TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=20))
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -110,9 +108,8 @@ def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> N
         # 127.0.0.1, as the kernel writes it, or all addresses.
         assert listening == ["0100007F" if interface else "0" * 32], output
     assert len(stores) == 2
-    assert last.split()[1] == "False"
     if interface:
-        assert last.split()[0] == "127.0.0.1"
+        assert last == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -131,10 +128,8 @@ def test_node_reports_failed_rank_and_exit_code(
     code: int, written: str, lines: list[str], of_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    files = slurm_node.RankFiles(tmp_path, console=2)
-    files.ranks = [0, 1]
     (tmp_path / "rank_0001.err").write_text(written)
-    said, found = slurm_node._explain(1, cast(ProcessFailure, SimpleNamespace(exitcode=code)), files)
+    said, found = slurm_node._explain(1, code, range(2), tmp_path)
     assert ([line.partition("; its output")[0] for line in said], found) == (lines, of_node)
 
 

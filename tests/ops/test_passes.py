@@ -155,7 +155,9 @@ def test_more_than_eight_chunks_a_rank_equal_recurrence(name: str) -> None:
     ],
 )
 def test_batches_groups_and_odd_dims_equal_recurrence(name: str, sizes: dict[str, int]) -> None:
-    check(name, make(name, 70, **sizes), [0, 20, 70])
+    # Where the gradient of a state is one number, its terms cancel to a thousandth of the largest.
+    tolerance = 10 * TOLERANCE if sizes.get("K") == 1 else TOLERANCE
+    check(name, make(name, 70, **sizes), [0, 20, 70], tolerance=tolerance)
 
 
 DOCUMENTS = {

@@ -22,6 +22,7 @@ from models.mixer_registry import MIXERS
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
+from tests.support.waiting import ENOUGH
 from zeco_train.collectives import chain, doubling, halo, serial
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import mix, oracle
@@ -321,7 +322,8 @@ def test_rows_of_own_ranks_come_and_an_error_ends_them() -> None:
 def test_defaults_pass_on_two_ranks_and_say_what_they_do_not_cover(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     with Command([*launcher, "-m", "zeco_train.verify", "device=cpu"], tmp_path) as run:
-        outcome = run.wait()
+        # Two minutes on two quiet cores.
+        outcome = run.wait(3 * ENOUGH)
     assert outcome.code == 0, outcome
     table = outcome.out.splitlines()
     assert table[-1].startswith("ok: ")

@@ -1,13 +1,22 @@
-"""Provenance of results: machine, versions, commit, and environment variables that affect measurements."""
+"""This machine, and the provenance of results: versions, commit, environment variables that affect measurements."""
 
 from __future__ import annotations
 
+import csv
+import fcntl
 import os
 import platform
+import shutil
+import socket
+import struct
 import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from zeco_train.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +32,7 @@ _VARIABLES = (
     "NVSHMEM_",
     "OMP_NUM_THREADS",
 )
+_SIOCGIFADDR = 0x8915
 
 
 def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
@@ -78,6 +88,59 @@ def process_memory(kind: str) -> int | None:
         return None
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
     return 1024 * int(lines[kind].split()[0])
+
+
+def free_gb(path: Path) -> float | None:
+    """Free GB at `path`, or at its nearest parent that exists; None if that is not writable."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free / 1e9 if os.access(path, os.W_OK) else None
+
+
+def address_on(variable: str) -> str | None:
+    """This machine's IPv4 address on the interface that an environment variable names; None if it is not set.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address.
+    """
+    if not (name := os.fsencode(os.environ.get(variable, ""))):
+        return None
+    try:
+        # A struct ifreq of 64-bit Linux: 16 bytes of the name with its closing NUL, then the sockaddr.
+        if len(name) > 15:
+            raise OSError("longer than 15 bytes")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("40s", name))
+    except OSError as error:
+        problem = f"no interface with an IPv4 address on this node ({error.strerror or error})"
+        raise ConfigError(variable, os.fsdecode(name), problem) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def query_gpus(queries: Sequence[str]) -> list[dict[str, str]]:
+    """Values of `nvidia-smi --query-gpu` for each GPU that CUDA_VISIBLE_DEVICES allows; none without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={','.join(queries)}", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    rows = csv.reader(output.splitlines(), skipinitialspace=True)
+    return [dict(zip(queries, row, strict=True)) for row in rows if row]
+
+
+def product_rates() -> list[float]:
+    """TFLOP/s of each GPU over a second of large matrix products in bf16, on all GPUs at once, as in training."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    def rate(gpu: int) -> float:
+        with torch.cuda.device(gpu):
+            a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+            return 2e-12 * len(a) ** 3 / Timer("a @ a", globals={"a": a}).blocked_autorange(min_run_time=1.0).median
+
+    with ThreadPoolExecutor() as pool:
+        return [*pool.map(rate, range(torch.cuda.device_count()))]
 
 
 def version(package: str) -> str | None:
