@@ -7,15 +7,11 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import REPOSITORY
 from tests.support.planning import EAGER, GLA_1B, command, make, make_case, planned
-from tests.support.waiting import ENOUGH
 from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.config.schema import group_options
@@ -376,22 +372,3 @@ def test_plan_for_model_larger_than_this_machine() -> None:
 def test_plan_keys_do_not_clash_with_training_keys() -> None:
     own = {entry.name for entry in dataclasses.fields(PlanSettings)}
     assert not own & {*group_options(), *(entry.name for entry in dataclasses.fields(parse([]).config))}
-
-
-@pytest.mark.campaign
-@pytest.mark.processes
-def test_command_needs_no_gpu_packages_or_process_group() -> None:
-    """The planner has to run on a laptop without GPU packages."""
-    program = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(('triton', 'fla', 'transformers', 'wandb')))\n"
-        "from zeco_train.plan.__main__ import main\n"
-        "assert main(['+experiment=gla_1b_8m']) == 0\n"
-        "import torch.distributed as dist\n"
-        "assert not dist.is_initialized()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=ENOUGH
-    )
-    assert done.returncode == 0, done.stderr
-    assert "gla_1b: 1,159,766,528 parameters" in done.stdout

@@ -1,4 +1,4 @@
-"""Experiment trackers: offline W&B and TensorBoard; `test_wandb_server.py` tests W&B online."""
+"""Experiment trackers: W&B and TensorBoard; lab/campaigns/cases/test_wandb_server.py has a run tracked online."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.support.commands import check_line, train_here
+from tests.support.commands import REPOSITORY, check_line, train_here
 from tests.support.waiting import ENOUGH
 from tests.support.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
@@ -20,7 +20,6 @@ from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMo
 from zeco_train.tracking.loggers import ExperimentLogger, TensorBoardLogger, WandbLogger, build_logger
 from zeco_train.tracking.starts import Layout, Start, length_name
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 
 
@@ -180,13 +179,27 @@ def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, 
         assert {start["name"] for start in server.started} == {run_id}
 
 
+_ONLINE = """
+import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
+config = LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online)
+try:
+    build_logger(config, sys.argv[1], 0).begin({}, Start(0, Layout("zeco", "gla_tiny", 1024, 1, 1), {}), None)
+except ConfigError as error:
+    print(error)
+"""
+
+
 @pytest.mark.processes
-@pytest.mark.campaign
-def test_wandb_online_without_account_is_refused(tmp_path: Path) -> None:
-    arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
-    done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)
-    line = "error: logger.mode=online: W&B knows no account here; wandb login, or mode offline\n"
-    assert (done.returncode, done.stderr) == (2, line)
+@pytest.mark.slow
+def test_refusing_wandb_server_gives_one_line_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with WandbServer() as server:
+        server.answer_with = 403
+        done = run_python(["-c", _ONLINE, str(tmp_path / "run")], tmp_path, **server.environment(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("logger.mode=online: W&B cannot start (")
+    assert "403" in done.stdout
+    assert done.stdout.count("\n") == 1
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
