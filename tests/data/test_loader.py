@@ -249,7 +249,6 @@ def test_steps_cross_epochs_without_loss_or_repeat(store: TokenStore) -> None:
     assert other != epochs[0]
 
 
-OF_UNIT = "must be a multiple of dp × data.micro_batch ="
 IN_ALL = "sp.size × train.segments = 2 × 4 = 8"
 
 
