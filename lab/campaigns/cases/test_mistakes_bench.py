@@ -30,7 +30,7 @@ pytestmark = pytest.mark.campaign
         (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
         (["variants=[copy]"], f"variants=copy: must be one of dp, products, {', '.join(SHARING)}, fla"),
         (["variants=[fla:fast]"], "fla takes :no_optimizer and :compile"),
-        (["variants=[dp:compile]"], "dp :no_optimizer"),
+        (["variants=[dp:compile]"], "dp takes :no_optimizer"),
         (["device=cpu", "variants=[fla]"], "variants=fla: flash-linear-attention's kernels need CUDA"),
     ],
 )
