@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.campaigns.cases.wandb_server import WandbServer
 from launch.wandb_dashboard import main
 from tests.support.commands import REPOSITORY, Outcome, check_line
-from tests.support.wandb_server import WandbServer, history, run_record
-from tests.tracking.test_loggers import run_python
+from tests.tracking.test_loggers import history, run_python, run_record
 from zeco_train.report.dashboard import chart_name, chart_spec, check
 
 pytestmark = pytest.mark.campaign

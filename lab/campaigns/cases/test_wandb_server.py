@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from lab.campaigns.cases.wandb_server import WandbServer
 from tests.support.commands import REPOSITORY, SMALL
 from tests.support.waiting import ENOUGH
-from tests.support.wandb_server import WandbServer, history
-from tests.tracking.test_loggers import run_python
+from tests.tracking.test_loggers import history, offline, run_python
 from zeco_train.tracking.metrics import read_metrics
 
+# A fixture.
+__all__ = ["offline"]
 pytestmark = pytest.mark.campaign
 
 
@@ -89,3 +91,14 @@ def test_lost_wandb_connection_does_not_end_run(tmp_path: Path) -> None:
     (log,) = run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
     assert [row["step"] for row in history(log)] == [5, 6]
     assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.processes
+def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, list[Path]], tmp_path: Path) -> None:
+    run_id, files = offline
+    with WandbServer() as server:
+        folders = [str(file.parent) for file in files]
+        synced = run_python(["-m", "wandb", "sync", *folders], tmp_path, **server.environment(tmp_path))
+        assert synced.returncode == 0, synced.stderr
+        assert [row["step"] for row in server.rows(run_id)] == [1, 2, 3, 4, 3, 4, 5]
+        assert {start["name"] for start in server.started} == {run_id}
