@@ -83,18 +83,6 @@ def test_wheel_trains_generates_and_exports(site: Path, home: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith(f"zeco_train.errors.ConfigError: {line}")
 
 
-@pytest.mark.campaign
-def test_every_command_of_wheel_prints_help(site: Path, home: Path) -> None:
-    for name in COMMANDS:
-        done = _run(home, site, name, "--help", command=site / "bin" / "zeco-train")
-        assert done.returncode == 0, (name, done.stderr)
-        assert "usage" in done.stdout or "torchrun" in done.stdout, name
-    # A subcommand's module can be run directly, too.
-    done = _run(home, site, "-m", "zeco_train.plan", "model=gla_1b")
-    assert done.returncode == 0, done.stderr
-    assert "1,159,766,528 parameters" in done.stdout
-
-
 def test_help_lists_every_command() -> None:
     done = _run(REPOSITORY, REPOSITORY, "-m", "zeco_train")
     assert (done.returncode, done.stdout, done.stderr) == (0, describe() + "\n", "")

@@ -12,10 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
+from models.formats.format_registry import formats_of
+from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK, error_line
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
-from zeco_train.bench import model, timing
+from zeco_train.bench import model, peer, timing
 from zeco_train.bench.backends import RandomTokens
 from zeco_train.bench.case import Report
 from zeco_train.bench.config import ModelConfig, ModelSettings
@@ -23,6 +25,7 @@ from zeco_train.bench.model import _Measurement
 from zeco_train.bench.session import Session, WrongResultError
 from zeco_train.bench.timing import Contender, Summary, time_in_turns
 from zeco_train.bench.variants import LocalCopyScan, Variant, over_all_ranks
+from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.attention.method_registry import AttentionChoice
@@ -32,33 +35,13 @@ from zeco_train.sp.exchange import local_exchange
 pytestmark = pytest.mark.numeric
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["model=gla_2b"], "gla_125m, gla_1b, gla_340m, gla_tiny"),
-        (["model.num_layer=3"], "model.num_layer=3: unknown key of mixer gla; did you mean model.num_layers?"),
-        (["model.num_heads=2"], "model.num_heads=2: write heads=[…] here"),
-        (["model.name=a/b"], "model.name=a/b: names the figures; must be a plain name without /"),
-        (["mixers=[gla,ring]"], "model.mixer=ring: must be one of gla, linear, "),
         (["mixers=[retnet]", "model.mixer=gla"], "model.mixer=gla: is one of mixers=[…] already; leave it out"),
-        (["mixers=[gla,retnet]", "model.gate_low_rank_dim=8"], "unknown key of mixer retnet"),
-        (["model=gla_125m", "mixers=[retnet]"], "model.mixer=retnet: no configs/model/retnet_125m.yaml"),
-        (["heads=[3]"], "model.num_heads=3: must divide hidden_size"),
-        (["heads=[]"], "heads=[]: must be a list of numbers ≥ 1"),
-        (["every=[2]", "model.attn.every=4"], "model.attn.every=4: is one of every=[…] already; leave it out"),
         (["every=[0,100]"], "model.attn.every=100: must be from 1 to model.num_layers"),
-        (["every=[2,2]"], "every=[2, 2]: must be a list of different ones"),
-        (["attention=ring"], "sp.attention=ring: would be ignored; it needs model.attn.every"),
-        (["segments=3"], "tokens=16384: must divide by segments=3"),
-        (["segments=512"], "check_tokens=256: must divide by segments=512"),
-        (["steps=0"], "steps=0: must be ≥ 1"),
         (["seq_len=12288"], "tokens=16384: must divide by seq_len=12288"),
-        (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
-        (["variants=[copy]"], f"variants=copy: must be one of dp, products, {', '.join(SHARING)}, fla"),
-        (["variants=[fla:fast]"], "fla takes :no_optimizer and :compile"),
-        (["variants=[dp:compile]"], "dp takes :no_optimizer"),
-        (["device=cpu", "variants=[fla]"], "variants=fla: flash-linear-attention's kernels need CUDA"),
     ],
 )
 def test_invalid_arguments_print_one_error_line(
@@ -345,6 +328,22 @@ def test_model_case_on_two_ranks(tmp_path: Path, settings: list[str]) -> None:
     assert "2 steps of each variant; the papers' are 100" in table
     assert ("products: of the plain step, without recompute and segments" in table) == (settings == MIXERS)
     assert (tmp_path / "mixers.md").exists() == (settings == MIXERS)
+
+
+@pytest.mark.few(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn", "hgrn2"])
+def test_peer_of_a_mixer_has_our_parameters_and_set_buffers(mixer: str) -> None:
+    config = load_config(["model=gla_tiny", f"model.mixer={mixer}", "model.num_layers=1"]).model
+    assert formats_of(config)[0].library == "fla"
+    ours = {name: p.detach() for name, p in ModelSpec(config).build().named_parameters()}
+    theirs = peer._build(config, ours, torch.device("cpu"))
+    assert all(torch.equal(p, ours[name]) for name, p in theirs.named_parameters())
+    buffers = dict(theirs.named_buffers())
+    assert [*buffers] == (["model.layers.0.attn.rotary.inv_freq"] if mixer == "retnet" else [])
+    for frequencies in buffers.values():
+        half = torch.arange(len(frequencies)) / len(frequencies)
+        assert torch.allclose(frequencies, 1e4**-half)
 
 
 @pytest.mark.processes

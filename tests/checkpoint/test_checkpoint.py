@@ -103,8 +103,12 @@ def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[bool]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign)])
-def test_async_save_holds_state_of_its_step(world_size: int, tmp_path: Path) -> None:
+def test_async_save_holds_state_of_its_step(tmp_path: Path) -> None:
+    check_async_save(1, tmp_path)
+
+
+def check_async_save(world_size: int, tmp_path: Path) -> None:
+    """Its bits are those of a save that the run waits for."""
     folder = tmp_path / "runs"
     found = run_distributed(_train_in_both_modes, world_size, str(folder))[0]
     # A copy and a write of step 2, and a write of the last.
@@ -281,10 +285,12 @@ def test_old_checkpoint_that_is_a_link_is_unlinked_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
-def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tmp_path: Path) -> None:
+def test_failed_saves_end_the_run_only_at_the_last_step(tmp_path: Path) -> None:
+    check_failed_saves("async", "__0_0.distcp", tmp_path)
+
+
+def check_failed_saves(mode: str, file: str, tmp_path: Path) -> None:
+    """Two saves that cannot write a file, and a last one that can write nothing."""
     run = tmp_path / "run"
     settings = [f"run_dir={run}", "checkpoint.every=1", f"checkpoint.mode={mode}", "checkpoint.keep=0"]
     with failing(lambda path: path.endswith((f"step_00000002.tmp/{file}", f"step_00000003.tmp/{file}"))):
@@ -308,10 +314,13 @@ def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.processes
-@pytest.mark.parametrize(("at", "expected"), [(2, [2]), (3, [2, 3])], ids=["of its step", "of an earlier step"])
-def test_signal_during_save_keeps_it_and_saves_last_step(at: int, expected: list[int], tmp_path: Path) -> None:
+def test_signal_during_save_keeps_it_and_saves_last_step(tmp_path: Path) -> None:
+    check_signal_during_save(2, [2], tmp_path)
+
+
+def check_signal_during_save(at: int, expected: list[int], tmp_path: Path) -> None:
+    """A signal at a step, of which or before which the save in progress is."""
     due, done = Checkpointer.due, threading.Event()
 
     def told(self: Checkpointer, progress: Any) -> bool:

@@ -136,19 +136,7 @@ def _in_an_entry(checkpoint: Path, trap: Path, name: str = EMBEDDING) -> None:
     rewrite(checkpoint, metadata)
 
 
-@pytest.mark.parametrize(
-    ("attack", "command"),
-    [
-        (_in_metadata, _export),
-        (_in_an_entry, _generate),
-        *(
-            pytest.param(attack, command, marks=pytest.mark.campaign)
-            for attack in (_in_metadata, _in_an_entry)
-            for command in COMMANDS
-            if (attack, command) not in ((_in_metadata, _export), (_in_an_entry, _generate))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("attack", "command"), [(_in_metadata, _export), (_in_an_entry, _generate)])
 def test_commands_refuse_pickled_code_in_checkpoint(
     attack: Callable[[Path, Path], None], command: Command, run: Path, tmp_path: Path
 ) -> None:
@@ -311,10 +299,8 @@ def test_newest_checkpoint_linked_to_unmounted_disk_is_reported(finished: Path, 
     check_line(_resume(run, tmp_path), CHECKPOINT, f"{checkpoint_of(run)}: is a link to {tmp_path / 'disk'}")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
-def test_unlistable_checkpoints_folder_is_reported(number: int, run: Path) -> None:
-    real, before = os.scandir, snapshot(run / "checkpoints")
+def test_unlistable_checkpoints_folder_is_reported(run: Path) -> None:
+    real, before, number = os.scandir, snapshot(run / "checkpoints"), errno.ESTALE
 
     def refuse(path: Any = ".") -> Any:
         if Path(os.fsdecode(path)).name == "checkpoints":

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from data.store import shard_name
 from tests.support.commands import check_line, snapshot, train_here
 from tests.support.stores import write_store
 from zeco_train.errors import CheckpointError, ConfigError, DataError
@@ -47,10 +46,6 @@ def _keep(store: Path) -> None:
     pass
 
 
-def _truncate(store: Path) -> None:
-    os.truncate(store / shard_name(0), 7999)
-
-
 def _empty(store: Path) -> None:
     for path in store.iterdir():
         path.unlink()
@@ -65,7 +60,6 @@ def _remove(store: Path) -> None:
     shutil.rmtree(store)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("damage", "overrides", "code", "parts"),
     [
@@ -75,22 +69,8 @@ def _remove(store: Path) -> None:
             DATA,
             ["data.path=", "/store: no such token store; prepare one with"],
         ),
-        (_empty, [], DATA, ["data.path=", "an empty folder, not a token store"]),
         (_foreign, [], DATA, ["not a token store (no meta.json)"]),
-        (_truncate, [], DATA, ["tokens-00000.bin: truncated: 7999 bytes, meta.json says 8000"]),
         (_keep, ["model.vocab_size=100"], CONFIG, ["model.vocab_size=100: ", "259 or more"]),
-        (
-            _keep,
-            ["data.seq_len=4000"],
-            CONFIG,
-            ["data.seq_len=4000: longer than", " of 4000 tokens; largest legal value: 3999"],
-        ),
-        (
-            _keep,
-            ["data.validation_path=/nope", "train.eval_sequences=1"],
-            DATA,
-            ["data.validation_path=/nope: no such"],
-        ),
     ],
 )
 def test_unusable_token_store_is_reported(
@@ -103,16 +83,12 @@ def test_unusable_token_store_is_reported(
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("override", "part"),
     [
         ("seed=1", "seed=1: the run in RUN has 0"),
-        ("model=gla_340m", "model.name=gla_340m: the run in RUN has gla_tiny"),
         ("data.seq_len=128", "data.seq_len=128: the run in RUN has 64"),
-        ("train.dtype=fp64", "train.dtype=fp64: the run in RUN has fp32"),
         ("data.path=OTHER_TOKENS", "data: these are not the tokens that the run in RUN began with"),
-        ("data.path=OTHER_TOKENIZER", "data.tokenizer={'kind': 'huggingface'}: the run in RUN has {'kind': 'bytes'}"),
     ],
 )
 def test_resume_with_changed_identity_is_refused(

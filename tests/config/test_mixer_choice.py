@@ -151,22 +151,14 @@ def test_experiments_choose_mixer_and_size(toys: Path) -> None:
     assert (model.name, model.hidden_size, model.slots) == ("toy_1b", 1024, 4)
 
 
-@pytest.mark.few(4, quick=2)
+@pytest.mark.few(quick=2)
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
         (["model.mixer=lstm"], f"model.mixer=lstm: must be one of {NAMES}"),
-        (["model={mixer:lstm}"], f"model.mixer=lstm: must be one of {NAMES}"),
-        (["model.mixer=null"], f"model.mixer=null: must be one of {NAMES}"),
         (["model.mixer=[gla]"], f"model.mixer=['gla']: must be one of {NAMES}"),
-        (["+model.mixer=toy"], "+model.mixer=toy: the key exists; write model.mixer=toy"),
-        (["model.mixer=toy", "model=gla_125m"], "no configs/model/toy_125m.yaml; sizes of toy: 1b, tiny, wide"),
         (["model=gla_1b", "model.mixer=toy_box"], "no configs/model/toy_box_1b.yaml; sizes of toy_box: tiny"),
-        (["model=gla_340m", "model.mixer=toy"], "configs/model/toy_340m.yaml is of gla; it needs a line mixer: toy"),
-        (["model.mixer=toy", "model.expand_k=1"], "model.expand_k=1: unknown key of mixer toy; "),
         (["model=toy_1b", "model.slotz=1"], "model.slotz=1: unknown key of mixer toy; did you mean model.slots?"),
-        (["model.slots=1"], "model.slots=1: unknown key of mixer gla; "),
-        (["model.mixer=toy", "model.slots=many"], "model.slots=many: must be a whole number or null"),
     ],
 )
 def test_mistakes_name_field_value_and_allowed(overrides: list[str], line: str, toys: Path) -> None:

@@ -45,31 +45,17 @@ def test_masked_task_of_an_unmasked_model() -> None:
     assert config_of(to_plain(config)) == config
 
 
-@pytest.mark.few(4)
 @pytest.mark.usefixtures("unmasked")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["task=mlm"], "task=mlm: a causal model would not read the tokens after a mask; set model.causal=false"),
-        (["model.causal=false"], "model.causal=false: the model would read the token to predict; take task=mlm"),
         ([*MASKED, "data=synthetic"], "task=mlm: data=synthetic has labels of its own; take another data="),
-        (
-            [*MASKED, "train.segments=2"],
-            "train.segments=2: an unmasked model reads the whole sequence at once; must be 1 with model.causal=false",
-        ),
-        (
-            [*MASKED, "data.reset_state_at_document=true"],
-            "data.reset_state_at_document=true: an unmasked model reads the whole sequence; "
-            "must be false with model.causal=false",
-        ),
         (
             [*MASKED, "data.labels_across_documents=false"],
             "data.labels_across_documents=false: labels of task=mlm are the tokens themselves; must be true or null",
         ),
-        (["task.mask_fraction=0.2"], "task.mask_fraction=0.2: would be ignored; it needs task=mlm"),
         ([*MASKED, "task.mask_fraction=0"], "task.mask_fraction=0.0: must be > 0 and ≤ 1"),
-        ([*MASKED, "task.mask_token=-1"], "task.mask_token=-1: is an id: must be ≥ 0"),
-        (["task=bert"], "task=bert: must be one of lm, mlm"),
     ],
 )
 def test_mistakes_are_one_line(overrides: list[str], message: str) -> None:

@@ -37,24 +37,26 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
+def write_rows(path: Path, kind: str, rows: list[dict[str, Any]], group: int = 30) -> None:
+    """A file of this kind, whose suffix is added."""
+    table, path = pyarrow.Table.from_pylist(rows), path.with_name(f"{path.name}.{kind}")
+    if kind == "parquet":
+        parquet.write_table(table, path, row_group_size=group)
+    elif kind == "arrow":
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=17)
+    else:
+        compression = {"jsonl": None, "jsonl.gz": "gzip", "jsonl.zst": "zstd"}[kind]
+        with pyarrow.output_stream(str(path), compression=compression) as stream:
+            stream.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
 def write_dataset(folder: Path, kind: str, field: str = "text") -> Path:
     """A local data set in three files of this kind."""
     folder.mkdir(parents=True, exist_ok=True)
-    third = len(TEXTS) // 3
     for index in range(3):
-        part = TEXTS[index * third : (index + 1) * third]
-        table = pyarrow.table({field: part, "id": list(range(len(part)))})
-        name = folder / f"train-{index:05d}"
-        if kind == "parquet":
-            parquet.write_table(table, f"{name}.parquet", row_group_size=30)
-        elif kind == "arrow":
-            with pyarrow.OSFile(f"{name}.arrow", "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table, max_chunksize=17)
-        else:
-            compression = {"jsonl": None, "jsonl.gz": "gzip", "jsonl.zst": "zstd"}[kind]
-            lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
-            with pyarrow.output_stream(f"{name}.{kind}", compression=compression) as stream:
-                stream.write(lines.encode())
+        part = TEXTS[index * 100 : index * 100 + 100]
+        write_rows(folder / f"train-{index:05d}", kind, [{field: text, "id": i} for i, text in enumerate(part)])
     return folder
 
 
@@ -87,19 +89,21 @@ def test_nulls_and_byte_order_marks_as_in_files(
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("kind", "streaming"), [("parquet", True), ("jsonl.gz", True), ("parquet", False)])
-def test_workers_and_interruptions_do_not_change_the_store(
-    tmp_path: Path, kind: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_dataset(tmp_path / "corpus", kind)
+def test_interruptions_do_not_change_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lab/campaigns/cases/test_hugging_face.py has other kinds of files, and workers."""
+    check_interruptions("parquet", streaming=True, workers=1, tmp_path=tmp_path, monkeypatch=monkeypatch)
 
+
+def check_interruptions(
+    kind: str, *, streaming: bool, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preparation that is stopped every few parts, and goes on, against one that is not."""
+    folder = write_dataset(tmp_path / "corpus", kind)
     spec = preparation.DatasetSpec(str(folder), streaming=streaming)
     changes = {"sources": (), "dataset": spec, "min_tokens": 20, "shard_tokens": 2000, "part_characters": 2500}
     some = replace(options(folder, tmp_path / "unbroken"), unit_bytes=4000, **changes)
     prepare_store(some)
-    # Starting two processes that import the library takes seconds, so only one kind has two workers.
-    again = replace(some, out=tmp_path / "store", workers=2 if kind == "jsonl.gz" else 1)
+    again = replace(some, out=tmp_path / "store", workers=workers)
     assert prepare_with_stops(again, monkeypatch, 2) > 2
     assert snapshot(tmp_path / "store") == snapshot(tmp_path / "unbroken")
     kept = documents(tmp_path / "store") + documents(tmp_path / "store" / "validation")
@@ -108,17 +112,8 @@ def test_workers_and_interruptions_do_not_change_the_store(
 
 def test_changed_dataset_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_dataset(tmp_path / "corpus", "parquet")
-    arguments = [
-        "--dataset",
-        str(folder),
-        "--streaming",
-        "--out",
-        str(tmp_path / "store"),
-        "--save-seconds",
-        "0",
-        "--workers",
-        "1",
-    ]
+    arguments = ["--dataset", str(folder), "--streaming", "--out", str(tmp_path / "store")]
+    arguments += ["--save-seconds", "0", "--workers", "1"]
     with monkeypatch.context() as patched:
         stop_before(patched, preparation._Preparation, "_take", 5)
         with pytest.raises(Stopped):
@@ -272,12 +267,7 @@ def write_like(folder: Path, name: str, recipe: Recipe) -> list[str]:
     texts = [f"{name} {index} " + "word " * (index % 9) for index in range(120)]
     for number in range(2):
         rows = [{**row, recipe.text_field: text} for text in texts[number * 60 : number * 60 + 60]]
-        path = place / f"train-{number}.{kind}"
-        if kind == "parquet":
-            parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=25)
-        else:
-            with pyarrow.output_stream(str(path), compression="gzip" if kind.endswith("gz") else "zstd") as stream:
-                stream.write("".join(json.dumps(each) + "\n" for each in rows).encode())
+        write_rows(place / f"train-{number}", kind, rows, group=25)
     return texts
 
 

@@ -37,9 +37,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SEQ_LEN = 24
 # Borders at edges of segments, shards and sequences and inside them; documents of one token, and over several of each.
 LENGTHS = [6, 3, 15, 24, 1, 1, 7, 40, 3, 12, 62, 22, 5, 30, 9]
-# Segments and ranks; a shard has 24 tokens at most, and 1 at least.
-CUTS = [(1, 1), (24, 1), (1, 3), (3, 2), (6, 4)]
-CUTS += [pytest.param(*cut, marks=pytest.mark.campaign) for cut in ((2, 1), (1, 2), (2, 3), (1, 4), (4, 3), (8, 3))]
 GLOBAL_BATCH = 4
 
 
@@ -86,9 +83,10 @@ def test_document_borders_at_segment_edges(store: TokenStore, sp_size: int) -> N
     }
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(("segments", "sp_size"), CUTS)
+# Segments and ranks; a shard has 24 tokens at most, and 1 at least.
+@pytest.mark.parametrize(
+    ("segments", "sp_size", "reset"), [(1, 1, False), (24, 1, True), (1, 3, False), (3, 2, True), (6, 4, False)]
+)
 def test_labels_at_document_borders_are_left_out(store: TokenStore, segments: int, sp_size: int, reset: bool) -> None:
     """Token t of the store is t, so the label of t is t + 1, unless a document begins there."""
     starts = set(itertools.accumulate(LENGTHS))
@@ -233,23 +231,6 @@ def test_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
     assert whole.read([1]).labels[0].tolist() == list(range(37, 49))
 
 
-def test_steps_cross_epochs_without_loss_or_repeat(store: TokenStore) -> None:
-    whole = loader(store, global_batch=6)
-    assert whole.num_sequences == 9
-    # 6 does not divide 9: the second step crosses into the second epoch, without loss or repetition.
-    stream = [whole.batch(consumed, step).sequence_ids[0] for consumed in range(0, 36, 6) for step in range(6)]
-    epochs = [stream[start : start + 9] for start in range(0, 36, 9)]
-    assert all(sorted(epoch) == list(range(9)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 1, "every epoch has the same order"
-    # `consumed` need not be a multiple of the batch: a resume with another batch continues the same stream.
-    assert loader(store, global_batch=3).batch(7, 1).sequence_ids == [stream[8]]
-    seeded = loader(store, seed=8)
-    other = [seeded.sequence_id(seeded.place(position)) for position in range(9)]
-    assert sorted(other) == list(range(9))
-    assert other != epochs[0]
-
-
-OF_UNIT = "must be a multiple of dp × data.micro_batch ="
 IN_ALL = "sp.size × train.segments = 2 × 4 = 8"
 
 

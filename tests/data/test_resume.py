@@ -101,13 +101,11 @@ def prepare_with_stops(again: PrepareOptions, monkeypatch: pytest.MonkeyPatch, c
     raise AssertionError
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("workers", [1, 2])
 def test_resume_after_stop_at_every_part(
-    unbroken: tuple[Path, Path], tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+    unbroken: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus, expected = unbroken
-    assert prepare_with_stops(options(corpus, tmp_path / "store", workers), monkeypatch, 2 if workers == 1 else 5) > 3
+    assert prepare_with_stops(options(corpus, tmp_path / "store"), monkeypatch, 2) > 3
     assert snapshot(tmp_path / "store") == snapshot(expected)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
@@ -294,14 +292,12 @@ def test_second_process_on_same_store_is_refused(corpus: Path, tmp_path: Path, m
     assert len(seen) == 2
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_error_in_text_keeps_earlier_tokens(tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_in_text_keeps_earlier_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts").mkdir()
     write_lines(tmp_path / "texts" / "a.jsonl", [{"text": "x" * 300_000}] * 3)
     bad = tmp_path / "texts" / "b.jsonl"
     bad.write_text('{"text": "y"}\nno json\n')
-    flags = ["--out", str(tmp_path / "store"), "--workers", workers, "--save-seconds", "0"]
+    flags = ["--out", str(tmp_path / "store"), "--workers", "1", "--save-seconds", "0"]
     assert main([str(tmp_path / "texts"), *flags]) == 3
     line = f"{bad}, line 2: not JSON (Expecting value); each line must be one JSON object"
     kept = "900,003 tokens are kept, the same command goes on from there"
@@ -337,11 +333,9 @@ def test_interrupted_preparation_restarts_with_overwrite(
     assert documents(tmp_path / "store") == ["new"]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_max_tokens_ends_at_next_document_end(corpus: Path, tmp_path: Path, workers: int) -> None:
+def test_max_tokens_ends_at_next_document_end(corpus: Path, tmp_path: Path) -> None:
     prepare_store(options(corpus, tmp_path / "all", validation_fraction=0.0, save_seconds=10.0))
-    prepare_store(options(corpus, tmp_path / "some", workers, validation_fraction=0.0, max_tokens=9_000))
+    prepare_store(options(corpus, tmp_path / "some", validation_fraction=0.0, max_tokens=9_000))
     whole, some = TokenStore.open(tmp_path / "all"), TokenStore.open(tmp_path / "some")
     assert some.num_tokens == whole.doc_offsets[np.searchsorted(whole.doc_offsets, 9_000)]
     assert 9_000 <= some.num_tokens < whole.num_tokens

@@ -175,7 +175,6 @@ def test_synthetic_tasks_write_results_and_plots(run: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -183,13 +182,8 @@ def test_synthetic_tasks_write_results_and_plots(run: Path, tmp_path: Path) -> N
             ["recall.lengths=[4]"],
             "recall.lengths=4: too short for 2 pairs and 2 queries of recall; least legal value: 8",
         ),
-        (["recall.lengths=[64]", "train.segments=65"], "recall.lengths=64: must be ≥ 65: "),
         (["recall.lengths=[64,64]"], "recall.lengths=[64, 64]: names one twice"),
-        (["recall.examples=0"], "recall.examples=0: must be ≥ 1"),
-        (["recall.alphabet=200"], "recall.alphabet=200: must be from 1 to 127"),
         (["recall.zeroed=true"], "recall.zeroed=true: no state crosses ranks or segments here"),
-        (["recall.digits=3"], "recall.digits=3: unknown key"),
-        (["--tasks=validation"], "--tasks=validation: data=synthetic holds no text out; take --tasks=recall"),
     ],
 )
 def test_invalid_task_settings_are_reported(run: Path, arguments: list[str], expected: str) -> None:

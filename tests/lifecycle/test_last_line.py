@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.lifecycle.test_end import fail_with
-from tests.support.commands import REPOSITORY, SMALL, Command
+from tests.support.commands import REPOSITORY, SMALL, Command, is_running
 from tests.support.few import one_of
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError
@@ -105,6 +106,7 @@ def _launched(folder: Path, setting: str, fault: str) -> Command:
 def _after_two_steps(act: Callable[[Command], object]) -> Callable[[Command], None]:
     def wait(job: Command) -> None:
         job.wait_until(lambda: "step       2/" in job.out, "two steps")
+        assert len(job.ranks()) == 2
         act(job)
 
     return wait
@@ -150,5 +152,14 @@ def test_last_line_and_exit_code_of_torchrun(name: str, tmp_path: Path) -> None:
     assert lines[-1 - below].endswith(stop), job.err
     assert lines[len(lines) - below :] == [BORDER] * below
     assert name != "bug" or ": rank 1 failed: OSError: the disk is on fire; nothing more was saved" in lines[-1]
+    # Ranks that were asked to end have saved the last step that they did, and no step is done twice.
+    if stop == _SAVED:
+        folder = tmp_path / "run"
+        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, steps[-1] + 1))
+        assert lines[-1] == f"{start}{steps[-1]}{_SAVED}"
+        assert (folder / "checkpoints" / "latest").readlink() == Path(f"step_{steps[-1]:08d}")
+        assert outcome.errors == []
+        assert not [rank for rank, process in job.ranks().items() if is_running(process)]
     # torchrun's traceback is above.
     assert any(line.startswith("Traceback (most recent call last)") for line in lines[:-2])

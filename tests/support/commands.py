@@ -229,13 +229,6 @@ def is_running(process: int) -> bool:
     return state is not None and state[0] != "Z"
 
 
-def is_pending(process: int, number: signal.Signals) -> bool:
-    """Whether a process has a pending signal that it has not handled yet."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    pending = next(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:"))
-    return bool(pending >> number - 1 & 1)
-
-
 def _contents(file: io.BufferedRandom) -> str:
     file.seek(0, os.SEEK_END)
     return os.pread(file.fileno(), file.tell(), 0).decode(errors="replace")

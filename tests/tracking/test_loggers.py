@@ -1,4 +1,4 @@
-"""Experiment trackers: offline W&B and TensorBoard; `test_wandb_server.py` tests W&B online."""
+"""Experiment trackers: W&B and TensorBoard; lab/campaigns/cases/test_wandb_server.py has a run tracked online."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.support.commands import check_line, train_here
+from tests.support.commands import REPOSITORY, check_line, train_here
 from tests.support.waiting import ENOUGH
-from tests.support.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
 from zeco_train.tracking.loggers import ExperimentLogger, TensorBoardLogger, WandbLogger, build_logger
 from zeco_train.tracking.starts import Layout, Start, length_name
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 
 
@@ -133,6 +134,42 @@ def run_python(command: list[str], home: Path, **variables: str) -> subprocess.C
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=ENOUGH)
 
 
+_BLOCK, _HEADER, _FILE_HEADER = 32768, 7, 7
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The messages (`wandb_internal_pb2.Record`) of a run-*.wandb file: a log in LevelDB's format."""
+    from wandb.proto import wandb_internal_pb2
+
+    content = path.read_bytes()
+    assert content.startswith(b":W&B"), path
+    position, message = _FILE_HEADER, b""
+    while position + _HEADER <= len(content):
+        left = _BLOCK - position % _BLOCK
+        if left < _HEADER:
+            position += left
+            continue
+        length = int.from_bytes(content[position + 4 : position + 6], "little")
+        kind = content[position + 6]
+        message += content[position + _HEADER : position + _HEADER + length]
+        position += _HEADER + length
+        # 1: whole record; 2, 3, 4: its first, middle and last part.
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            yield record
+            message = b""
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    rows = [record.history for record in records(path) if record.HasField("history")]
+    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item} for row in rows]
+
+
+def run_record(path: Path) -> Any:
+    return next(record.run for record in records(path) if record.HasField("run"))
+
+
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Path]]:
     """The id of an offline run, and the files of its two starts."""
@@ -168,25 +205,35 @@ def test_wandb_offline_runs_share_id_and_layout(offline: tuple[str, list[Path]])
     assert [row["tokens_per_second_per_device_median"] for row in rows] == [30.0, 40.0, 45.0]
 
 
+_ONLINE = """
+import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
+config = LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online)
+try:
+    build_logger(config, sys.argv[1], 0).begin({}, Start(0, Layout("zeco", "gla_tiny", 1024, 1, 1), {}), None)
+except ConfigError as error:
+    print(error)
+"""
+
+
+class _Refuse(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_error(403)
+
+
 @pytest.mark.processes
 @pytest.mark.slow
-def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, list[Path]], tmp_path: Path) -> None:
-    run_id, files = offline
-    with WandbServer() as server:
-        folders = [str(file.parent) for file in files]
-        synced = run_python(["-m", "wandb", "sync", *folders], tmp_path, **server.environment(tmp_path))
-        assert synced.returncode == 0, synced.stderr
-        assert [row["step"] for row in server.rows(run_id)] == [1, 2, 3, 4, 3, 4, 5]
-        assert {start["name"] for start in server.started} == {run_id}
-
-
-@pytest.mark.processes
-@pytest.mark.campaign
-def test_wandb_online_without_account_is_refused(tmp_path: Path) -> None:
-    arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
-    done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)
-    line = "error: logger.mode=online: W&B knows no account here; wandb login, or mode offline\n"
-    assert (done.returncode, done.stderr) == (2, line)
+def test_refusing_wandb_server_gives_one_line_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with HTTPServer(("127.0.0.1", 0), _Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        account = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_ERROR_REPORTING": "false"}
+        done = run_python(["-c", _ONLINE, str(tmp_path / "run")], tmp_path, **account)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("logger.mode=online: W&B cannot start (")
+    assert "403" in done.stdout
+    assert done.stdout.count("\n") == 1
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

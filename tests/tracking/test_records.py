@@ -75,20 +75,12 @@ READERS: list[Callable[[Path], Outcome]] = [
 ]
 
 
-@pytest.mark.few(2, quick=1)
+@pytest.mark.few(quick=1)
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
         ("loss", "abc", "'abc', not a number or null"),
-        ("loss", "\x1b[31m", r"'\x1b[31m', not a number"),
-        ("loss", True, "True, not a number"),
-        pytest.param("loss", HUGE, "1000000", id="loss-huge"),
-        ("tokens_per_second", "fast", "'fast', not a number"),
         ("val_loss", "x" * 10_000, "'xxxx"),
-        ("step", None, "None, not a whole number from 0"),
-        ("step", -1, "-1, not a whole number"),
-        ("step", True, "True, not a whole number"),
-        pytest.param("step", HUGE, "1000000", id="step-huge"),
     ],
 )
 def test_metric_of_wrong_type_is_refused(field: str, value: object, shown: str, run: Path) -> None:
@@ -181,22 +173,11 @@ def test_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytes
     assert (again.code, again.err) == (0, "")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("file", "values", "problem"),
     [
         (STARTS_FILE, {"backend": 3}, "line 1: backend is 3, not text"),
-        (STARTS_FILE, {"seq_len": "64"}, "line 1: seq_len is '64', not a whole number from 1 to "),
-        (STARTS_FILE, {"environment": []}, "line 1: environment is [], not an object"),
-        (VALIDATION_FILE, {"step": "1"}, "line 1: step is '1', not a whole number"),
         (VALIDATION_FILE, {"by_position": None}, "line 1: by_position: not an object"),
-        (VALIDATION_FILE, {"by_position": {"edges": [0, 1]}}, "line 1: by_position: losses is not a list of 1 numbers"),
-        (VALIDATION_FILE, {"by_position": {"edges": [1, 0]}}, "line 1: by_position: edges do not increase"),
-        (
-            VALIDATION_FILE,
-            {"by_position": {"edges": [0, 1], "losses": ["a"], "errors": [None]}},
-            "line 1: by_position: losses has a value that is neither a number nor null",
-        ),
     ],
 )
 def test_invalid_starts_and_validation_records_are_refused(

@@ -19,13 +19,12 @@ from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from tests.support.few import one_of
 from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.layer_states import StateInput
-from zeco_train.ops.linear import Matmul, quantise_rows
+from zeco_train.ops.linear import quantise_rows
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition, find_doc_ids
 from zeco_train.ops.recompute import Recompute
@@ -39,15 +38,6 @@ pytestmark = pytest.mark.numeric
 # Norms and products with handwritten gradients in eager mode use autograd when compiled: measured 3e-15 for gradients
 # and 5e-15 for parameters.
 TOLERANCE = 1e-12
-
-CASES = {
-    "whole": Case(),
-    "selective": Case(recompute=Recompute.selective),
-    "full": Case(recompute=Recompute.full),
-    "fp8, full": Case(recompute=Recompute.full, matmul=Matmul.fp8),
-    "segments": Case(segments=2),
-    "segments, documents, full": Case(recompute=Recompute.full, segments=3, documents=True),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -78,13 +68,12 @@ def mesh() -> Iterator[ProcessMesh]:
     dist.destroy_process_group()
 
 
-# The first is quick; the last one combines the others.
-@pytest.mark.parametrize("name", one_of(CASES, "whole"))
-def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
+def check_graphs(case: Case, sizes: list[tuple[int, int]], mesh: ProcessMesh, store: Path) -> None:
+    """Of models of so many layers, after so many steps."""
     scan = RecordedExchange(local_exchange())
     graphs = []
-    for num_layers, steps in ((1, 1),) if name == "whole" else ((1, 2), (2, 1)):
-        case = dataclasses.replace(CASES[name], num_layers=num_layers, steps=steps)
+    for num_layers, steps in sizes:
+        case = dataclasses.replace(case, num_layers=num_layers, steps=steps)
         expected = run_steps(case, scan, mesh, store)
         torch._dynamo.reset()
         counter = _counted()
@@ -97,6 +86,10 @@ def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh,
     # gradients, for which Dynamo calls the backend twice in fp64, in the first backward pass only.
     assert graphs[0] == graphs[-1] <= 11
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_compiled_blocks_equal_eager_in_few_graphs(mesh: ProcessMesh, store: Path) -> None:
+    check_graphs(Case(), [(1, 1)], mesh, store)
 
 
 @pytest.mark.slow
@@ -161,7 +154,7 @@ def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
             assert not kind.startswith("*") or f"({position},): [['tt.divisibility', 16]]" in aligned, (kinds, aligned)
 
 
-def _two_ranks(rank: int, world_size: int, store: str, name: str, case: Case) -> None:
+def two_ranks(rank: int, world_size: int, store: str, name: str, case: Case) -> None:
     mesh, scan = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))[name]
     expected = run_steps(case, scan, mesh, store)
     result = run_steps(dataclasses.replace(case, compiler="aot_eager"), scan, mesh, store)
@@ -171,16 +164,10 @@ def _two_ranks(rank: int, world_size: int, store: str, name: str, case: Case) ->
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-SHARDED = {
-    "lasp1": Case(Strategy.zero2, recompute=Recompute.selective, steps=1, num_layers=1),
-    "two_shot": Case(Strategy.zero3, recompute=Recompute.full, segments=2, documents=True, steps=1, num_layers=1),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_of(SHARDED, "lasp1"))
-def test_compiled_sharded_blocks_equal_eager(name: str, store: Path) -> None:
-    run_distributed(_two_ranks, 2, str(store), name, SHARDED[name])
+def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
+    case = Case(Strategy.zero2, recompute=Recompute.selective, steps=1, num_layers=1)
+    run_distributed(two_ranks, 2, str(store), "lasp1", case)
 
 
 @pytest.mark.parametrize(("setting", "calls"), [(Compile.always, 1), (Compile.auto, 0), (Compile.never, 0)])
@@ -207,11 +194,11 @@ def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tens
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("tokens", [70, 1])
-@pytest.mark.parametrize("documents", [True, False])
-def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: bool) -> None:
+def test_operator_passes_opcheck() -> None:
+    check_operator(torch.bfloat16, 70, documents=True)
+
+
+def check_operator(dtype: torch.dtype, tokens: int, *, documents: bool) -> None:
     exchange = local_exchange()
     handle = exchange.handle(torch.device("cpu"))
     inputs, do, state = _tokens(dtype, tokens)

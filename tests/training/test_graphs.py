@@ -166,7 +166,8 @@ def test_replayed_steps_equal_launched_ones(gpu_mesh: ProcessMesh, settings: lis
     check_same_bits(gpu_mesh, settings, micro_batches, lambda model: StepGraphs(model, gpu_mesh.device), "bf16")
 
 
-def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
+def run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
+    """A case has three micro-batches or one, in turns."""
     mesh = init_mesh(Launch(rank, world_size, rank), world_size, torch.device("cpu"), timedelta(seconds=60))
     for index, settings in enumerate(cases):
         made: list[RunAgain] = []
@@ -182,26 +183,9 @@ def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
         assert made[0].runs == (STEPS - WARM_UP) * (micro_batches * (2 * segments - 1) + 1), settings
 
 
-@pytest.mark.parametrize(
-    ("cases", "ranks"),
-    [
-        # One rank sums its gradients in one buffer.
-        (SETTINGS[:1], 1),
-        pytest.param(SETTINGS[2:3], 2, marks=pytest.mark.campaign),
-        pytest.param(SETTINGS[10:11], 2, marks=pytest.mark.campaign),
-        pytest.param(
-            [["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]],
-            2,
-            marks=pytest.mark.campaign,
-        ),
-        pytest.param([SETTINGS[12], SETTINGS[11]], 2, marks=pytest.mark.campaign),
-        pytest.param([SETTINGS[4], SETTINGS[4], SETTINGS[10]], 1, marks=pytest.mark.campaign),
-    ],
-    ids=["one rank", "documents and convolutions", "segments", "others", "segments of others", "one rank of others"],
-)
-def test_steps_read_all_that_changes_from_tensors(cases: list[list[str]], ranks: int) -> None:
-    """A case has three micro-batches or one, in turns."""
-    run_distributed(_run_again, ranks, cases)
+def test_steps_read_all_that_changes_from_tensors() -> None:
+    """Of one rank, which sums its gradients in one buffer; lab/campaigns/cases/test_graphs.py has the others."""
+    run_distributed(run_again, 1, SETTINGS[:1])
 
 
 def test_what_cannot_be_captured_is_said() -> None:

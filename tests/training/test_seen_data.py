@@ -43,13 +43,6 @@ def flip(path: Path) -> None:
         file.write(bytes([value ^ 1]))
 
 
-def shift(store: Path) -> None:
-    """Move a border between two documents, consistent with meta.json except for the digest."""
-    offsets = np.load(store / OFFSETS_FILE)
-    offsets[2] += 5
-    np.save(store / OFFSETS_FILE, offsets)
-
-
 def touch(store: Path, ahead: int = 0) -> None:
     """Set modification times to now plus some seconds, as a copy does."""
     now = time.time_ns() + ahead * 10**9
@@ -120,44 +113,38 @@ def test_changed_files_are_refused_until_all_are_verified(run: Run, monkeypatch:
     assert (outcome.code, outcome.err) == (0, "")
 
 
-def _shorten(path: Path) -> None:
-    os.truncate(path, 10)
+def _shorten(store: Path) -> str:
+    os.truncate(path := store / shard_name(1), 10)
+    return f"{path}: truncated: 10 bytes"
 
 
-@pytest.mark.few(1)
+def _shift(store: Path) -> str:
+    """Move a border between two documents, consistent with meta.json except for the digest."""
+    offsets = np.load(path := store / OFFSETS_FILE)
+    offsets[2] += 5
+    np.save(path, offsets)
+    return f"{path}: its contents differ from what was prepared; copy the store again"
+
+
+def _prepare_otherwise(store: Path) -> str:
+    """With other borders of documents: verification compares with meta.json, so that store is intact, not the run's."""
+    shutil.rmtree(store)
+    write(store, [LENGTHS[0] + 5, LENGTHS[1] - 5, *LENGTHS[2:]], seed=1)
+    return f"{store / META_FILE}: gives other documents than at the run's last start"
+
+
 @pytest.mark.parametrize(
-    ("change", "problem"), [(_shorten, "truncated: 10 bytes"), (Path.unlink, "cannot be read (No such file")]
+    ("change", "part"),
+    [
+        (_shorten, ""),
+        (_shift, ""),
+        (_prepare_otherwise, "validation"),
+    ],
 )
-def test_files_of_other_size_and_missing_ones_are_refused(
-    change: Callable[[Path], None], problem: str, run: Run
-) -> None:
-    change(run.store / shard_name(1))
+def test_damaged_and_other_files_are_refused(change: Callable[[Path], str], part: str, run: Run) -> None:
+    line = change(run.store / part)
     for settings in ([], [VERIFY]):
-        check_line(run.start(*settings), DATA, f"{run.store / shard_name(1)}: {problem}")
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("part", ["", "validation"])
-def test_shifted_document_borders_are_refused(part: str, run: Run) -> None:
-    shift(run.store / part)
-    line = f"{run.store / part / OFFSETS_FILE}: its contents differ from what was prepared; copy the store again"
-    check_line(run.start(), DATA, line)
-    check_line(run.start(VERIFY), DATA, line)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("part", ["", "validation"])
-def test_same_tokens_with_other_document_borders_are_refused(part: str, run: Run) -> None:
-    """Verification compares with meta.json, so that store is intact, but not the run's."""
-    shutil.rmtree(run.store / part / "validation", ignore_errors=True)
-    lengths = [LENGTHS[0] + 5, LENGTHS[1] - 5, *LENGTHS[2:]]
-    for path in (run.store / part).iterdir():
-        if path.is_file():
-            path.unlink()
-    write(run.store / part, lengths, seed=1 if part else 0)
-    for settings in ([], [VERIFY]):
-        line = f"{run.store / part / META_FILE}: gives other documents than at the run's last start"
-        check_line(run.start(*settings), DATA, line, "checkpoint.load=")
+        check_line(run.start(*settings), DATA, line)
 
 
 @pytest.mark.slow

@@ -120,13 +120,7 @@ def test_first_loss_is_the_mean_over_each_document_alone(runs: Runs) -> None:
     assert result["rows"][0]["loss"] == pytest.approx(loss / count, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("suite", "world_size"),
-    [
-        (_quick, 2),
-        pytest.param(_splits, 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("suite", "world_size"), [(_quick, 2), pytest.param(_splits, 2, marks=pytest.mark.slow)])
 def test_fp64_runs_are_the_same_on_every_split(runs: Runs, suite: Any, world_size: int) -> None:
     expected = runs(_quick, 1)[0]["documents" if suite.__name__ == "_documents" else "reference"]
     for name, result in runs(suite, world_size)[0].items():

@@ -9,7 +9,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.checkpoint.test_checkpoint import names
+from tests.checkpoint.test_checkpoint import (
+    check_async_save,
+    check_failed_saves,
+    check_signal_during_save,
+    names,
+)
 from tests.support.distributed import run_distributed
 from tests.support.training import train
 from zeco_train.checkpoint import checkpointer as checkpoint
@@ -59,3 +64,18 @@ def test_save_interval_uses_clock_of_rank_0(tmp_path: Path) -> None:
     log = (tmp_path / "clocks" / "logs" / "rank_1.log").read_text()
     assert [step for step in range(8) if f"checkpoint of step {step} complete" in log] == [3, 6, 7]
     assert names(tmp_path / "clocks") == ["step_00000006", "step_00000007"]
+
+
+@pytest.mark.processes
+def test_async_save_holds_state_of_its_step_on_two_ranks(tmp_path: Path) -> None:
+    check_async_save(2, tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "file"), [("async", ".metadata.tmp"), ("sync", "__0_0.distcp")])
+def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tmp_path: Path) -> None:
+    check_failed_saves(mode, file, tmp_path)
+
+
+@pytest.mark.processes
+def test_signal_during_save_of_an_earlier_step_keeps_both(tmp_path: Path) -> None:
+    check_signal_during_save(3, [2, 3], tmp_path)

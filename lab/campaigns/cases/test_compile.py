@@ -11,10 +11,22 @@ import pytest
 import torch
 
 from models.spec import ModelSpec
+from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordedExchange
 from tests.support.steps import TINY, Case, check, make_loader, make_step, run_steps
-from tests.training.test_compile import TOLERANCE, _compiler, _counted, mesh, store
+from tests.training.test_compile import (
+    TOLERANCE,
+    _compiler,
+    _counted,
+    check_graphs,
+    check_operator,
+    mesh,
+    store,
+    two_ranks,
+)
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange
@@ -86,3 +98,31 @@ def test_non_finite_tensor_in_compiled_block_is_named(
     assert found.startswith(begin + "token 0 of sequence ")
     # As before.
     assert {block.recompute for block in model.model.blocks()} == {recompute}
+
+
+CASES = {
+    "whole": Case(),
+    "selective": Case(recompute=Recompute.selective),
+    "full": Case(recompute=Recompute.full),
+    "fp8, full": Case(recompute=Recompute.full, matmul=Matmul.fp8),
+    "segments": Case(segments=2),
+    "segments, documents, full": Case(recompute=Recompute.full, segments=3, documents=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
+    """The last one combines the others."""
+    check_graphs(CASES[name], [(1, 2), (2, 1)], mesh, store)
+
+
+def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
+    case = Case(Strategy.zero3, recompute=Recompute.full, segments=2, documents=True, steps=1, num_layers=1)
+    run_distributed(two_ranks, 2, str(store), "two_shot", case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("tokens", [70, 1])
+@pytest.mark.parametrize("documents", [True, False])
+def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: bool) -> None:
+    check_operator(dtype, tokens, documents=documents)

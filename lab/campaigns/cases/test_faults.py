@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import signal
@@ -18,7 +19,17 @@ from unittest import mock
 
 import pytest
 
-from tests.lifecycle.test_faults import ENDLESS, NONE, UNSTABLE, check_checkpoints, check_named, checkpoints, steps_done
+from tests.lifecycle.test_faults import (
+    ENDLESS,
+    NONE,
+    UNSTABLE,
+    check_checkpoints,
+    check_gone,
+    check_named,
+    checkpoints,
+    steps_done,
+    wait_for_steps,
+)
 from tests.support.commands import REPOSITORY, SMALL, TORCHRUN, is_running, torchrun, train_here
 from tests.support.loaded import python_path
 from tests.support.waiting import ENOUGH
@@ -124,3 +135,36 @@ def test_non_finite_gradient_stops_run(tmp_path: Path) -> None:
     )
     assert f"(exitcode: {NonFiniteError.exit_code})" in outcome.err
     check_checkpoints(tmp_path, step - 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGTERM], [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP]],
+    ids=["SIGTERM", "others"],
+)
+def test_job_stopped_by_signal_resumes_with_same_command(numbers: list[signal.Signals], tmp_path: Path) -> None:
+    before = 0
+    for number in numbers:
+        # With the shell's `trap '' USR1`, and to the end of the ranks' interpreters.
+        fresh = number is signal.SIGUSR1
+        with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE, fresh=fresh) as job:
+            wait_for_steps(job, tmp_path, before + 3)
+            assert (f"from step {before}" if before else "from the start") in job.out
+            if number is signal.SIGUSR1:
+                job.warn()
+            else:
+                job.signal(number)
+            # The job saves and draws its plot.
+            outcome = job.wait()
+            check_gone(job)
+        step = steps_done(tmp_path)
+        assert f"{number.name} after step {step}: saved; the same command goes on from there" in outcome.out
+        assert outcome.errors == []
+        assert "zeco_train/" not in outcome.err
+        # torchrun prints the exit codes of its ranks only if it was not signalled itself.
+        assert number is not signal.SIGUSR1 or "(exitcode: 75)" in outcome.err
+        assert f"step_{step:08d}" in checkpoints(tmp_path)
+        before = step
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, before + 1))

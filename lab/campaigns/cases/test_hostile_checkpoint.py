@@ -13,7 +13,19 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.checkpoint.test_hostile_checkpoint import DATA, EMBEDDING, _edit, _field, finished, run
+from tests.checkpoint.test_hostile_checkpoint import (
+    COMMANDS,
+    DATA,
+    EMBEDDING,
+    Command,
+    _edit,
+    _field,
+    _in_an_entry,
+    _in_metadata,
+    finished,
+    run,
+)
+from tests.checkpoint.test_hostile_checkpoint import test_commands_refuse_pickled_code_in_checkpoint as refuse_code
 from tests.checkpoint.test_hostile_checkpoint import test_inconsistent_checkpoint_files_are_refused as refuse_files
 from tests.checkpoint.test_hostile_checkpoint import test_inconsistent_metadata_is_refused as refuse_metadata
 from tests.support.commands import train_here
@@ -108,3 +120,11 @@ def test_inconsistent_metadata_is_refused(change: Callable[[Metadata], None], pr
 )
 def test_inconsistent_checkpoint_files_are_refused(change: Callable[[Path], None], problem: str, run: Path) -> None:
     refuse_files(change, problem, run)
+
+
+@pytest.mark.parametrize("attack", [_in_metadata, _in_an_entry])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_pickled_code_in_checkpoint(
+    attack: Callable[[Path, Path], None], command: Command, run: Path, tmp_path: Path
+) -> None:
+    refuse_code(attack, command, run, tmp_path)

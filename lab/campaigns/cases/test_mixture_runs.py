@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from data.store import META_FILE, shard_name
-from tests.support.commands import torchrun
+from tests.support.commands import check_line, torchrun, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
-from tests.training.test_mixture_runs import CONFIG, DATA, folder, mixture
+from tests.training.test_mixture_runs import CHECKPOINT, CONFIG, DATA, folder, mixture, write
 from tests.training.test_mixture_runs import test_invalid_mixtures_are_refused as refuse
 
 # Fixtures.
@@ -80,11 +80,41 @@ def test_shard_removed_in_mid_run_gives_one_line_error(folder: Path, tmp_path: P
             CONFIG,
             "data.seq_len=4096: longer than the corpus FOLDER/books (its documents of 190 tokens or more) of ",
         ),
-        ({"third": "FLIPPED"}, ["data.verify=true"], DATA, "FLIPPED/tokens-00000.bin: its contents differ from what"),
-        ({}, ["data.cache_dir=FOLDER/web/meta.json"], 0, ""),  # unused: no index of a store of this size is cached
     ],
 )
 def test_invalid_mixtures_are_refused(
     stores: dict[str, str], overrides: list[str], code: int, part: str, folder: Path, tmp_path: Path
 ) -> None:
     refuse(stores, overrides, code, part, folder, tmp_path)
+
+
+def test_flipped_bit_of_a_store_of_a_mixture_is_found(folder: Path, tmp_path: Path) -> None:
+    """The id stays within the vocabulary."""
+    path = write(tmp_path / "flipped", 3) / shard_name(0)
+    contents = bytearray(path.read_bytes())
+    contents[1000] ^= 1
+    path.write_bytes(contents)
+    steps = [f"run_dir={tmp_path / 'run'}", "train.steps=1", "data.verify=true"]
+    outcome = train_here(*mixture(folder, third=str(path.parent)), *steps)
+    check_line(outcome, DATA, f"{path}: its contents differ from what")
+
+
+def test_index_folder_that_nothing_is_written_to_may_be_a_file(folder: Path, tmp_path: Path) -> None:
+    """No index of a store of this size is cached."""
+    options = [f"run_dir={tmp_path / 'run'}", "train.steps=1", f"data.cache_dir={folder / 'web' / 'meta.json'}"]
+    assert train_here(*mixture(folder), *options).code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (["data.shuffle=documents"], "data.shuffle=documents: the run in"),
+        (["data.min_document_tokens=9"], "data.min_document_tokens=9: the run in"),
+    ],
+)
+def test_run_goes_on_with_its_order_and_documents_only(
+    change: list[str], part: str, folder: Path, tmp_path: Path
+) -> None:
+    data = ["data=tokens", f"data.path={folder / 'web'}", f"run_dir={tmp_path / 'run'}"]
+    assert train_here(*data, "train.steps=1").code == 0
+    check_line(train_here(*data, "train.steps=3", *change), CHECKPOINT, part)

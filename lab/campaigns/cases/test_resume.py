@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from tests.checkpoint.test_resume import check_resume, folder, half_way
+from tests.checkpoint.test_resume import test_resume_on_another_split_equals_uninterrupted_run as check_other_split
 from tests.support.commands import train_here
 
+# Fixtures.
+__all__ = ["folder", "half_way"]
 pytestmark = pytest.mark.campaign
 
 
@@ -48,3 +53,19 @@ def test_run_ended_before_first_checkpoint_starts_again(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["lock"]
     outcome = train_here(*settings)
     assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
+    check_resume(world_size, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [(2, ["sp=zeco", "parallel=ddp", "train.segments=2"]), (4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"])],
+    ids=["2 ranks, 2 segments", "other groups of 4"],
+)
+def test_resume_on_another_split_equals_uninterrupted_run(
+    half_way: dict[str, Any], folder: Path, tmp_path: Path, world_size: int, overrides: list[str]
+) -> None:
+    check_other_split(half_way, folder, tmp_path, world_size, overrides)

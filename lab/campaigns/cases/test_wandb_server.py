@@ -1,4 +1,4 @@
-"""`logger.mode=online` with the real W&B client: a server that answers, stalls, is gone, or refuses."""
+"""`logger.mode=online` with the real W&B client: without an account, and a server that stalls or is gone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,28 @@ from pathlib import Path
 
 import pytest
 
+from lab.campaigns.cases.wandb_server import WandbServer
 from tests.support.commands import REPOSITORY, SMALL
 from tests.support.waiting import ENOUGH
-from tests.support.wandb_server import WandbServer, history
-from tests.tracking.test_loggers import run_python
+from tests.tracking.test_loggers import history, offline, run_python
 from zeco_train.tracking.metrics import read_metrics
 
+# A fixture.
+__all__ = ["offline"]
+pytestmark = pytest.mark.campaign
+
+
+@pytest.mark.processes
+def test_wandb_online_without_account_is_refused(tmp_path: Path) -> None:
+    arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
+    done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)
+    line = "error: logger.mode=online: W&B knows no account here; wandb login, or mode offline\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
 # Timeouts for the W&B service to start and finish; the short one is for a server that does not answer.
-_PATIENCE, _SHORT = 100.0, 10.0
+_PATIENCE = 100.0
+_SHORT = 10.0
 
 
 class Training:
@@ -52,7 +66,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.campaign
 def test_lost_wandb_connection_does_not_end_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with WandbServer() as server:
@@ -80,24 +93,12 @@ def test_lost_wandb_connection_does_not_end_run(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
-_ONLINE = """
-import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
-config = LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online)
-try:
-    build_logger(config, sys.argv[1], 0).begin({}, Start(0, Layout("zeco", "gla_tiny", 1024, 1, 1), {}), None)
-except ConfigError as error:
-    print(error)
-"""
-
-
 @pytest.mark.processes
-@pytest.mark.slow
-def test_refusing_wandb_server_gives_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, list[Path]], tmp_path: Path) -> None:
+    run_id, files = offline
     with WandbServer() as server:
-        server.answer_with = 403
-        done = run_python(["-c", _ONLINE, str(tmp_path / "run")], tmp_path, **server.environment(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("logger.mode=online: W&B cannot start (")
-    assert "403" in done.stdout
-    assert done.stdout.count("\n") == 1
+        folders = [str(file.parent) for file in files]
+        synced = run_python(["-m", "wandb", "sync", *folders], tmp_path, **server.environment(tmp_path))
+        assert synced.returncode == 0, synced.stderr
+        assert [row["step"] for row in server.rows(run_id)] == [1, 2, 3, 4, 3, 4, 5]
+        assert {start["name"] for start in server.started} == {run_id}

@@ -1,6 +1,7 @@
 """A run killed with SIGKILL at random moments, including saves, has the results of an uninterrupted run.
 
-This is the short version of `python -m lab.kill_many 50`, which takes a quarter of an hour.
+The short version of `python -m lab.kill_many 50`, which takes a quarter of an hour; and that its comparison sees a
+difference.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from lab import kill_many
 from lab.kill_many import GRAPHS, OTHERS, SAME, Campaign, Run, compare, run_campaign
 from tests.support.replays import REPLAYS_BEGIN, replayed_steps
 
+pytestmark = pytest.mark.campaign
 STEPS = 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("campaign", "kills", "side_by_side"),
     # Without GPUs nothing is replayed: GRAPHS would be SAME with a larger model, six processes at a time.
     [
-        pytest.param(SAME, 1, 1, marks=pytest.mark.campaign),
-        pytest.param(OTHERS, 2, 1, marks=pytest.mark.campaign),
+        (SAME, 1, 1),
+        (OTHERS, 2, 1),
         pytest.param(GRAPHS, 2, 2, marks=pytest.mark.gpu),
     ],
     ids=["same", "others", "graphs"],

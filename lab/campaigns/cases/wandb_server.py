@@ -1,19 +1,13 @@
-"""A local server for the real W&B client, which can fail in the ways real servers do.
-
-Also parses the client's files on disk, with W&B's own message types.
-"""
+"""A local server for the real W&B client, which can fail in the ways real servers do."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-
-_BLOCK, _HEADER, _FILE_HEADER = 32768, 7, 7
 
 
 class WandbServer:
@@ -128,36 +122,3 @@ def _handler(server: WandbServer) -> type[BaseHTTPRequestHandler]:
         do_GET = do_PUT = do_POST
 
     return Handler
-
-
-def records(path: Path) -> Iterator[Any]:
-    """The messages (`wandb_internal_pb2.Record`) of a run-*.wandb file: a log in LevelDB's format."""
-    from wandb.proto import wandb_internal_pb2
-
-    content = path.read_bytes()
-    assert content.startswith(b":W&B"), path
-    position, message = _FILE_HEADER, b""
-    while position + _HEADER <= len(content):
-        left = _BLOCK - position % _BLOCK
-        if left < _HEADER:
-            position += left
-            continue
-        length = int.from_bytes(content[position + 4 : position + 6], "little")
-        kind = content[position + 6]
-        message += content[position + _HEADER : position + _HEADER + length]
-        position += _HEADER + length
-        # 1: whole record; 2, 3, 4: its first, middle and last part.
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(message)
-            yield record
-            message = b""
-
-
-def history(path: Path) -> list[dict[str, Any]]:
-    rows = [record.history for record in records(path) if record.HasField("history")]
-    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item} for row in rows]
-
-
-def run_record(path: Path) -> Any:
-    return next(record.run for record in records(path) if record.HasField("run"))

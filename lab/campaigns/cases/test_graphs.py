@@ -1,0 +1,25 @@
+"""Steps as CUDA graphs, emulated on CPUs: more settings, and two ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.distributed import run_distributed
+from tests.training.test_graphs import SETTINGS, run_again
+
+pytestmark = pytest.mark.campaign
+
+
+@pytest.mark.parametrize(
+    ("cases", "ranks"),
+    [
+        (SETTINGS[2:3], 2),
+        (SETTINGS[10:11], 2),
+        ([["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]], 2),
+        ([SETTINGS[12], SETTINGS[11]], 2),
+        ([SETTINGS[4], SETTINGS[4], SETTINGS[10]], 1),
+    ],
+    ids=["documents and convolutions", "segments", "others", "segments of others", "one rank of others"],
+)
+def test_steps_read_all_that_changes_from_tensors(cases: list[list[str]], ranks: int) -> None:
+    run_distributed(run_again, ranks, cases)
