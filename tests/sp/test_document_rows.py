@@ -9,18 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import opcheck
 
 from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.mixer_registry import MIXERS
 from models.spec import ModelSpec
-from tests.sp.test_operators import PROMISES, STARTS, TOLERANCE
+from tests.sp.test_operators import STARTS, TOLERANCE
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.attend import attend_at
-from zeco_train.ops.documents import stack_borders
 from zeco_train.ops.layer_states import LayerStates, StateInput
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.ops.position import SequencePosition, even_bounds
@@ -43,7 +41,7 @@ def documents_of(rows: slice = slice(None)) -> list[Tensor]:
 
 
 def softmax(rank: int, world_size: int) -> None:
-    """Every method, with and without a window: o and the gradients, and a replay's; then opcheck on one rank."""
+    """Every method, with and without a window: o and the gradients, and a replay's."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": HEADS, "k": KEY_HEADS, "v": KEY_HEADS, "do": HEADS}
     inputs = {
@@ -73,11 +71,6 @@ def softmax(rank: int, world_size: int) -> None:
                 error = (x - wanted[:, start:stop]).abs().max().item() / wanted.abs().max().item()
                 assert error <= TOLERANCE, f"{name}, {window=}: {key} is off by {error:.1e}"
             state_inputs = tuple(StateInput(state_output.received) for state_output in state_outputs)
-    if world_size == 1:
-        arguments = *leaves, None, None, 0.5, place.handle, list(place.bounds), 0
-        opcheck(torch.ops.zeco.attend.default, (*arguments, stack_borders(borders), 3), test_utils=PROMISES)
-        with pytest.raises(ValueError, match=r"^borders: documents of 2 sequences, for a batch of 3$"):
-            torch.ops.zeco.attend(*arguments, stack_borders(borders[:2]), None)
     dist.barrier()
 
 
