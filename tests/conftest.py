@@ -91,8 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # The first compilation of a process takes 4 s: one worker has them all.
-COMPILING = {"models/test_decay_mixers", "models/test_feature_maps", "ops/test_gated_norm_kernel", "ops/test_loss"}
-COMPILING |= {"ops/test_selection", "ops/test_short_conv", "training/test_compile"}
+COMPILING = {"models/test_layer_parts", "ops/test_gated_norm_kernel", "ops/test_loss"}
+COMPILING |= {"ops/test_selection", "ops/test_opcheck", "training/test_compile"}
 TOGETHER = dict.fromkeys(COMPILING, "compiling")
 # The first import of fla's models takes 5 s.
 FLA = {"checkpoint/test_earlier_versions", "hf/test_fla_checkpoints", "hf/test_hybrid_checkpoints"}

@@ -255,7 +255,8 @@ def of_pages(folder: Path) -> Iterator[tuple[str, str, str]]:
 
 def of_tests(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Test ids."""
-    lines = fork("-m pytest --collect-only -q -p no:cacheprovider tests").splitlines()
+    folders = " ".join(folder for folder in ("tests", "lab/campaigns/cases") if Path(folder).is_dir())
+    lines = fork(f"-m pytest --collect-only -q -p no:cacheprovider {folders}").splitlines()
     yield from (("test", line, "") for line in lines if "::" in line)
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from data.loader import SequenceLoader, Source
 from data.store import TokenStore
 from data.store.documents import Documents
 from models.parameters import parameter_rules
-from tests.checkpoint.test_resume import _forget
 from tests.support.comparison import largest, relative
 from tests.support.distributed import run_distributed
 from tests.support.steps import SEQ_LEN, TINY, make_mesh, write_documents
-from tests.support.training import largest_difference, train
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.config import ParallelConfig, Strategy, count_shards
 from zeco_train.distributed.owned_matrices import local
@@ -106,35 +102,6 @@ def test_losses_and_norms_are_those_of_one_rank(cases: list[Any], store: str) ->
         shard_size = case[1] if case[1] > 0 else 4
         groups = [sum(held[first : first + shard_size]) for first in range(0, 4, shard_size)]
         assert groups == [reference["held"]] * (4 // shard_size), case
-
-
-def _resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """A run within groups of two, then resumed from step 2 within groups of each size."""
-    steps = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=0", "data.global_batch=4"]
-    common = ["train.dtype=fp64", "sp=lasp2", "sp.size=2", *steps]
-    results = {"unbroken": train(rank, world_size, f"{folder}/2", *common, "parallel.shard_size=2")}
-    for shard_size in (1, 2, 4):
-        path = Path(folder, f"resumed_{shard_size}")
-        dist.barrier()
-        if rank == 0:
-            shutil.copytree(Path(folder, "2"), path)
-            _forget(path, 2)
-        dist.barrier()
-        results[str(shard_size)] = train(rank, world_size, path, *common, f"parallel.shard_size={shard_size}")
-    return results
-
-
-@pytest.mark.campaign
-def test_checkpoints_resume_within_other_groups(tmp_path: Path) -> None:
-    results = run_distributed(_resume, 4, str(tmp_path))[0]
-    unbroken = results.pop("unbroken")
-    assert [row["step"] for row in unbroken["rows"]] == [1, 2, 3, 4, 5, 6]
-    for shard_size, resumed in results.items():
-        assert len(resumed["sequence_ids"]) == 4
-        for key in ("loss", "grad_norm", "val_loss"):
-            error = largest_difference(resumed["rows"], unbroken["rows"], key)
-            # Groups of other sizes add gradients up in another order.
-            assert error <= (0 if shard_size == "2" else 1e-9), (shard_size, key)
 
 
 def test_mistakes_name_the_size() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
-from tests.support.training import full, train
+from tests.support.training import full
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.parallelize import begin_micro_batch, num_shards
 from zeco_train.ops.mix import mix_at
@@ -189,35 +188,3 @@ def test_specification_has_the_units_of_the_model() -> None:
     decays, *_ = (unit for unit in ModelSpec(MODEL).units if all(parameter.rule.wide for parameter in unit))
     assert [parameter.shape for parameter in decays] == [(MODEL.num_heads,)] * 3 * MODEL.num_layers
     assert sum(parameter.rule.wide for parameter in ModelSpec(MODEL).parameters) == len(decays)
-
-
-_RUN = ["model=mamba2_tiny", "model.hidden_size=24", "model.num_heads=6", "model.head_dim=8", "model.state_size=5"]
-_RUN += ["model.intermediate_size=0", "data.seq_len=96", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=0"]
-
-
-def _resumed(rank: int, world_size: int, folder: str, dtype: str, half_way: str) -> dict[str, Any]:
-    """Four steps; with `half_way` the last two of them, from a copy of that run's checkpoint of step 2."""
-    if half_way and rank == 0:
-        shutil.copytree(half_way, folder)
-        shutil.rmtree(Path(folder, "checkpoints", "step_00000004"))
-    dist.barrier()
-    split = ["parallel=zero3", "sp=lasp2", "sp.size=2"] if world_size == 2 else ["parallel=ddp", "sp=dp"]
-    return train(rank, world_size, folder, *_RUN, f"train.dtype={dtype}", *split)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("dtype", "ranks"),
-    [("bf16", 2), pytest.param("fp64", 1, marks=pytest.mark.campaign)],
-    ids=["bf16", "fp64 on one rank"],
-)
-def test_training_resumes_from_a_checkpoint(dtype: str, ranks: int, tmp_path: Path) -> None:
-    """Bit for bit on the same ranks; the masters of all parameters are stored in one dtype."""
-    whole, resumed = str(tmp_path / "whole"), str(tmp_path / "resumed")
-    unbroken = run_distributed(_resumed, 2, whole, dtype, "")[0]
-    found = run_distributed(_resumed, ranks, resumed, dtype, whole)[0]
-    assert [row["step"] for row in found["rows"]] == [1, 2, 3, 4]
-    for name, expected in unbroken["parameters"].items():
-        assert expected.dtype is (torch.float64 if dtype == "fp64" else torch.float32), name
-        error = (found["parameters"][name] - expected).norm() / expected.norm()
-        assert error <= (0 if ranks == 2 else 1e-9), name

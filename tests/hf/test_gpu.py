@@ -15,7 +15,7 @@ from torch import Tensor
 
 import zeco_train
 from tests.sp import test_functions
-from tests.support import sequences
+from tests.support import operator_cases
 from tests.support.distributed import run_distributed
 from zeco_train import functional
 from zeco_train.ops.operator_registry import OPERATORS
@@ -31,7 +31,7 @@ TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 4e-3}
 
 
 def operands(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    with patch.dict(sequences.SIZES, WIDTHS):
+    with patch.dict(operator_cases.SIZES, WIDTHS):
         found = test_functions.operands_of(name, sum(LENGTHS))
     wide = ("g", "log_decay", "beta")
     return {x: t.float() if x in wide else t.to(dtype) for x, t in found.items()}

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from data.tokenizer import load_tokenizer
 from models.mixer_registry import DEFAULT_CONFIG
 from tests.data.test_prepare import hugging_face
 from tests.support.distributed import run_distributed
-from tests.support.training import full, train
 from zeco_train.config.schema import Config
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import Device, host_group
-from zeco_train.errors import CheckpointError, ConfigError, DataError
+from zeco_train.errors import ConfigError, DataError
 from zeco_train.export import ExportSettings, export
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.hf.weights import load_weights
@@ -35,42 +31,6 @@ from zeco_train.training.config import Dtype
 pytestmark = pytest.mark.numeric
 
 __all__ = ["hugging_face"]
-
-LAYOUTS = [(Strategy.zero3, Dtype.fp64), (Strategy.ddp, Dtype.fp64), (Strategy.zero2, Dtype.bf16)]
-
-
-def _train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    tied = ["model.tie_word_embeddings=true", "train.dtype=fp64", "parallel.strategy=zero3"]
-    return train(rank, world_size, folder, *tied, "train.steps=2", "checkpoint.keep=1")["parameters"]
-
-
-def _load(rank: int, world_size: int, folder: str) -> list[dict[str, torch.Tensor]]:
-    trained = find_trained(folder)
-    config = trained.configure(["train.eval_sequences=1"])
-    mesh = join_ranks(config, Launch(rank, world_size, rank))
-    loaded = []
-    for strategy, dtype in LAYOUTS:
-        model = load_trained(trained, mesh, dtype=dtype, strategy=strategy)
-        assert not model.training
-        assert model.lm_head.weight is model.model.embeddings.weight
-        loaded.append({name: full(parameter).clone() for name, parameter in model.named_parameters()})
-    with (trained.path / "__0_0.distcp").open("r+b") as file:
-        file.seek(-100, os.SEEK_END)
-        file.write(b"x")
-    with pytest.raises(CheckpointError, match=r"damaged: __0_0.distcp is not what was written"):
-        load_trained(trained, mesh, dtype=Dtype.fp64, strategy=Strategy.ddp)
-    return loaded
-
-
-@pytest.mark.campaign
-def test_weights_load_on_other_splits(tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
-    expected = run_distributed(_train, 2, run)[0]
-    for loaded in run_distributed(_load, 3, run):
-        for (_, dtype), found in zip(LAYOUTS, loaded, strict=True):
-            assert found.keys() == expected.keys()
-            for name, parameter in found.items():
-                assert torch.equal(parameter, expected[name].to(dtype.compute)), (name, dtype)
 
 
 def _load_different(rank: int, world_size: int, checkpoints: str, exports: str) -> None:

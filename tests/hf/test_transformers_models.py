@@ -16,18 +16,12 @@ from models.spec import spec_of
 from tests.hf.logits import error, our_logits
 from tests.hf.test_config_json import small, written
 from tests.support.commands import train_here
-from tests.support.distributed import run_distributed
 from tests.support.model_card import run_snippet
-from tests.support.training import full
 from tests.support.transformers_alone import in_transformers
-from zeco_train.distributed.config import Strategy
 from zeco_train.errors import CheckpointError
 from zeco_train.export import main
 from zeco_train.hf.config_json import from_config_json
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_model, stored_weights
-from zeco_train.hf.trained import find_trained, load_trained
-from zeco_train.lifecycle.join import Launch
-from zeco_train.training.checks import join_ranks
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
@@ -250,35 +244,6 @@ def random_folder(kind: str, folder: Path) -> dict[str, Tensor]:
     tensors = {one.theirs[0]: one.join([own[name] for name in one.ours]) for one in found.written()}
     save_file(tensors, folder / WEIGHTS_FILE)
     return own
-
-
-def _loaded(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
-    trained = find_trained(folder)
-    mesh = join_ranks(trained.configure(["data.seq_len=63", "train.dtype=fp32"]), Launch(rank, world_size, rank))
-    strategies = Strategy.zero3, Strategy.hsdp
-    models = [load_trained(trained, mesh, dtype=Dtype.fp32, strategy=strategy) for strategy in strategies]
-    return [{name: full(p).clone() for name, p in model.named_parameters()} for model in models]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("kind", [pytest.param("olmo_hybrid", marks=pytest.mark.campaign), "qwen3_5_text"])
-def test_joined_rows_are_read_on_any_split(kind: str, tmp_path: Path) -> None:
-    """On 3 ranks, whose shards end inside queries, keys and values."""
-    own = random_folder(kind, folder := tmp_path / "folder")
-    if kind == "olmo_hybrid":
-        # As `save_pretrained` cuts the convolution's rows and names norms.
-        stored, renamed = load_file(folder / WEIGHTS_FILE), {}
-        for name, tensor in stored.items():
-            renamed[name.replace("layers.3.post_attention_layernorm", "layers.3.feedforward_layer_norm")] = tensor
-        for layer in range(3):
-            names = [f"model.layers.{layer}.linear_attn.{x}_conv1d.weight" for x in "qkv"]
-            rows = torch.cat([stored[name] for name in names])
-            renamed |= dict(zip(names, (x.clone() for x in rows.chunk(3)), strict=True))
-        save_file(renamed, folder / WEIGHTS_FILE)
-    for of_rank in run_distributed(_loaded, 3, str(folder)):
-        for parameters in of_rank:
-            assert parameters.keys() == own.keys()
-            assert all(torch.equal(tensor, own[name]) for name, tensor in parameters.items())
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:

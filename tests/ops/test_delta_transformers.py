@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.operator_cases import expected, make, operands_of, sharded
+from tests.support.transformers_alone import in_transformers
 
 # Importing transformers' model takes 8 s of CPU time.
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 # fp32, other chunks of other sums; measured 1.6e-6.
 TOLERANCE = 4e-6
-# With fla, transformers takes kernels, which need a GPU. Their scale is K^-1/2.
+# Their scale is K^-1/2.
 _THEIRS = """
-import sys; sys.modules["fla"] = None
-import torch
+import sys, torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 (q, k, v, g, beta, state), do, grad = torch.load(sys.argv[1])
 leaves = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
@@ -37,9 +35,7 @@ def test_rule_and_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
     given, results = tmp_path / "given.pt", tmp_path / "results.pt"
     operands = [*operands_of("gated_delta", narrow).values(), narrow["carry_in"]]
     torch.save((operands, narrow["do"], narrow["dcarry_out"]), given)
-    command = [sys.executable, "-c", _THEIRS, str(given), str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    in_transformers(_THEIRS, str(given), str(results))
     names = ("o", "carry_out", "dq", "dk", "dv", "dg", "dbeta", "dcarry_in")
     theirs = dict(zip(names, torch.load(results), strict=True))
     ours, exact = sharded("gated_delta", narrow, [0, 30, 128, 200]), expected("gated_delta", values)

@@ -12,7 +12,6 @@ from models.modules import GatedRMSNorm, GateFunction
 from tests.models.test_layers import reference_norm
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import skip_overflow_checks
-from tests.support.kernel_cases import SHARED_MEMORY, compiling
 from zeco_train.ops.gated_norm import kernels as launch
 
 pytestmark = pytest.mark.numeric
@@ -124,22 +123,3 @@ def test_kernels_are_not_compiled_for_each_length(shape: tuple[int, ...]) -> Non
     # A part of a wider projection is not copied.
     wide = torch.empty(*shape[:-1], 3 * shape[-1])
     assert launch._matrices(wide[..., shape[-1] : 2 * shape[-1]]).untyped_storage().data_ptr() == wide.data_ptr()
-
-
-def _shared_memory(rank: int, world_size: int, dtype: torch.dtype, width: int) -> dict[str, int]:
-    inputs = arguments((1, 64, 4, width), dtype, torch.device("cpu"))
-    dy = inputs.pop("dy")
-    with compiling(90) as shared:
-        _, rstd = launch.launch_gated_norm(**inputs, eps=EPS, is_swish=True)
-        launch.launch_gated_norm_grads(dy, **inputs, rstd=rstd, is_swish=True)
-    return shared
-
-
-@pytest.mark.campaign
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("width", [2048, 128])
-def test_kernels_compile_for_gpus(dtype: torch.dtype, width: int) -> None:
-    [shared] = run_distributed(_shared_memory, 1, dtype, width, fresh=True)
-    assert shared.keys() == {"gated_norm_kernel", "gated_norm_grads_kernel"}
-    assert max(shared.values()) <= SHARED_MEMORY[90]

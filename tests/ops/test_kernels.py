@@ -154,7 +154,7 @@ def limit(case: KernelCase, name: str, dtype: torch.dtype) -> float:
     token and head, as inexact as one product of two sums of bf16 products may be.
     """
     if case.operator in ("hgrn", "short_conv"):
-        return 2e-6 if dtype == torch.float32 else 5e-3
+        return (2e-6 if case.operator == "hgrn" else 1e-6) if dtype == torch.float32 else 5e-3
     loose = case.operator in DELTA or (case.operator == "scalar_decay" and name == "dg")
     return 1e-4 if dtype == torch.float32 else 1e-2 if loose else 5e-3
 
@@ -256,7 +256,7 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_of(COMPILED, "gla, sm_90, the widest heads"))
+@pytest.mark.parametrize("name", one_of(COMPILED, "gla, sm_90, odd"))
 def test_kernels_compile_within_shared_memory(name: str) -> None:
     """The GPU compiler runs without a GPU and refuses code that the interpreter accepts."""
     found = run_distributed(_compiled, 1, name, fresh=True)[0]

@@ -5,11 +5,13 @@ Both sides add up some hundred terms of order one, in another order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.operator_cases import (
@@ -20,6 +22,7 @@ from tests.support.operator_cases import (
     errors,
     expected,
     has_tokens,
+    in_dtype,
     log_decays,
     make,
     operands_of,
@@ -99,6 +102,33 @@ def test_recurrence_multiplies_the_state_by_its_matrices() -> None:
     torch.testing.assert_close(end, state, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_naive_convolution_equals_conv1d(width: int) -> None:
+    """After other inputs, also document by document: the first one continues from them."""
+    for batch, starts in ((2, (0,)), (1, (0, 3, 4))):
+        values = make("short_conv", 11, B=batch, W=width)
+        operands, carry_in = [*operands_of("short_conv", values).values()], values["carry_in"]
+        doc_ids = doc_ids_of(starts[1:] or None, 0, 11)
+        y, state = naive_of(OPERATORS["short_conv"])(*operands, initial_state=carry_in, doc_ids=doc_ids)
+        x, weight, bias = operands
+        parts = []
+        for start, stop in itertools.pairwise([*starts, 11]):
+            before = carry_in[:, 0] if start == 0 else torch.zeros_like(carry_in[:, 0])
+            joined = torch.cat([before, x[:, start:stop]], dim=1)
+            parts.append(F.conv1d(joined.mT, weight, bias, groups=x.shape[2]).mT)
+        torch.testing.assert_close(y, torch.cat(parts, 1), rtol=TOLERANCE, atol=TOLERANCE)
+        assert torch.equal(state, joined[:, None, 1 - width :])
+
+
+def test_shape_of_a_convolutions_state_and_where_it_is_cut() -> None:
+    conv, operands = OPERATORS["short_conv"], [torch.zeros(2, 3, 5), torch.zeros(5, 1, 4), torch.zeros(5)]
+    assert conv.state_shape(operands) == (2, 1, 3, 5)
+    assert conv.transition_shape(operands) == (2, 1, 3, 3)
+    assert conv.cuts(operands)
+    assert not conv.cuts([operands[0][:, :2], *operands[1:]])
+    assert conv.forward_flops(1, 3, 5) == conv.recomputed_flops(1, 3, 5) == 0
+
+
 # Lengths, ranks and documents
 
 
@@ -110,7 +140,7 @@ def test_chunk_is_smallest_size_that_fits_up_to_64(tokens: int, chunk: int) -> N
 @pytest.mark.few(quick=8)
 @EACH
 @pytest.mark.parametrize("tokens", [15, 1, 65, 2, 17, 63, 3, 33, 64, 130, 16])
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", DECAYS[:5])
 def test_one_rank_equals_recurrence(name: str, tokens: int, decay: str) -> None:
     check(name, make(name, tokens, decay), [0, tokens])
 
@@ -118,7 +148,7 @@ def test_one_rank_equals_recurrence(name: str, tokens: int, decay: str) -> None:
 @pytest.mark.few(quick=8)
 @EACH
 @pytest.mark.parametrize("edges", [[0, 100, 140], [0, 1, 65, 140], [0, 64, 128, 192], [0, 2, 67, 139, 140]])
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", DECAYS[:5])
 def test_sharded_ranks_equal_recurrence(name: str, edges: list[int], decay: str) -> None:
     check(name, make(name, edges[-1], decay), edges)
 
@@ -220,12 +250,6 @@ def test_transition_is_zero_after_a_restart_and_no_expansion_otherwise(name: str
 # Precision
 
 
-def in_dtype(name: str, values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """States and decays in fp32."""
-    tokens = {"do", *OPERATORS[name].operands} - WIDE.keys()
-    return {key: x.to(dtype if key in tokens else torch.float32) for key, x in values.items()}
-
-
 @pytest.mark.few(quick=6)
 @EACH
 @pytest.mark.parametrize("decay", ["strong", "none", "mixed", "weak"])
@@ -236,7 +260,7 @@ def test_fp32_error_is_bounded(name: str, decay: str, starts: tuple[int, ...] | 
     for key, x in wanted.items():
         assert found[key].dtype == torch.float32
         # Sums of up to 300 terms in fp32, eps 6e-8; those of dg may cancel.
-        size = max(x.norm(), wanted["dq"].norm()) if key == "dg" and "dq" in wanted else x.norm()
+        size = max(x.norm(), 0.1 * wanted["dq"].norm()) if key == "dg" and "dq" in wanted else x.norm()
         assert (found[key] - x).norm() <= 4e-6 * size, key
 
 

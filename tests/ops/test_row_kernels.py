@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.ops.test_linear import rows_of_many_sizes
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import skip_overflow_checks
-from tests.support.kernel_cases import SHARED_MEMORY, compiling
 from zeco_train.ops import linear as rows_module
 from zeco_train.ops.linear import DTYPE, Fp8Rows, quantise_columns, quantise_rows
 
@@ -87,20 +86,3 @@ def test_kernels_give_the_bits_of_pytorch_under_interpreter(monkeypatch: pytest.
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_give_the_bits_of_pytorch_on_gpu(dtype: torch.dtype) -> None:
     assert wrong(dtype, torch.device("cuda")) == []
-
-
-def _shared_memory(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
-    parts = [torch.empty(64, width, dtype=dtype) for width in (1024, 1024, 2048)]
-    with compiling(90) as shared, mock.patch.object(rows_module, "_has_kernels", return_value=True):
-        quantise_rows(*parts)
-        quantise_columns(*(part.T.contiguous() for part in parts))
-    return shared
-
-
-@pytest.mark.campaign
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_compile_for_gpus_with_fp8(dtype: torch.dtype) -> None:
-    [shared] = run_distributed(_shared_memory, 1, dtype, fresh=True)
-    assert shared.keys() == {"rows_kernel", "column_sizes_kernel", "columns_kernel"}
-    assert max(shared.values()) <= SHARED_MEMORY[90]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab.campaigns import slow_paths
-from tests.support.commands import REPOSITORY
 from zeco_train.ops import gated_norm
 from zeco_train.ops.gla.kernels import launch
 from zeco_train.ops.mix import mix
@@ -165,16 +163,6 @@ def test_stored_measurements_are_of_operators_that_are_asked_about() -> None:
     known = {*(name for name, operator in OPERATORS.items() if operator.kernels is not None), "softmax"}
     assert {row.operator for row in stored_slow_downs().rows} <= known
     assert all(row.slow_down > 0 and row.dtype in ("bf16", "fp32") for row in stored_slow_downs().rows)
-
-
-@pytest.mark.campaign
-def test_campaign_writes_the_file_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = slow_paths.main([str(tmp_path / "table.json"), "--dry"])
-    assert SlowDowns.read(tmp_path / "table.json") == table
-    assert {row.operator for row in table.rows} == {*LIMITED, "gla", "hgrn", "softmax"}
-    assert capsys.readouterr().out.count(" ms = ") == len(table.rows)
-    stored = json.loads((REPOSITORY / "zeco_train/ops/slow_paths.json").read_text())
-    assert stored.keys() == json.loads((tmp_path / "table.json").read_text()).keys()
 
 
 def test_products_in_place_of_flash_attention_keep_fp32_sums_of_bf16_heads() -> None:

@@ -48,6 +48,7 @@ class Case:
 
     tokens: int | None = 24  # None: one less than there are ranks, so that a rank has none
     borders: tuple[int, ...] | None = None
+    of_rows: tuple[tuple[int, ...], ...] = ()  # in place of them, those of each sequence
     window: int | None = None
     queries_per_key: int | None = 1  # heads of queries for each of keys; None: all of them
     uneven: bool = False  # later ranks have more tokens, the first of many has one
@@ -72,6 +73,8 @@ CASES = {
     ),
     "documents, window": Case(borders=DOCUMENTS, window=5),
     "documents, wide window, four queries a key": Case(borders=THIRDS, window=15, queries_per_key=4),
+    "documents of each sequence": Case(of_rows=((0, 24), (0, 2, 3, 8, 24))),
+    "documents of each sequence, window": Case(of_rows=((0, 24), (0, 2, 3, 8, 24)), window=5, queries_per_key=4),
     "a rank without tokens": Case(tokens=None),
     "a rank without tokens, window": Case(tokens=None, window=2),
 }
@@ -101,23 +104,23 @@ class Whole:
         return [*itertools.pairwise(max(r, self.tokens * r**2 // self.ranks**2) for r in range(self.ranks + 1))]
 
     def position(self, exchange: Exchange, rank: int) -> SequencePosition:
-        documents = None if self.case.borders is None else [self.case.borders]
+        documents = self.case.of_rows or (None if self.case.borders is None else [self.case.borders])
         bounds = [0, *(stop for _, stop in self.shards)]
         return SequencePosition(bounds, rank, documents=documents, exchange=exchange)
 
     def mask(self) -> Tensor:
-        """[queries, keys], by the definition."""
-        borders, window = self.case.borders or (0, self.tokens), self.case.window or self.tokens
-        document = [sum(border <= position for border in borders) for position in range(self.tokens)]
-        return torch.tensor(
-            [
+        """[rows, 1, queries, keys] of all or of each sequence, by the definition."""
+        rows, window = self.case.of_rows or (self.case.borders or (0, self.tokens),), self.case.window or self.tokens
+        masks = []
+        for borders in rows:
+            document = [sum(border <= position for border in borders) for position in range(self.tokens)]
+            masks.append(
                 [
                     key <= query and query - key < window and document[key] == document[query]
-                    for key in range(self.tokens)
+                    for query, key in itertools.product(range(self.tokens), repeat=2)
                 ]
-                for query in range(self.tokens)
-            ]
-        )
+            )
+        return torch.tensor(masks).view(len(rows), 1, self.tokens, self.tokens)
 
     def results(self, attention: Any) -> dict[str, Tensor]:
         """Of a function of q, k, v [B, H, T, D], with a head of keys for each of queries."""
@@ -181,9 +184,10 @@ def build_methods(world_size: int, timeout: timedelta = TIMEOUT) -> dict[str, An
     }
 
 
-# Every method, documents, windows, shared heads and uneven shards at once, and what they could hide.
+# Every method, documents, also of each sequence, windows, shared heads and uneven shards, and what they could hide.
 QUICK = (
     "one head of keys",
+    "documents of each sequence, window",
     "uneven shards, documents, wide window, four queries a key",
     "a rank without tokens, window",
 )
@@ -269,13 +273,13 @@ def frugal(rank: int, world_size: int) -> list[int]:
             [StateInput()] * 2,
             case.window,
         )
-        # Of each block up to this rank's, the keys from the first that later queries read.
-        read = whole.mask()[stop:].any(0).tolist()
-        tokens = sum(
-            last - next((key for key in range(first, last) if read[key]), last)
-            for first, last in whole.shards[: rank + 1]
-        )
-        assert recorded.sent == 2 * BATCH * tokens * whole.key_heads * HEAD_DIM, f"{name}, rank {rank}"
+        # Of each block up to this rank's, in each sequence the keys from the first that its later queries read.
+        tokens = 0
+        for mask in whole.mask().expand(BATCH, -1, -1, -1)[:, 0]:
+            read = mask[stop:].any(0).tolist()
+            for first, last in whole.shards[: rank + 1]:
+                tokens += last - next((key for key in range(first, last) if read[key]), last)
+        assert recorded.sent == 2 * tokens * whole.key_heads * HEAD_DIM, f"{name}, rank {rank}"
         if name == "plain":
             # A rank receives the next block while it computes the current one.
             sends = ["send"] * (rank + 1 < world_size)

@@ -1,4 +1,4 @@
-"""Softmax attention, and models, over batches in which each sequence has documents of its own."""
+"""Models over batches in which each sequence has documents of its own."""
 
 from __future__ import annotations
 
@@ -9,80 +9,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import opcheck
 
 from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.mixer_registry import MIXERS
 from models.spec import ModelSpec
-from tests.sp.test_operators import PROMISES, STARTS, TOLERANCE
+from tests.sp.test_operators import STARTS
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT
 from zeco_train.collectives.wire import Wire
-from zeco_train.ops.attend import attend_at
-from zeco_train.ops.layer_states import LayerStates, StateInput
-from zeco_train.ops.oracle import exact_softmax
-from zeco_train.ops.position import SequencePosition, even_bounds, stack_borders
+from zeco_train.ops.layer_states import LayerStates
+from zeco_train.ops.position import SequencePosition, even_bounds
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.attention.method import LocalAttention
 from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect, local_exchange
 
 pytestmark = pytest.mark.numeric
 
-# Heads of queries and of keys, which three ranks can share; tokens of a sequence.
-HEADS, KEY_HEADS, HEAD_DIM, TOKENS = 6, 3, 4, 13
+# Of a sequence.
+TOKENS = 13
 
 
 def documents_of(rows: slice = slice(None)) -> list[Tensor]:
     """The borders of each row's documents."""
     return [torch.tensor([0, *(start for start in starts if start > 0), TOKENS]) for starts in STARTS[rows]]
-
-
-def softmax(rank: int, world_size: int) -> None:
-    """Every method, with and without a window: o and the gradients, and a replay's; then opcheck on one rank."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": HEADS, "k": KEY_HEADS, "v": KEY_HEADS, "do": HEADS}
-    inputs = {
-        name: torch.randn(len(STARTS), TOKENS, heads, HEAD_DIM, generator=generator, dtype=torch.float64)
-        for name, heads in shapes.items()
-    }
-    borders = documents_of()
-    bounds = even_bounds(TOKENS, world_size)
-    start, stop = bounds[rank : rank + 2]
-    methods = {"local": LocalAttention()}
-    if world_size > 1:
-        methods = {name: spec.build(Wire(dist.new_group(), name, False, TIMEOUT)) for name, spec in METHODS.items()}
-    for window, (name, method) in itertools.product((None, 3), methods.items()):
-        rows = [
-            exact_softmax(*(inputs[key][row : row + 1] for key in shapes), borders=of_row, window=window)
-            for row, of_row in enumerate(borders)
-        ]
-        exchange = local_exchange().replaced(attention=method)
-        place = SequencePosition(bounds, rank, documents=borders, exchange=exchange)
-        state_inputs = StateInput(), StateInput()
-        for _ in ("first", "replay"):
-            leaves = [inputs[key][:, start:stop].clone().requires_grad_() for key in ("q", "k", "v")]
-            o, state_outputs = attend_at(*leaves, HEAD_DIM**-0.5, place, state_inputs, window)
-            grads = torch.autograd.grad(o, leaves, inputs["do"][:, start:stop])
-            for key, x in zip(rows[0], (o.detach(), *grads), strict=True):
-                wanted = torch.cat([row[key] for row in rows])
-                error = (x - wanted[:, start:stop]).abs().max().item() / wanted.abs().max().item()
-                assert error <= TOLERANCE, f"{name}, {window=}: {key} is off by {error:.1e}"
-            state_inputs = tuple(StateInput(state_output.received) for state_output in state_outputs)
-    if world_size == 1:
-        arguments = *leaves, None, None, 0.5, place.handle, list(place.bounds), 0
-        opcheck(torch.ops.zeco.attend.default, (*arguments, stack_borders(borders), 3), test_utils=PROMISES)
-        with pytest.raises(ValueError, match=r"^borders: documents of 2 sequences, for a batch of 3$"):
-            torch.ops.zeco.attend(*arguments, stack_borders(borders[:2]), None)
-    dist.barrier()
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_softmax_of_rows_with_documents_of_their_own_equals_the_formula(world_size: int) -> None:
-    run_distributed(softmax, world_size)
 
 
 def build(recompute: Recompute = Recompute.none) -> LanguageModel:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.sequences import dims_of, expected, own_tokens, tensors
+from tests.support.operator_cases import dims_of, expected_of_rows, make, own_tokens
 from zeco_train import functional
 from zeco_train.errors import ConfigError
 from zeco_train.ops.operator_registry import OPERATORS
@@ -39,7 +39,7 @@ def relative(x: Tensor, wanted: Tensor) -> float:
 
 
 def operands_of(name: str, num_tokens: int) -> dict[str, Tensor]:
-    values = tensors(name, num_tokens, len(STARTS))
+    values = make(name, num_tokens, "mild", B=len(STARTS))
     return {operand: values[operand] for operand in OPERATORS[name].operands}
 
 
@@ -55,8 +55,8 @@ def check(
 ) -> None:
     operator, bounds = OPERATORS[name], [*itertools.accumulate(lengths, initial=0)]
     starts = [[start for start in starts if with_documents and start < bounds[-1]] for starts in STARTS]
-    whole = tensors(name, bounds[-1], len(STARTS))
-    wanted = expected(name, whole, starts, carry_in=with_states, carry_out=with_states)
+    whole = make(name, bounds[-1], "mild", B=len(STARTS))
+    wanted = expected_of_rows(name, whole, starts, carry_in=with_states, carry_out=with_states)
     tokens = slice(*bounds[0 if ranks is None else ranks.rank :][:2])
     own = own_tokens(name, whole, tokens)
     leaves = {x: own[x].clone().requires_grad_(x not in WITHOUT_GRADIENT) for x in operator.operands}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
+from tests.support.operator_cases import expected_of_rows, make
 from tests.support.positions import position_of
-from tests.support.sequences import expected, tensors
 from tests.support.sp_reference import TIMEOUT, RecordedExchange
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.cost_model import Costs, Link, Load
@@ -45,8 +45,8 @@ def segments(rank: int, world_size: int, share: int) -> None:
     halo, count = dist.new_group(), 3
     exchange = connect(SPConfig(), (dist.new_group(), dist.new_group()), TIMEOUT, halo=(halo, dist.new_group()))
     scan = RecordedExchange(exchange.replaced(states=exchange.halo))
-    values = tensors("short_conv", count * share * world_size, 2)
-    wanted = expected("short_conv", values, ((), ()), carry_in=True, carry_out=True)
+    values = make("short_conv", count * share * world_size, "mild", B=2)
+    wanted = expected_of_rows("short_conv", values, ((), ()), carry_in=True, carry_out=True)
     parts = [
         slice(start, start + share) for start in range(rank * share, count * share * world_size, world_size * share)
     ]
@@ -88,8 +88,8 @@ def beside_a_backend(rank: int, world_size: int) -> None:
     exchange, meter = connect(SPConfig(), mesh.scan_groups, mesh.timeout, mesh.device, halo), ExposedMeter()
     assert exchange.halo is not exchange.states
     shard = SequencePosition((0, 4, 8), mesh.sp_rank, exchange=exchange)
-    values, own = tensors("short_conv", 8, 1), slice(shard.start, shard.stop)
-    wanted = expected("short_conv", values, ((),), carry_in=False, carry_out=False)
+    values, own = make("short_conv", 8, "mild", B=1), slice(shard.start, shard.stop)
+    wanted = expected_of_rows("short_conv", values, ((),), carry_in=False, carry_out=False)
     with meter.measuring():
         y, _ = mix("short_conv", [values["x"][:, own], values["weight"], values["bias"]], shard)
     assert meter.take() is not None

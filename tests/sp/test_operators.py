@@ -1,5 +1,5 @@
 """Operators over uneven ranks, by every backend, in batches whose rows have documents of their own, against their
-recurrences: the passes of the registry, and those that `op_passes` makes of a recurrence."""
+recurrences."""
 
 from __future__ import annotations
 
@@ -12,29 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
-from tests.support.op_passes import op_passes
-from tests.support.recurrence import naive_of
-from tests.support.sequences import dims_of, expected, own_tokens, tensors
+from tests.support.operator_cases import NAMES, dims_of, expected_of_rows, in_dtype, make, own_tokens
 from tests.support.sp_reference import RecordedExchange, build_scans
-from zeco_train.ops.delta import DELTA
 from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.gla.chunked import _GlaForward
 from zeco_train.ops.mix import mix
-from zeco_train.ops.operator import Kind
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.position import SequencePosition, find_doc_ids
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
-SCALE = 0.7
 # Tokens of each rank; a sequence ends with the last one.
 LENGTHS = {1: (9,), 2: (1, 6), 3: (4, 2, 1), 5: (1, 1, 1, 5, 2)}
 # Where documents begin, by row: one that continues from the carry, several over ranks after it, one a token.
@@ -45,14 +39,6 @@ SHORT = (4, 1, 2), (1, 1, 1)
 LONG, LONG_STARTS = (70, 1, 66), ((), (30, 71, 100), (64, 65, 70, 136))
 # Sums of tens of terms near 1, each rounded by 2^-53.
 TOLERANCE = 1e-13
-# An operator is tested over ranks before it has passes of its own.
-OPS = {
-    "slow gla": replace(GLA, portable=op_passes(naive_of(GLA), Kind.diagonal), cuda=None),
-    "slow delta": replace(DELTA, portable=op_passes(naive_of(DELTA), Kind.matrix), cuda=None),
-    **OPERATORS,
-}
-ROWS = [name for name, operator in OPERATORS.items() if not operator.reads_whole]
-PROMISES = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 
 
 def shard_of(
@@ -111,14 +97,14 @@ def compare(
 ) -> None:
     """On this rank's tokens; a replay of what it received launches no scan forward, and has the same bits."""
     bounds = [*itertools.accumulate(lengths, initial=0)]
-    whole, tokens = tensors(name, bounds[-1], len(starts)), slice(*bounds[rank : rank + 2])
+    whole, tokens = make(name, bounds[-1], "mild", B=len(starts)), slice(*bounds[rank : rank + 2])
     # Scans of states are recorded, those of halos are not.
     shard = shard_of(exchange.replaced(halo=exchange.states), bounds, rank, starts)
     if is_whole := OPERATORS[name].reads_whole:
         carry = want_carry = False
         starts = [()] * len(starts)
         shard = SequencePosition(bounds, rank, exchange=exchange)
-    wanted = expected(name, whole, starts, carry_in=carry, carry_out=want_carry)
+    wanted = expected_of_rows(name, whole, starts, carry_in=carry, carry_out=want_carry)
     own, where = own_tokens(name, whole, tokens), f"{name}, {backend}, {carry=}, {want_carry=}"
     exchange.events.clear()
     found = found_by(name, own, shard, carry=carry, want_carry=want_carry)
@@ -149,13 +135,11 @@ def check(name: str, found: dict[str, Tensor], wanted: dict[str, Tensor], tokens
 
 
 def suite(rank: int, world_size: int, quick: bool) -> None:
-    """Quick: one of matrices with all backends, each other operator with one of them."""
+    """Quick: each operator with one backend, and each backend with an operator."""
     scans = build_scans(tuple(range(world_size)))
-    with mock.patch.dict(OPERATORS, OPS):
-        for number, name in enumerate(OPS):
-            chosen = [*scans] if name == "delta" or not quick else [[*scans][number % len(scans)]]
-            for backend in chosen:
-                compare(name, backend, scans[backend], rank, LENGTHS[world_size])
+    for number, name in enumerate(OPERATORS):
+        for backend in [[*scans][number % len(scans)]] if quick else scans:
+            compare(name, backend, scans[backend], rank, LENGTHS[world_size])
     if quick:
         compare("gla", "chain/3", scans["chain/3"], rank, LONG, LONG_STARTS)
         for lengths in SHORT:
@@ -188,25 +172,6 @@ def test_matrices_are_made_only_where_a_state_passes_through() -> None:
     assert run_distributed(made_matrices, 3) == [[0, 0, 6, 6], [6, 6, 6, 6], [0, 6, 0, 6]]
 
 
-@pytest.mark.parametrize("documents", [None, (0, 70, 100)])
-def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None) -> None:
-    """State, transition and state gradient one by one, in fp64."""
-    values = tensors("gla", 100, 1)
-    operands, incoming = [values[name] for name in GLA.operands], values["carry_in"]
-    doc_ids = None if documents is None else find_doc_ids(torch.tensor(documents), 0, 100, incoming.device)
-    both = []
-    for passes in (GLA.select(operands), OPS["slow gla"].portable):
-        forward = passes.forward(operands, SCALE, doc_ids)
-        forward.overlap()
-        o = forward.outputs(incoming)
-        backward = passes.backward(operands, values["do"], forward.saved, incoming, SCALE, doc_ids)
-        backward.overlap()
-        transition, grads = forward.transition.exp(), backward.operand_grads(values["dcarry_out"])
-        both.append([forward.state, transition, o, backward.state_grad, *grads])
-    for ours, theirs in zip(*both, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
-
-
 def test_unknown_operator_and_wrong_operands_are_refused() -> None:
     shard = SequencePosition((0, 4), exchange=local_exchange())
     x = torch.ones(1, 4, 1, 2)
@@ -237,24 +202,21 @@ def check_same_bits(name: str, values: dict[str, Tensor]) -> None:
             assert torch.equal(x, sum(wide[1:], wide[0]).to(x.dtype)), f"{name}: {key}"
 
 
-def in_bf16(name: str, tokens: int) -> dict[str, Tensor]:
-    """Tokens in bf16; decays, strengths and states in fp32."""
-    wide = ("g", "log_decay", "beta", "carry_in", "dcarry_out")
-    values = tensors(name, tokens, len(STARTS))
-    return {key: x.float() if key in wide else x.bfloat16() for key, x in values.items()}
+def rows_in_bf16(name: str, tokens: int) -> dict[str, Tensor]:
+    return in_dtype(name, make(name, tokens, "mild", B=len(STARTS)), torch.bfloat16)
 
 
 @pytest.mark.few(quick=3)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_row_has_the_bits_that_it_has_alone(name: str) -> None:
-    check_same_bits(name, in_bf16(name, 9))
+    check_same_bits(name, rows_in_bf16(name, 9))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", NAMES)
 def test_kernels_give_a_row_the_bits_that_it_has_alone(name: str) -> None:
     """Rows of odd lengths do not start at 16 bytes. Nothing synchronises the host."""
-    values = {key: x.cuda() for key, x in in_bf16(name, 203).items()}
+    values = {key: x.cuda() for key, x in rows_in_bf16(name, 203).items()}
     check_same_bits(name, values)
     shard = shard_of(local_exchange(), [0, 203], 0)
     shard = shard.with_tensors(shard.doc_ids.cuda(), shard.positions)
@@ -299,28 +261,12 @@ KEEPING = Passes(Keeping, keeping_backward, keeping_saved, replaced=(3,), needs_
 
 @pytest.mark.slow
 def test_saved_tensors_return_to_their_rows() -> None:
-    """Those in place of operands too; a compiler is promised the same ones."""
-    values = tensors("gla", 9, len(STARTS))
+    """Those in place of operands too."""
+    values = make("gla", 9, "mild", B=len(STARTS))
     wanted, _ = by_rows_and_alone("gla", values)
     with mock.patch.dict(OPERATORS, {"gla": replace(GLA, portable=KEEPING, cuda=None)}):
         found, _ = by_rows_and_alone("gla", values)
-        check_promises("gla", values)
     assert all(torch.equal(x, found[key]) for key, x in wanted.items())
-
-
-@pytest.mark.slow  # tests/ops has opcheck without rows
-@pytest.mark.parametrize("name", ["short_conv", "fixed_decay"])
-def test_operator_passes_opcheck_by_rows(name: str) -> None:
-    check_promises(name, tensors(name, 9, len(STARTS)))
-
-
-def check_promises(name: str, values: dict[str, Tensor]) -> None:
-    """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
-    shard = shard_of(local_exchange(), [0, 9], 0)
-    operands = [values[key].clone().requires_grad_(key != "log_decay") for key in OPERATORS[name].operands]
-    where = 1.0, shard.handle, shard.doc_ids
-    arguments = (operands, name, *where, None, values["carry_in"].clone().requires_grad_(), True)
-    opcheck(torch.ops.zeco.mix.default, arguments, test_utils=PROMISES)
 
 
 def test_wrong_pieces_are_refused() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.operator_cases import make
 from tests.support.recurrence import naive_of
-from tests.support.sequences import tensors
 from zeco_train.errors import ConfigError
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator_registry import OPERATORS
@@ -22,7 +22,7 @@ NAMES = ("q", "k", "v")
 
 
 def operands_of(num_tokens: int, dtype: torch.dtype = torch.float64, batch: int = 2) -> list[Tensor]:
-    values = tensors("unmasked", num_tokens, batch)
+    values = make("unmasked", num_tokens, "mild", B=batch)
     return [values[name].to(dtype) for name in NAMES]
 
 

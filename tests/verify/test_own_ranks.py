@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.mixer_registry import MIXERS
-from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import recurrence
-from tests.support.waiting import ENOUGH
 from zeco_train.collectives import chain, doubling, halo, serial
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops import mix, oracle
@@ -30,14 +27,11 @@ from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.sp.attention.routes import Routes
-from zeco_train.training.step import TrainingStep
-from zeco_train.training.step_totals import taken_from
 from zeco_train.verify import runs, step_cases, team_cases
 from zeco_train.verify.__main__ import not_covered
 from zeco_train.verify.own_ranks import HandIn, OwnRanksError, Team, rows_of_own_ranks
 from zeco_train.verify.reference import Expected, exact
 from zeco_train.verify.report import Deviation, VerifyRow, line
-from zeco_train.verify.step_cases import StepCase
 from zeco_train.verify.team_cases import HALO, SCANS, TeamCase, cover_pairs, distribute
 from zeco_train.verify.whole import DOCUMENTS as DOCUMENT_STARTS
 from zeco_train.verify.whole import SOFTMAX, Whole
@@ -185,39 +179,6 @@ def test_planted_faults_fail_with_tensor_rank_head_and_call(names: list[str]) ->
         assert any(said in failure for failure in failures), (name, failures)
 
 
-def losses_of_steps(rank: int, world_size: int, fault: str) -> list[list[str]]:
-    """Failures of two training steps, with a fault."""
-    case = StepCase("mamba2", "chain/3", segments=2, documents=True, recompute=step_cases.Recompute.full)
-    rows: list[VerifyRow] = []
-    faults = {
-        "none": contextlib.nullcontext,
-        "a segment's carry forgotten": lambda: _replaced(TrainingStep, "_run_forward", _forgets_carries),
-        "no gradient of carries": lambda: _replaced(TrainingStep, "_run_backward", _forgets_carry_grads),
-    }
-    with faults[fault]():
-        step_cases.run_step_cases([case], rank, world_size, TIMEOUT, rows.append)
-    dist.barrier()
-    return [row.failures for row in rows]
-
-
-def _forgets_carries(run: Callable[..., Any], step: Any, batch: Any, carries: Any) -> tuple[Tensor, ...]:
-    states = run(step, batch, carries)
-    return *states[: len(carries)], *(torch.zeros_like(state) for state in states[len(carries) :])
-
-
-def _forgets_carry_grads(run: Callable[..., Any], step: Any, *args: Any, last: bool) -> tuple[Tensor, ...]:
-    numbers, grads = taken_from(run(step, *args, last=last))
-    return *vars(numbers).values(), *(torch.zeros_like(grad) for grad in grads)
-
-
-@pytest.mark.campaign
-def test_training_steps_find_planted_faults() -> None:
-    for fault, said in (("none", ""), ("a segment's carry forgotten", "loss"), ("no gradient of carries", "gradients")):
-        [failures] = run_distributed(losses_of_steps, step_cases.SIZE, fault)[0]
-        assert bool(failures) == (fault != "none"), failures
-        assert any(said in failure for failure in failures) or fault == "none", failures
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize("documents", [None, *DOCUMENT_STARTS])
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -315,17 +276,3 @@ def test_rows_of_own_ranks_come_and_an_error_ends_them() -> None:
     assert {next(rows).tokens, next(rows).tokens} == {0, 1}
     with pytest.raises(OwnRanksError, match="rank 1 of 2: ValueError: a planted error"):
         next(rows)
-
-
-@pytest.mark.campaign
-@pytest.mark.processes
-def test_defaults_pass_on_two_ranks_and_say_what_they_do_not_cover(tmp_path: Path) -> None:
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    with Command([*launcher, "-m", "zeco_train.verify", "device=cpu"], tmp_path) as run:
-        # Two minutes on two quiet cores.
-        outcome = run.wait(3 * ENOUGH)
-    assert outcome.code == 0, outcome
-    table = outcome.out.splitlines()
-    assert table[-1].startswith("ok: ")
-    assert "not covered here:" in table
-    assert not [row for row in table if row.startswith(("- operator:", "- scan:", "- mixer:", "- method:"))]

@@ -23,6 +23,7 @@ from zeco_train.training.optim.optimizer_registry import build_optimizer
 from zeco_train.training.step import TrainingStep
 
 pytestmark = [
+    pytest.mark.campaign,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

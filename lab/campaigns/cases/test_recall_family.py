@@ -15,6 +15,8 @@ from lab.recall_report import Model, Result, recall_table
 from zeco_train import cli
 from zeco_train.config.schema import load_config
 
+pytestmark = pytest.mark.campaign
+
 
 def _result(model: str, seed: int, length: int, whole: float, zeroed: float | None = 1 / 64) -> Result:
     return Result(model, seed, length, length // 8, whole, zeroed, 1 / 64, 30.0)
@@ -43,7 +45,6 @@ def _family(folder: Path, on_ranks: Callable[..., str], *more: str) -> int:
         return main(options)
 
 
-@pytest.mark.slow
 def test_stages_follow_each_other_and_finished_ones_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

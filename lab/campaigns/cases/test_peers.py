@@ -14,6 +14,8 @@ from triton.runtime.jit import JITFunction
 
 from lab.peers import precompile, tuned
 
+pytestmark = pytest.mark.campaign
+
 CONFIGURATIONS = [Config({"BLOCK": 16}), Config({"BLOCK": 32})]
 
 

@@ -11,7 +11,7 @@ from lab.paper import machine, noise, ours
 from zeco_train.bench import figures
 from zeco_train.plan.step_time import waited_seconds
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
 
 
 def test_seven_parameters_explain_dp_all_scan_and_zeco() -> None:
@@ -58,7 +58,6 @@ def test_rings_explain_what_dp_of_the_paper_loses() -> None:
         assert 0.8 < share < 1, gpus
 
 
-@pytest.mark.slow
 def test_simulation_without_noise_is_the_plan() -> None:
     """And by hand: 2 layers on 2 ranks, whose scans take 3 and 2 s longer than their windows."""
     step = noise.Step(ranks=2, blocks=2, forward=10.0, windows=(1.0, 2.0), optimizer=5.0, drift=0.12)

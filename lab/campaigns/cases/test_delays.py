@@ -21,6 +21,8 @@ from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.backend import LocalScan
 
+pytestmark = pytest.mark.campaign
+
 MODEL = [text.replace("model.num_layers=", "layers=") for text in TINY if not text.startswith("heads")]
 QUICK = [*MODEL, "model.num_heads=2", "device=cpu", "dtype=fp32", "warmup=1", "runs=3", "steps=3", "flush_mb=1"]
 QUICK += ["hops=5", "heads=[2]", "tokens=[32]", "drift_tokens=32", "delays_us=[10000,100000]", "drift_us=[20000]"]
@@ -91,7 +93,6 @@ def _one_failure_spares_the_rest(rank: int, world_size: int, folder: str) -> tup
     return report.failures, {row["part"] for row in report.rows}
 
 
-@pytest.mark.slow
 def test_a_failing_part_is_noted_and_the_others_are_measured(tmp_path: Path) -> None:
     for failures, parts in run_distributed(_one_failure_spares_the_rest, 2, str(tmp_path)):
         assert failures == ["hops of 2 heads: rank 1: RuntimeError: no such kernel"]

@@ -25,7 +25,7 @@ from zeco_train.collectives.symmetric import SymmetricScans, transport_problem
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.campaign, pytest.mark.gpu]
 
 TIMEOUT = timedelta(seconds=60)  # of a wait, which includes compilation on other ranks
 ALGORITHMS = tuple(name for name, scan in SCANS.items() if scan.kernel)

@@ -14,6 +14,8 @@ from lab.emulated_switch import _receiver
 from tests.support.commands import REPOSITORY, SMALL, train_here
 from zeco_train.tracking.metrics import read_metrics
 
+pytestmark = pytest.mark.campaign
+
 STEPS, TIMEOUT = 40, 10.0
 SETTINGS = ["train.dtype=fp64", f"train.steps={STEPS}", "checkpoint.every=4", "train.device=cpu"]
 
@@ -37,7 +39,6 @@ def test_switch_forwards_packets_of_its_network_only() -> None:
 
 # Four ranks and a switch of packets, against the clock: on a busy machine ranks are reported lost that are not.
 @pytest.mark.processes
-@pytest.mark.campaign
 @pytest.mark.skipif(why_not() is not None, reason=f"needs emulated nodes: {why_not()}")
 def test_run_over_nodes_names_a_node_cut_off_and_resumes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two nodes of two ranks; the losses are those of one rank."""

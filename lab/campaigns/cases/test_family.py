@@ -15,6 +15,8 @@ from lab.family import Case, main
 from lab.family_report import Pair, Verdict, family_csv, family_table
 from zeco_train.compare import Run
 
+pytestmark = pytest.mark.campaign
+
 # Those of models that all mixers share.
 SETTINGS = ["model.num_layers=1", "data.seq_len=64", "train.eval_sequences=0", "sched.warmup_steps=2"]
 
@@ -56,7 +58,6 @@ def _family(folder: Path, train: Callable[[Case, float], str], *more: str) -> in
         return main(options)
 
 
-@pytest.mark.slow
 def test_finished_runs_are_skipped_and_results_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started: list[tuple[str, int]] = []
 

@@ -14,7 +14,7 @@ from tests.support import interpreter
 from tests.support.distributed import run_distributed
 from zeco_train.ops.operator import Target, assume
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
 
 WITH_KERNELS = ("gla", "scalar_decay", "fixed_decay", *DELTA)
 # Narrower than a tile, just beside one, and of more tiles than one; the last two take longer.
@@ -45,12 +45,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    "cases",
-    [SMALL, *(pytest.param(cases, marks=pytest.mark.campaign) for cases in CASES.values())],
-    ids=["small", *CASES],
-)
+@pytest.mark.parametrize("cases", [SMALL, *CASES.values()], ids=["small", *CASES])
 def test_kernels_match_fp64_at_random_shapes(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -1,3 +1,0 @@
-from tests.support.unrendered import rendered, unrendered
-
-__all__ = ["rendered", "unrendered"]
