@@ -138,7 +138,8 @@ def read(text: str) -> dict[str, Row]:
     for line in table.splitlines()[1:]:
         match line.split(maxsplit=8):
             case [file, *counts, seconds, commit, date, machine] if file.endswith(".py"):
-                rows[file] = Row(file, *map(int, counts), float(seconds), commit, date, machine)
+                cases, passed, skipped, failed = map(int, counts)
+                rows[file] = Row(file, cases, passed, skipped, failed, float(seconds), commit, date, machine)
     for line in rest.partition(f"\n{MISSING}\n")[0].splitlines():
         if (file := line.partition("::")[0]) in rows:
             rows[file].failures.append(line)

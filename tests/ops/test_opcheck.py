@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.library import opcheck
-from zeco_train.ops.documents import stack_borders
 
 import zeco_train.ops.attend  # noqa: F401 - registers zeco::attend
 from tests.support.operator_cases import NAMES, doc_ids_of, in_dtype, make, operands_of
-from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.position import SequencePosition, stack_borders
 from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from zeco_train.ops.documents import find_doc_ids
 
 from lab.op_passes import op_passes
 from tests.sp.test_operators import LENGTHS, compare
@@ -20,6 +19,7 @@ from zeco_train.ops.delta import DELTA
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.operator import Kind
 from zeco_train.ops.operator_registry import OPERATORS
+from zeco_train.ops.position import find_doc_ids
 
 pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from zeco_train.training.step_numbers import taken_from
 
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.verify.test_own_ranks import TIMEOUT, _replaced
 from zeco_train.training.step import TrainingStep
+from zeco_train.training.step_totals import taken_from
 from zeco_train.verify import step_cases
 from zeco_train.verify.report import VerifyRow
 from zeco_train.verify.step_cases import StepCase

@@ -85,9 +85,9 @@ def attend_backward(
     grads: list[Tensor] | None = None
     for call in _calls(span, key_start, k.shape[1]):
         parts = call.queries, call.keys, call.keys
-        operands = [x[:, part] for x, part in zip((q, k, v), parts, strict=True)]
-        of_queries = do[:, call.queries], attended.o[:, call.queries], attended.lse[:, :, call.queries]
-        found = _backward(*of_queries, *operands, call, scale)
+        of_call = Attended(attended.o[:, call.queries], attended.lse[:, :, call.queries])
+        operands = q[:, call.queries], k[:, call.keys], v[:, call.keys]
+        found = _backward(do[:, call.queries], of_call, operands, call, scale)
         if grads is None and [x.shape for x in found] == [x.shape for x in (q, k, v)]:
             grads = list(found)
             continue
@@ -151,8 +151,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) ->
 
 
 def _backward(
-    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
+    do: Tensor, attended: Attended, operands: tuple[Tensor, Tensor, Tensor], call: KernelCall, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    (o, lse), (q, k, v) = attended, operands
     sums = (lse if _is_batch(call, q.shape[0]) else lse.mT).contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     _execute((q, k, v, o, sums, do, dq, dk, dv), call, scale)
@@ -204,8 +205,8 @@ def _plan(
     mask = causal, None if left < 0 else left + 1 - moved, scale
     lengths = tuple(tuple(b - a for a, b in itertools.pairwise(each)) * batch for each in borders)
     if _is_batch_of(*borders, batch):
-        operands = (_of_batch(*layout, lengths[side][0]) for layout, side in zip(layouts, _SIDES, strict=False))
-        return _Plan(_Graph(device, tuple(operands), *mask))
+        batched = (_of_batch(*layout, lengths[side][0]) for layout, side in zip(layouts, _SIDES, strict=False))
+        return _Plan(_Graph(device, tuple(batched), *mask))
     longest = [_power_of_2(max(_STEP, *each)) for each in lengths]
     count = _power_of_2(len(lengths[0]))
     operands = tuple(
