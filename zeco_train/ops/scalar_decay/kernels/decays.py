@@ -101,10 +101,9 @@ LEAST_SURVIVING: tl.constexpr = tl.constexpr(-17.3287)
 
 
 @triton.jit
-def _load_part(sums, index, start, T, C: tl.constexpr):
-    """[C] from row number `index` of [.., T]; zeros past the end."""
-    rows = tl.arange(0, C)
-    return tl.load(sums + index.to(tl.int64) * T + start + rows, mask=rows < T - start, other=0.0)
+def _add_joined(later, is_last_later, own, is_last):
+    """Add to a token's own number the sum of those after it, unless it is the last of its sum."""
+    return own + tl.where(is_last != 0, 0.0, later), is_last | is_last_later
 
 
 @triton.jit
@@ -124,47 +123,58 @@ def decay_grads_kernel(
     SPAN: tl.constexpr,
     QUERY_TILES: tl.constexpr,
     KEY_TILES: tl.constexpr,
+    HEADS: tl.constexpr,
     NEGLIGIBLE: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """One program goes through one span of one head, from its last chunk to its first.
+    """One program goes through one span of HEADS heads, from its last chunk to its first.
 
-    NEGLIGIBLE: where a chunk's decay is no larger, nothing passes over it.
+    HEADS: dg is contiguous in heads, its terms in time. NEGLIGIBLE: where a chunk's decay is no larger, nothing passes
+    over it.
     """
     span = tl.program_id(0)
-    batch_head = tl.program_id(1)
-    decays += batch_head.to(tl.int64) * T
-    dg += (batch_head // H).to(tl.int64) * T * H + batch_head % H
+    batch = tl.program_id(1)
+    heads = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    is_head = heads < H
+    index = batch * H + heads
     rows = tl.arange(0, C)
-    later = rows[:, None] <= rows[None, :]
-    at_border = 0.0
+    size = tl.cast(BH, tl.int64) * T
+    at_border = tl.zeros([HEADS], tl.float32)
     for tile in tl.static_range(KEY_TILES):
-        at_border += tl.load(boundary_terms + (tile * num_spans + span) * BH + batch_head)
+        at_border += tl.load(boundary_terms + (tile * num_spans + span) * BH + index, mask=is_head, other=0.0)
     # the last span's last chunks may lie past the end
     for step in range(tl.cdiv(tl.minimum(SPAN * C, T - span * SPAN * C), C)):
         chunk = tl.minimum((span + 1) * SPAN, tl.cdiv(T, C)) - 1 - step
         start = chunk * C
-        inside = rows < T - start
-        of_state = tl.zeros([C], tl.float32)
-        terms = tl.zeros([C], tl.float32)
+        inside = is_head[:, None] & (rows < T - start)[None, :]
+        place = index.to(tl.int64)[:, None] * T + start + rows[None, :]
+        of_state = tl.zeros([HEADS, C], tl.float32)
+        terms = tl.zeros([HEADS, C], tl.float32)
         for tile in tl.static_range(QUERY_TILES):
-            terms += _load_part(query_sums, tile * BH + batch_head, start, T, C)
+            terms += tl.load(query_sums + tile * size + place, mask=inside, other=0.0)
         for tile in tl.static_range(KEY_TILES):
-            terms -= _load_part(key_sums, tile * BH + batch_head, start, T, C)
-            of_state += _load_part(key_state_sums, tile * BH + batch_head, start, T, C)
-        sums = tl.load(decays + start + rows, mask=inside, other=0.0)
-        sums_before = tl.load(decays + start + rows - 1, mask=inside & (rows > 0), other=0.0)
+            terms -= tl.load(key_sums + tile * size + place, mask=inside, other=0.0)
+            of_state += tl.load(key_state_sums + tile * size + place, mask=inside, other=0.0)
+        sums = tl.load(decays + place, mask=inside, other=0.0)
+        sums_before = tl.load(decays + place - 1, mask=inside & (rows > 0)[None, :], other=0.0)
+        has_next = (rows < tl.minimum(T - start, C) - 1)[None, :]
+        sums_after = tl.load(decays + place + 1, mask=inside & has_next, other=0.0)
         cuts = inside & (sums - sums_before < LEAST_SURVIVING)
-        survives = decay(tl.load(decays + tl.minimum(start + C, T) - 1))
+        # the sum of a token before a cut ends with it
+        is_last = inside & has_next & (sums_after - sums < LEAST_SURVIVING)
+        end = index.to(tl.int64) * T + tl.minimum(start + C, T) - 1
+        survives = decay(tl.load(decays + end, mask=is_head, other=0.0))
         if DOCUMENTS:
-            own, before, end = load_doc_ids(doc_ids, start, T, C)
-            previous = tl.load(doc_ids + start + rows - 1, mask=inside & (start + rows > 0), other=0)
-            cuts = cuts | (inside & (own != previous))
-            survives = tl.where(before == end, survives, 0.0)
-        cuts_so_far = tl.cumsum(cuts.to(tl.int32), axis=0)
-        joined = later & (cuts_so_far[:, None] == cuts_so_far[None, :])
-        terms = tl.where(joined, (terms + of_state)[None, :], tl.where(later, 0.0, of_state[None, :]))
-        grads = tl.sum(terms, axis=1) + tl.where(survives > NEGLIGIBLE, at_border - tl.sum(of_state, axis=0), 0.0)
-        grads = tl.where(cuts, 0.0, grads)
-        at_border = tl.sum(tl.where(rows == 0, grads, 0.0), axis=0)
-        tl.store(dg + (start + rows).to(tl.int64) * H, grads, mask=inside)
+            own, before, end_id = load_doc_ids(doc_ids, start, T, C)
+            previous = tl.load(doc_ids + start + rows - 1, mask=(rows < T - start) & (start + rows > 0), other=0)
+            following = tl.load(doc_ids + start + rows + 1, mask=rows < tl.minimum(T - start, C) - 1, other=0)
+            cuts = cuts | (inside & (own != previous)[None, :])
+            is_last = is_last | (inside & has_next & (own != following)[None, :])
+            survives = tl.where(before == end_id, survives, 0.0)
+        grads, _ = tl.associative_scan((terms + of_state, is_last.to(tl.int32)), 1, _add_joined, reverse=True)
+        grads += tl.cumsum(of_state, axis=1) - of_state
+        passing = tl.where(survives > NEGLIGIBLE, at_border - tl.sum(of_state, axis=1), 0.0)
+        grads = tl.where(cuts, 0.0, grads + passing[:, None])
+        at_border = tl.sum(tl.where((rows == 0)[None, :], grads, 0.0), axis=1)
+        target = dg + (batch.to(tl.int64) * T + start + rows)[:, None] * H + heads[None, :]
+        tl.store(target, tl.trans(grads), mask=tl.trans(inside))

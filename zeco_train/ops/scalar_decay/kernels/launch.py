@@ -75,7 +75,7 @@ KEPT: dict[Key, ScalarDecayTuning] = {
 _OPTIONS = KeptOptions("kernels of scalar decays", KEPT)
 options_for, find = _OPTIONS.options_for, _OPTIONS.find
 
-_HEADS_OF_SUMS = 16
+_HEADS_OF_SUMS, _HEADS_OF_GRADS = 16, 8
 # A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than
 # the error of the difference that it is computed as. With a decay of 2^-9 a chunk, emulated, 2^-12 has twice the error.
 _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
@@ -173,10 +173,11 @@ class ScalarDecayKernels(SegmentKernels):
 
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
         dg = self._new(self.B, self.T, self.H)
-        decay_grads_kernel[(self.num_spans, self.BH)](
+        heads = min(_HEADS_OF_GRADS, triton.next_power_of_2(self.H))
+        decay_grads_kernel[(self.num_spans, self.B, triton.cdiv(self.H, heads))](
             of_queries.sums, of_keys.sums, of_keys.state_sums, of_keys.boundary_terms, self.decays, self.doc_ids, dg,
             self.T, self.H, self.BH, self.num_spans, C=self.tuning.chunk, SPAN=self.tuning.span,
-            QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0],
+            QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0], HEADS=heads,
             NEGLIGIBLE=_NEGLIGIBLE[self.dtype], DOCUMENTS=self.doc_ids is not None, num_warps=4,
         )  # fmt: skip
         return dg
