@@ -65,7 +65,13 @@ def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs:
 
 _WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
 KEPT: dict[Key, ScalarDecayTuning] = {
-    ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
+    ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(
+        summaries=TileOptions(_DEPTH, 32, 4, 3),
+        outputs=TileOptions(_DEPTH, 64, 4, 1),
+        query_grads=TileOptions(_DEPTH, 128, 4, 1),
+        value_grads=TileOptions(_DEPTH, 32, 4, 2),
+        key_grads=TileOptions(_DEPTH, 128, 4, 1),
+    ),
     ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
     (None, torch.bfloat16, 128): _alike(TileOptions(_DEPTH, 64, 4, 2), TileOptions(_DEPTH, 64, 4, 1)),
     ((9, 0), torch.float32, 128): _alike(TileOptions(_DEPTH, 32, 4, 2), TileOptions(_DEPTH, 32, 4, 1)),
