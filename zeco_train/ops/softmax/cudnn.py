@@ -143,37 +143,44 @@ _SUMS = 4
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> Attended:
     batch, num_queries, heads, _ = q.shape
     o = q.new_empty(batch, num_queries, heads, v.shape[3])
-    is_batch = _is_batch(call, batch)
-    shape = (heads, num_queries) if is_batch else (num_queries, heads)
-    lse = torch.empty(batch, *shape, dtype=torch.float32, device=q.device)
-    _execute((q, k, v, o, lse), call, scale)
-    return Attended(o, lse if is_batch else lse.mT)
+    count = _count_of_batch(call, batch)
+    shape = (batch, num_queries, heads) if count is None else (count, heads, batch * num_queries // count)
+    sums = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _execute((q, k, v, o, sums), call, scale)
+    lse = sums.mT if count is None else sums.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
+    return Attended(o, lse)
 
 
 def _backward(
     do: Tensor, attended: Attended, operands: tuple[Tensor, Tensor, Tensor], call: KernelCall, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     (o, lse), (q, k, v) = attended, operands
-    sums = (lse if _is_batch(call, q.shape[0]) else lse.mT).contiguous()
+    count = _count_of_batch(call, q.shape[0])
+    if count is None:
+        sums = lse.mT.contiguous()
+    else:
+        sums = lse.unflatten(2, (count // q.shape[0], -1)).transpose(1, 2).flatten(0, 1).contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     _execute((q, k, v, o, sums, do, dq, dk, dv), call, scale)
     return dq, dk, dv
 
 
-# Whether all sequences are a batch: else they lie one behind the other, also their log-sum-exps.
+# How many sequences are a batch, with log-sum-exps [sequences, H, length]; None: they lie one behind the other, with
+# log-sum-exps [B, N, H].
 @functools.lru_cache(maxsize=1024)
-def _is_batch_of(query_borders: tuple[int, ...], key_borders: tuple[int, ...], batch: int) -> bool:
+def _count_of(query_borders: tuple[int, ...], key_borders: tuple[int, ...], batch: int) -> int | None:
     lengths = [{b - a for a, b in itertools.pairwise(borders)} for borders in (query_borders, key_borders)]
     is_even = all(len(each) == 1 and next(iter(each)) % _STEP == 0 for each in lengths)
-    return is_even and (batch == 1 or len(query_borders) == 2)
+    documents = len(query_borders) - 1
+    return batch * documents if is_even and 1 in (batch, documents) else None
 
 
-def _is_batch(call: KernelCall, batch: int) -> bool:
-    return _is_batch_of(call.query_borders, call.key_borders, batch)
+def _count_of_batch(call: KernelCall, batch: int) -> int | None:
+    return _count_of(call.query_borders, call.key_borders, batch)
 
 
 def _execute(tensors: Sequence[Tensor], call: KernelCall, scale: float) -> None:
-    is_batch = _is_batch(call, tensors[0].shape[0])
+    is_batch = _count_of_batch(call, tensors[0].shape[0]) is not None
     tensors = [x if x.dim() == 3 else _readable(x, is_batch) for x in tensors]
     layouts = tuple((x.shape, x.stride()) for x in tensors)
     plan = _plan(layouts, tensors[0].device.index, call.query_borders, call.key_borders, call.causal, call.left, scale)
@@ -204,7 +211,7 @@ def _plan(
     moved = 0 if causal else key_borders[-1] - query_borders[-1]
     mask = causal, None if left < 0 else left + 1 - moved, scale
     lengths = tuple(tuple(b - a for a, b in itertools.pairwise(each)) * batch for each in borders)
-    if _is_batch_of(*borders, batch):
+    if _count_of(*borders, batch) is not None:
         batched = (_of_batch(*layout, lengths[side][0]) for layout, side in zip(layouts, _SIDES, strict=False))
         return _Plan(_Graph(device, tuple(batched), *mask))
     longest = [_power_of_2(max(_STEP, *each)) for each in lengths]
@@ -217,11 +224,10 @@ def _plan(
     return _Plan(_Graph(device, operands, *mask, totals), lengths, tokens)
 
 
-# [B, T, H, D], or the sums [B, H, T], as sequences of one length.
+# [B, T, H, D], or the sums [sequences, H, length], as sequences of one length.
 def _of_batch(shape: Sequence[int], strides: Sequence[int], length: int) -> _Operand:
     if len(shape) == 3:
-        (batch, heads, tokens), (row, head, token) = shape, strides
-        shape, strides = (batch, tokens, heads, 1), (row, token, head, 1)
+        return _Operand((*shape, 1), (*strides, 1), None)
     batch, tokens, heads, channels = shape
     sequence = strides[0] if tokens == length else length * strides[1]
     return _Operand((batch * tokens // length, heads, length, channels), (sequence, strides[2], strides[1], 1), None)
