@@ -38,7 +38,9 @@ def _as_told(plan: Any, tensors: Sequence[Tensor]) -> None:
     """In place of `cudnn._run`: the same results in the dtype of the tensors."""
     graph = plan.graph
     # Of a batch they must be packed, or cuDNN before 9.26 refuses its backward pass.
-    assert graph.operands[0].side is not None or tensors[4].is_contiguous() and graph.operands[4].strides[2:] == (1, 1)
+    assert graph.operands[0].side is not None or (
+        tensors[4].is_contiguous() and graph.operands[4].strides[2:] == (1, 1)
+    )
     for q, k, v, o, sums, *others in _sequences(plan, tensors):
         shared = q.shape[0] // k.shape[0]
         wide = [x.repeat_interleave(shared, 0).to(q.dtype) for x in (k, v)]
