@@ -144,8 +144,8 @@ def allocated_inside(func: Any, args: Any, setting: Setting) -> Iterable[Bytes]:
         return ()
     if name == "zeco::attend_backward":
         # Gradients are added up in the accumulation dtype: by blocks of keys, or inside FlashAttention.
-        _, q, k, v, *_ = args
-        return [sum((setting.amount(x.numel() * accumulation_dtype(x.dtype).itemsize) for x in (q, k, v)), Bytes())]
+        tensors = (arguments_of(func, args)[operand] for operand in "qkv")
+        return [sum((setting.amount(x.numel() * accumulation_dtype(x.dtype).itemsize) for x in tensors), Bytes())]
     with Allocations(setting) as inner:
         if name == "zeco::mix_backward":
             given = arguments_of(func, args)
