@@ -25,7 +25,7 @@ from zeco_train.config.schema import describe, load_config
 from zeco_train.errors import ZecoError
 from zeco_train.evaluate import __main__ as evaluate_command
 from zeco_train.export import ExportSettings
-from zeco_train.generate import options as generate_options
+from zeco_train.generate import __main__ as generate_options
 from zeco_train.plan import config as plan_config
 from zeco_train.plan.case import build_case
 from zeco_train.report import __main__ as report

@@ -22,7 +22,7 @@ from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate import __main__ as evaluate
 from zeco_train.generate import __main__ as generate
-from zeco_train.generate.options import parse as parse_generate
+from zeco_train.generate.__main__ import parse as parse_generate
 from zeco_train.plan import __main__ as plan
 from zeco_train.report import __main__ as report
 from zeco_train.system.files import lock_path
