@@ -111,23 +111,33 @@ def test_parts_and_their_gradients_equal_autograd_in_fp64(name: str) -> None:
     assert CASES[name].wrong(torch.float64, torch.device("cpu")) == {}
 
 
-def _interpreted(rank: int, world_size: int) -> list[str]:
+def _interpreted(rank: int, world_size: int, names: list[str], tile: int, channels: int) -> list[str]:
     skip_overflow_checks()
     patch_bf16()
     found = []
-    cpu, few = torch.device("cpu"), {"_RUNS": 2, "_NORM_RUNS": 2, "_TILE": 512, "_CHANNELS": 256}
     # Fewer programs than tiles: some have several.
-    with assume(Target("cuda")), mock.patch.multiple(launch, **few):
-        for name, case in CASES.items():
+    sizes = {"_RUNS": 2, "_NORM_RUNS": 2, "_TILE": tile, "_CHANNELS": channels}
+    with assume(Target("cuda")), mock.patch.multiple(launch, **sizes):
+        for name in names:
             dtype = torch.bfloat16 if name == "odd sizes" else torch.float32
-            if wrong := case.wrong(dtype, cpu):
+            if wrong := CASES[name].wrong(dtype, torch.device("cpu")):
                 found.append(f"{name}, {dtype}: {wrong}")
     return found
 
 
-def test_kernels_equal_autograd_in_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("names", "tile", "channels"),
+    [
+        (["one token", "odd sizes"], 64, 16),
+        pytest.param(["a group a head"], 64, 16, marks=pytest.mark.slow),
+        pytest.param(["several tiles"], 512, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_equal_autograd_in_fp64_under_interpreter(
+    names: list[str], tile: int, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_interpreted, 1, fresh=True) == [[]]
+    assert run_distributed(_interpreted, 1, names, tile, channels, fresh=True) == [[]]
 
 
 @pytest.mark.gpu
