@@ -1,4 +1,4 @@
-"""The `lane` scan over nodes: against the explicit sum for many nodes and ranks, and its refusals."""
+"""The `lane` scan over processes as nodes, and its refusals; `test_virtual.py` has it over many nodes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.virtual_ranks import run_virtual
 from tests.collectives.test_collectives import TIMEOUT, Pairs, check
 from tests.support.distributed import run_distributed
 from zeco_train.collectives import ScanWorker
-from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.lane import LANE, launch_lane
+from zeco_train.collectives.lane import launch_lane
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest
@@ -23,11 +21,6 @@ from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllSc
 
 pytestmark = pytest.mark.numeric
 
-COSTS = Costs(
-    Link.nccl_across_nodes,
-    *(3e-6, 1e-9, 5e-6, 1e-6, 2e-9),
-    between=Costs(Link.nccl_across_nodes, 1.2e-5, 4e-9, 2e-5, 2e-6, 8e-9),
-)
 # Columns that divide by 2 and 3, that divide by nothing but 5, and fewer than 4 of them.
 SHAPES = ((1, 2, 5, 3), (2, 1, 4, 5), (1, 3, 3, 1))
 
@@ -40,41 +33,6 @@ def requests_of(pairs: Pairs, reverse: bool, want_carry: bool) -> list[ScanReque
         carry = None if pairs.carry_in is None else pairs.carry_in if rank == first else pairs.carry_in * torch.nan
         requests.append(ScanRequest(state, transition, reverse, carry, want_carry))
     return requests
-
-
-def check_lane(nodes: int, per_node: int, quick: bool) -> None:
-    topology, ranks = Topology((per_node,) * nodes), nodes * per_node
-    flags = itertools.product((False, True), (False, True), (False, True), (False, True))
-    for seed, (reverse, matrices, with_carry, restarts) in enumerate(flags):
-        if quick and (seed + nodes + per_node) % 5:
-            continue
-        shape = SHAPES[(seed + nodes) % len(SHAPES)]
-        pairs = Pairs.make(seed, ranks, shape, torch.float64, with_carry, restarts, matrices)
-        case = f"{topology} {reverse=} {matrices=} {with_carry=} {restarts=} {shape}"
-        found = run_virtual(LANE, requests_of(pairs, reverse, with_carry), topology, COSTS)
-        for rank, incoming in enumerate(found.incoming):
-            check(f"incoming state of rank {rank}", incoming, pairs.incoming(rank, reverse), case)
-        for carry in found.carries:
-            check("carry_out", carry, pairs.incoming(ranks, reverse), case)
-        if ranks > 1 and not with_carry:
-            load = Load(ranks, shape, 8, matrices, nodes)
-            assert max(found.network.bytes.values()) == LANE.bytes_sent(load, False), case
-            assert found.seconds == pytest.approx(LANE.seconds(COSTS, load, None)), case
-
-
-@pytest.mark.parametrize(
-    ("nodes", "quick"),
-    [
-        (1, True),
-        (2, True),
-        (5, True),
-        *(pytest.param(n, False, marks=pytest.mark.campaign) for n in (1, 2, 3, 4, 5, 8)),
-    ],
-)
-def test_lane_equals_reference_over_nodes(nodes: int, quick: bool) -> None:
-    """Also the bytes of the busiest rank, and the time by the cost model."""
-    for per_node in (1, 2, 3, 4):
-        check_lane(nodes, per_node, quick)
 
 
 def gloo_suite(rank: int, world_size: int, per_node: int) -> None:

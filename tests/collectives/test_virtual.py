@@ -27,10 +27,14 @@ def test_message_that_nobody_sends_is_an_error() -> None:
         Network(Topology((2,)), COSTS).take(torch.empty(1), 0, 1, 7)
 
 
-@pytest.mark.parametrize("name", SCANS)
-def test_every_scan_takes_states_of_any_shape(name: str) -> None:
-    """In any number of blocks, which cut heads, or also the columns of each: two nodes of two ranks."""
-    topology, heads, columns = Topology((2, 2)), range(1, 4), range(1, 7)
+# Ranks of nodes: two nodes of two, and for the scan of nodes also one, nodes of one rank, and odd numbers of both.
+NODES = [(name, (2, 2)) for name in SCANS] + [("lane", nodes) for nodes in ((4,), (1, 1, 1), (3,) * 5, (4, 4))]
+
+
+@pytest.mark.parametrize(("name", "nodes"), NODES)
+def test_every_scan_takes_states_of_any_shape(name: str, nodes: tuple[int, ...]) -> None:
+    """In any number of blocks, which cut heads, or also the columns of each."""
+    topology, heads, columns = Topology(nodes), range(1, 4), range(1, 7)
     blocks = [*range(1, 8)] if SCANS[name].best_blocks else [None]
     for seed, (h, v, number) in enumerate(itertools.product(heads, columns, blocks)):
         reverse, with_carry, matrices = seed % 2 == 0, seed % 3 == 0, seed % 5 == 0
@@ -38,11 +42,14 @@ def test_every_scan_takes_states_of_any_shape(name: str) -> None:
         # The carry of a serial scan would need all ranks at once.
         requests = requests_of(pairs, reverse, with_carry and not SCANS[name].in_series)
         found = run_virtual(SCANS[name], requests, topology, COSTS, number)
-        case = f"{name} {h=} {v=} {number=} {reverse=} {with_carry=} {matrices=}"
+        case = f"{name} {nodes} {h=} {v=} {number=} {reverse=} {with_carry=} {matrices=}"
         for rank, incoming in enumerate(found.incoming):
             check(f"incoming state of rank {rank}", incoming, pairs.incoming(rank, reverse), case)
         for carry in found.carries:
             check("carry_out", carry, pairs.incoming(topology.ranks, reverse), case)
+        if name == "lane" and not with_carry:
+            load = Load(topology.ranks, (1, h, 3, v), 8, matrices, len(nodes))
+            assert max(found.network.bytes.values()) == SCANS[name].bytes_sent(load, False), case
 
 
 @pytest.mark.few(quick=3)

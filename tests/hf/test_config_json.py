@@ -297,6 +297,7 @@ def test_rotated_channels_are_those_of_the_written_factor() -> None:
         assert int(49 * record["rope_parameters"]["partial_rotary_factor"]) == rotated
 
 
+@pytest.mark.slow  # imports fla
 def test_fla_reads_every_key_that_an_export_writes() -> None:
     from fla.models import LinearAttentionConfig as FlaConfig
 
@@ -400,6 +401,7 @@ def class_of(form: ModelFormat, suffix: str) -> Any:
     return getattr(package, form.architecture.replace("ForCausalLM", suffix))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FLA)
 def test_every_key_of_fla_is_read_refused_or_known_to_change_nothing(name: str) -> None:
     kind = class_of(FORMATS[name], "Config")

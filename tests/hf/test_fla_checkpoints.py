@@ -29,7 +29,8 @@ from zeco_train.hf.folder import INDEX_FILE
 from zeco_train.hf.trained import check_continuation
 from zeco_train.training.config import Dtype
 
-pytestmark = pytest.mark.numeric
+# Importing fla takes 8 s of CPU time.
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 TOKENS, VOCABULARY = 40, 61
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 3}
@@ -129,7 +130,6 @@ def with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ACT2FN, "swish", F.silu)
 
 
-@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,6 @@ def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypat
         assert error(our_logits(tmp_path, tokens()), expected) > 1e-3
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["retnet", "hgrn2 by width"])
 def test_bf16_checkpoint_in_several_files_gives_its_logits(
@@ -188,7 +187,6 @@ TRAINED_ON: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", TRAINED_ON)
 def test_training_from_checkpoint_of_fla_and_export_keep_its_weights(name: str, tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.few(3, quick=1)
+@pytest.mark.slow  # the first one imports transformers in a process of its own
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_model_of_transformers_gives_its_logits(case: str, tmp_path: Path) -> None:
     name, settings = CHECKPOINTS[case]

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.loader import Batch
+from models import language_model
+from models.mixers import gla
 from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec, TokenFLOPs, spec_of
-from tests.models.test_model import SMALL, plain_products
+from tests.models.test_model import SMALL
 from zeco_train.distributed.config import Strategy
 from zeco_train.ops import CHUNK
 from zeco_train.ops.gla.chunked import CHUNKED, intra_scores, local_states
@@ -31,8 +34,9 @@ _LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)
 def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int, config: GLAConfig = SMALL) -> int:
     """FLOPs of the linear layers and the head in the forward and backward passes of a step of TOKENS tokens."""
     monkeypatch.setattr(step_module, "begin_micro_batch", lambda *arguments, **options: None)
-    # The counter does not see products inside custom ops.
-    plain_products(monkeypatch)
+    # The counter does not see products inside custom ops, such as those of projections that share an input.
+    for module in (gla, language_model):
+        monkeypatch.setattr(module, "project", lambda x, *layers: [F.linear(x, layer.weight) for layer in layers])
     model = ModelSpec(config).build()
     model.init_weights(0)
     for layer in model.model.layers:
@@ -67,6 +71,9 @@ def test_linear_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch, recom
     assert count_step(monkeypatch, recompute, segments) == pytest.approx(
         TOKENS * (flops.linear + flops.head), rel=1e-12
     )
+    # Two backward products for each forward one.
+    forward, both = (spec_of(SMALL).flops_per_token(TOKENS, backward=backward) for backward in (False, True))
+    assert (3 * forward.linear, 3 * forward.head) == (both.linear, both.head)
 
 
 @pytest.mark.slow

@@ -17,25 +17,19 @@ from models.mixers.lightning import LightningConfig
 from models.mixers.linear import LinearAttentionConfig
 from models.mixers.mamba2 import Mamba2Config
 from models.mixers.retnet import RetNetConfig
-from tests.support.planning import make_case, saved_bytes
+from tests.support.planning import case_of, kept_by_token, make_case
 from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.hgrn.chunked import CHUNKED as CHUNKED_HGRN
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import ForwardPass, Passes
-from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
-from zeco_train.plan.case import Case
 from zeco_train.plan.devices import Gpu, machine
 from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
+ON_GPU = "gpu=h200", "train.recompute=none"
 OTHERS = [name for name in MIXERS if name not in ("gla", "hgrn2")]
-
-
-def _case(config: LanguageModelConfig, *arguments: str) -> Case:
-    case = make_case("gpu=h200", "train.compile=never", "train.recompute=none", *arguments)
-    return dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
 
 
 def _saving_like(kernels: Passes, plain: Passes) -> Passes:
@@ -80,9 +74,9 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
 
     # One program walks over all tokens, so the states that it starts from do not depend on their number.
     with mock.patch.dict(OPERATORS, with_kernels), with_one_program(cuda), with_one_program(delta):
-        short, long = (saved_bytes(config, dtype.compute, Recompute.none, False, tokens) for tokens in (128, 384))
-    case = _case(config, f"train.dtype={dtype.value}")
-    assert (long - short) / 256 == case.measured(name).kept.by_token
+        kept = kept_by_token(config, dtype.compute)
+    case = case_of(config, *ON_GPU, f"train.dtype={dtype.value}")
+    assert kept == case.measured(name).kept.by_token
 
 
 @pytest.mark.slow
@@ -100,7 +94,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
 )
 def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConfig) -> None:
     """Heads of more than 256 channels, and no mask."""
-    case = _case(config)
+    case = case_of(config, *ON_GPU)
     block = next(iter(case.spec.blocks.values()))
     assert case.in_pytorch(block)
     on_cpu = dataclasses.replace(case, machine=machine(Gpu.cpu))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from models.mixer_registry import MIXERS
 from models.parameters import cast
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from tests.support.planning import make_case, saved_bytes
+from tests.support.planning import case_of, kept_by_token
 from tests.support.positions import position_of
 from tests.support.sp_reference import build_scans
 from zeco_train.ops.layer_states import LayerStates
@@ -138,9 +136,5 @@ def test_sums_of_gradients_are_not_rounded_to_bf16(name: str) -> None:
 def test_activations_are_what_autograd_keeps(name: str, dtype: Dtype, recompute: Recompute) -> None:
     """On CPUs and without a compiler, to the byte."""
     config = MIXERS[name].config_class(num_layers=1)
-    case = make_case(
-        "gpu=cpu", "train.compile=never", f"train.dtype={dtype.value}", f"train.recompute={recompute.value}"
-    )
-    case = dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
-    short, long = (saved_bytes(config, dtype.compute, recompute, False, tokens) for tokens in (128, 384))
-    assert (long - short) / 256 == case.measured(name).kept.by_token
+    case = case_of(config, "gpu=cpu", f"train.dtype={dtype.value}", f"train.recompute={recompute.value}")
+    assert kept_by_token(config, dtype.compute, recompute) == case.measured(name).kept.by_token

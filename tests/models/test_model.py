@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,9 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import language_model
 from models.language_model import LanguageModel
-from models.mixers import base, gla
+from models.mixers import base
 from models.mixers.gla import FeatureMap, GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.spec import ModelSpec, spec_of
@@ -48,15 +46,9 @@ SMALL = GLAConfig(
 SCAN = local_exchange()
 
 
-def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace projections that share an input by separate products: counters do not see inside custom ops."""
-    for module in (gla, language_model):
-        monkeypatch.setattr(module, "project", lambda x, *layers: [F.linear(x, layer.weight) for layer in layers])
-
-
-def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequencePosition:
+def whole(tokens: int) -> SequencePosition:
     """The shard of a single rank with the whole sequence."""
-    return SequencePosition((0, tokens), documents=None if cu_seqlens is None else [cu_seqlens], exchange=SCAN)
+    return SequencePosition((0, tokens), exchange=SCAN)
 
 
 def build(config: GLAConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0) -> LanguageModel:
@@ -181,19 +173,6 @@ def test_logits_loss_and_gradients_equal_the_reference(variant: dict[str, Any]) 
     assert sum(p.numel() for p in model.parameters()) == spec_of(config).num_parameters
 
 
-def test_packed_documents_are_independent() -> None:
-    model = build()
-    ids, labels = tokens_and_labels(1, 70)
-    borders = [0, 1, 30, 70]
-    packed = model(ids, whole(70, torch.tensor(borders)))
-    joined = model(ids, whole(70))
-    for start, stop in itertools.pairwise(borders):
-        alone = model(ids[:, start:stop], whole(stop - start))
-        torch.testing.assert_close(packed[:, start:stop], alone, rtol=1e-10, atol=1e-9)
-    assert (packed - joined)[:, 1:].abs().max() > 1e-3
-    assert model(ids, whole(70, torch.tensor(borders)), labels).isfinite()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_stays_close_to_fp64(dtype: torch.dtype) -> None:
     model, (ids, labels) = build(spread=1.0).to(dtype), tokens_and_labels()
@@ -261,28 +240,6 @@ def test_elementwise_functions_round_once() -> None:
     assert (norm(x, gate) != exact.bfloat16()).double().mean() < 1e-3
     exact = reference_swish(x.double()) * gate.double()
     assert (swiglu(x, gate) != exact.bfloat16()).double().mean() < 1e-3
-
-
-def test_model_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch) -> None:
-    def elementwise(
-        operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, state_input: StateInput
-    ) -> tuple[Tensor, StateOutput]:
-        q, k, v, g = operands
-        return v * (q * k * g).sum(-1, keepdim=True), StateOutput(g, g)
-
-    # Replace the operator by an elementwise function through which all gradients flow, and the projections by plain
-    # products, since the counter does not see inside custom ops.
-    monkeypatch.setattr(base, "mix_at", elementwise)
-    plain_products(monkeypatch)
-    model, (ids, labels) = build(), tokens_and_labels()
-    with FlopCounterMode(display=False) as counter:
-        model(ids, whole(70), labels).backward()
-    flops = spec_of(SMALL).flops_per_token(70)
-    assert counter.get_total_flops() == ids.numel() * (flops.linear + flops.head)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(ids, whole(70), labels)
-    flops = spec_of(SMALL).flops_per_token(70, backward=False)
-    assert counter.get_total_flops() == ids.numel() * (flops.linear + flops.head)
 
 
 def test_operator_flops_equal_counted_flops() -> None:

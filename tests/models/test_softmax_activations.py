@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from models.config import SOFTMAX
 from models.mixer_registry import MIXERS
 from models.mixers.gla import GLAConfig
 from models.spec import AttentionSpec, spec_of
-from tests.support.planning import make_case, saved_bytes
+from tests.support.planning import case_of, kept_by_token
 from zeco_train.ops.recompute import Recompute
 from zeco_train.training.config import Dtype
 
@@ -62,26 +61,24 @@ def test_activations_of_softmax_are_what_autograd_keeps(
 ) -> None:
     torch._dynamo.reset()
     config = _config(**VARIANTS[variant])
-    how = ["always" if compiled else "never", dtype.value, recompute.value]
-    case = make_case("gpu=cpu", *map("train.{}={}".format, ("compile", "dtype", "recompute"), how))
-    case = dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
-    short, long = (saved_bytes(config, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
+    settings = "gpu=cpu", f"train.dtype={dtype.value}", f"train.recompute={recompute.value}"
+    case = case_of(config, *settings, compiled=compiled)
     # Compiled code keeps the positions in place of a table: 8 bytes per token, for all layers together.
     positions = 8 * (compiled and config.attn.rope_theta is not None)
-    assert (long - short) / 256 == case.measured(SOFTMAX).kept.by_token + positions
+    assert kept_by_token(config, dtype.compute, recompute, compiled) == (
+        case.measured(SOFTMAX).kept.by_token + positions
+    )
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.fp32])
 def test_full_recompute_keeps_input_output_and_sums(dtype: Dtype) -> None:
     config = _config(num_kv_heads=2)
-    case = make_case("gpu=cpu", "train.compile=never", f"train.dtype={dtype.value}", "train.recompute=full")
-    case = dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
-    short, long = (saved_bytes(config, dtype.compute, Recompute.full, False, tokens) for tokens in (128, 384))
+    case = case_of(config, "gpu=cpu", f"train.dtype={dtype.value}", "train.recompute=full")
     kept = case.measured(SOFTMAX).kept.by_token
     assert kept == 2 * 128 * dtype.compute.itemsize + 4 * 4
     # Positions, 8 bytes per token of all layers together, are not saved by a layer: their record holds them.
-    assert (long - short) / 256 == kept
+    assert kept_by_token(config, dtype.compute, Recompute.full) == kept
 
 
 @pytest.mark.few(3)

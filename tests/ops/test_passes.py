@@ -364,6 +364,8 @@ def test_flops_of_delta_rules_count_the_chunk_form() -> None:
         ("gla", "g", lambda x: x.bfloat16(), "float32 or float64, for log-decays"),
         ("gla", "q", lambda x: x.long(), "a floating point dtype"),
         ("gla", "do", lambda x: x[..., :3], "shape"),
+        ("unmasked", "k", lambda x: x[:, :-1], "shape"),
+        ("unmasked", "v", lambda x: x[:, :-1], "shape"),
         ("scalar_decay", "g", lambda x: x[..., None].expand(*x.shape, 6), r"shape \[B, T, H\], got"),
         ("fixed_decay", "log_decay", lambda x: x[:3], r"shape \[H\] = \[4\], got \[3\]"),
         ("fixed_decay", "log_decay", lambda x: x.bfloat16(), "float32 or float64"),

@@ -3,9 +3,11 @@ recurrences."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.operator_cases import NAMES, dims_of, expected_of_rows, in_dtype, make, own_tokens
+from tests.support.operator_cases import ENDS, NAMES, dims_of, expected_of_rows, in_dtype, make, own_tokens
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.gla import GLA
@@ -29,6 +31,8 @@ from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
+# Of each sequence, where its documents begin.
+Starts = tuple[tuple[int, ...], ...]
 # Tokens of each rank; a sequence ends with the last one.
 LENGTHS = {1: (9,), 2: (1, 6), 3: (4, 2, 1), 5: (1, 1, 1, 5, 2)}
 # Where documents begin, by row: one that continues from the carry, several over ranks after it, one a token.
@@ -41,9 +45,7 @@ LONG, LONG_STARTS = (70, 1, 66), ((), (30, 71, 100), (64, 65, 70, 136))
 TOLERANCE = 1e-13
 
 
-def shard_of(
-    exchange: Exchange, bounds: Sequence[int], rank: int, starts: Sequence[Sequence[int]] = STARTS
-) -> SequencePosition:
+def shard_of(exchange: Exchange, bounds: Sequence[int], rank: int, starts: Starts = STARTS) -> SequencePosition:
     """This rank's tokens, with documents of each row."""
     start, stop = bounds[rank : rank + 2]
     doc_ids = torch.zeros(len(starts), stop - start, dtype=torch.int32)
@@ -61,10 +63,14 @@ def found_by(
     *,
     carry: bool = True,
     want_carry: bool = True,
+    loss: str = "both",
 ) -> dict[str, Tensor]:
-    """o, carry_out and every gradient of this rank's tokens; R, what it received, of an operator that reads all."""
+    """o, carry_out and every gradient of this rank's tokens; R, what it received, of an operator that reads all.
+
+    `loss`: the outputs that it depends on, `both`, `o` or `carry`.
+    """
     keys = [key for key in OPERATORS[name].operands if key != "log_decay"] + ["carry_in"] * carry
-    leaves = {key: values[key].clone().requires_grad_() for key in keys}
+    leaves = {key: values[key].detach().clone().requires_grad_() for key in keys}
     o, carry_out = mix(
         name,
         [leaves.get(key, values[key]) for key in OPERATORS[name].operands],
@@ -76,12 +82,30 @@ def found_by(
     results = {"o": o.detach()}
     if OPERATORS[name].reads_whole:
         results["R"] = o.grad_fn.saved_tensors[-2]  # type: ignore[union-attr]
-    outputs, grads = [o], [values["do"]]
+    pairs = {"o": (o, values["do"])}
     if carry_out is not None:
-        outputs, grads = [o, carry_out], [values["do"], values["dcarry_out"]]
+        pairs["carry"] = carry_out, values["dcarry_out"]
+        assert replayed is None or carry_out.isnan().all(), "a replay made up a carry_out"
         results |= {} if replayed is not None else {"carry_out": carry_out.detach()}
+    outputs, grads = zip(*(pair for key, pair in pairs.items() if loss in ("both", key)), strict=True)
     found = torch.autograd.grad(outputs, [*leaves.values()], grads)
+    assert o.dtype == values["do"].dtype
+    assert all(grad.dtype == x.dtype for grad, x in zip(found, leaves.values(), strict=True))
     return results | {f"d{key}": grad for key, grad in zip(leaves, found, strict=True)}
+
+
+# Of all backends.
+@functools.cache
+def known(
+    name: str, num_tokens: int, starts: Starts, decay: str, carry: bool, want_carry: bool, loss: str, strided: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Whole sequences, and their results; `strided`: gradients of the outputs are expanded from one value."""
+    whole = make(name, num_tokens, decay, B=len(starts))
+    if strided:
+        whole |= {key: torch.full_like(whole[key][:1, :1, :1, :1], 0.5).expand_as(whole[key]) for key in ENDS[::2]}
+    factors = {"both": {}, "o": {"dcarry_out": 0.0}, "carry": {"do": 0.0}}[loss]
+    judged = whole | {key: factor * whole[key] for key, factor in factors.items()}
+    return whole, expected_of_rows(name, judged, starts, carry_in=carry, carry_out=want_carry)
 
 
 def compare(
@@ -90,29 +114,41 @@ def compare(
     exchange: RecordedExchange,
     rank: int,
     lengths: Sequence[int],
-    starts: Sequence[Sequence[int]] = STARTS,
+    starts: Starts = STARTS,
     *,
+    decay: str = "mild",
     carry: bool = True,
     want_carry: bool = True,
+    loss: str = "both",
+    strided: bool = False,
 ) -> None:
-    """On this rank's tokens; a replay of what it received launches no scan forward, and has the same bits."""
+    """On this rank's tokens; a replay of what it received launches no scan forward, and has the same bits.
+
+    What only one rank may read is NaN on the others. `strided`: neither tensors nor gradients are contiguous.
+    """
     bounds = [*itertools.accumulate(lengths, initial=0)]
-    whole, tokens = make(name, bounds[-1], "mild", B=len(starts)), slice(*bounds[rank : rank + 2])
+    tokens = slice(*bounds[rank : rank + 2])
     # Scans of states are recorded, those of halos are not.
     shard = shard_of(exchange.replaced(halo=exchange.states), bounds, rank, starts)
     if is_whole := OPERATORS[name].reads_whole:
         carry = want_carry = False
-        starts = [()] * len(starts)
+        starts = ((),) * len(starts)
         shard = SequencePosition(bounds, rank, exchange=exchange)
-    wanted = expected_of_rows(name, whole, starts, carry_in=carry, carry_out=want_carry)
-    own, where = own_tokens(name, whole, tokens), f"{name}, {backend}, {carry=}, {want_carry=}"
+    whole, wanted = known(name, bounds[-1], starts, decay, carry, want_carry, loss, strided)
+    own, where = own_tokens(name, whole, tokens), f"{name}, {backend}, {lengths}, {carry=}, {want_carry=}, {loss=}"
+    if strided:
+        own |= {key: own[key].transpose(1, 2).contiguous().transpose(1, 2) for key in OPERATORS[name].operands}
+    unknown = torch.full_like(whole["carry_in"], torch.nan)
+    own |= {"carry_in": unknown} if rank else {}
+    own |= {"dcarry_out": unknown} if rank < len(lengths) - 1 else {}
+    options: dict[str, Any] = {"carry": carry, "want_carry": want_carry, "loss": loss}
     exchange.events.clear()
-    found = found_by(name, own, shard, carry=carry, want_carry=want_carry)
+    found = found_by(name, own, shard, **options)
     assert [event for event in exchange.events if "launch" in event] == ["launch forward", "launch reverse"], where
     check(name, found, wanted, tokens, where)
     received = found["R"] if is_whole else exchange.received["R"]
     exchange.events.clear()
-    again = found_by(name, own, shard, received, carry=carry, want_carry=want_carry)
+    again = found_by(name, own | {"carry_in": unknown}, shard, received, **options)
     assert [event for event in exchange.events if "launch" in event] == ["launch reverse"], where
     assert all(torch.equal(x, found[key]) for key, x in again.items()), f"a replay: {where}"
     if OPERATORS[name].state_is_halo:
@@ -130,6 +166,7 @@ def check(name: str, found: dict[str, Tensor], wanted: dict[str, Tensor], tokens
         if not {"T", "B"} & {*dims_of(name, key)}:
             # Of an operand of all tokens: each rank has its part of the gradient.
             dist.all_reduce(x := x.clone())
+        assert x.shape == mine[key].shape, f"{key}: {where}"
         error = (x - mine[key]).abs().max().item() / max(1.0, wanted[key].abs().max().item())
         assert error <= TOLERANCE, f"{key} is off by {error:.1e}: {where}"
 

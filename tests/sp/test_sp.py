@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,28 +11,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tests.sp.test_operators import TOLERANCE, compare, found_by
 from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
+from tests.support.operator_cases import expected_of_rows, in_dtype, make, own_tokens
 from tests.support.recurrence import naive_gla
-from tests.support.sp_reference import (
-    CONFIGS,
-    KEY_DIM,
-    Case,
-    RecordedExchange,
-    Reference,
-    assert_same,
-    build_scans,
-    check_segments,
-    ordinary_pass,
-    replayed_pass,
-)
+from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans
 from zeco_train.collectives import ScanWorker, serial
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.backend_registry import BACKENDS, Backend, SPConfig
@@ -46,45 +40,62 @@ LENGTHS = {
     3: ((70, 1, 33), (64, 37, 1)),
     4: ((1, 129, 64, 37), (33, 65, 2, 1)),
 }
-
-
-PARITY: dict[str, dict[str, Any]] = {
-    "carry that only one rank may read": {"carry": True, "poison": True},
-    "mixed decays": {},
-    "no decay": {"rates": (0.0,) * KEY_DIM},
-    "replicated carry and strided tensors": {"carry": True, "strided": True},
-    "loss of the carry alone": {"carry": True, "loss": "carry"},
-    "carry that is not in the loss": {"carry": True, "loss": "o"},
-}
+# Of two sequences without documents.
+WHOLE: dict[str, Any] = {"starts": ((), ())}
+PARITY: list[dict[str, Any]] = [
+    {"decay": "mixed"},
+    {"decay": "mixed", "carry": False, "want_carry": False},
+    {"decay": "none", "carry": False, "want_carry": False},
+    {"decay": "mixed", "strided": True},
+    {"decay": "mixed", "loss": "carry"},
+    {"decay": "mixed", "loss": "o"},
+]
 
 
 def parity(rank: int, world_size: int, scans: dict[str, RecordedExchange], quick: bool) -> None:
-    for number, (name, settings) in enumerate(PARITY.items()):
+    for number, settings in enumerate(PARITY):
         for lengths in LENGTHS[world_size][number % 2 :][:1] if quick else LENGTHS[world_size]:
-            case = Case(name, (lengths,), **settings)
-            reference = Reference(case)
             for place, (backend, scan) in enumerate(scans.items()):
-                # Every backend has the first case, and a third of the others.
-                if quick and number and (place + number) % 3:
-                    continue
-                results = ordinary_pass(case, scan, rank)
-                reference.check(results, rank, backend)
-                if not case.carry or case.strided:
-                    continue
-                scan.events.clear()
-                replayed = replayed_pass(case, scan, rank, results)
-                launches = [event for event in scan.events if event.startswith("launch")]
-                assert launches == ["launch reverse"], f"a replay launched {launches}: {backend}, {case.name}"
-                assert_same(replayed, results, f"replay, {backend}, {case.name}")
+                # Every backend has the first case, and a fourth of the others.
+                if not quick or number == 0 or (place + number) % 4 == 0:
+                    compare("gla", backend, scan, rank, lengths, **WHOLE, **settings)
+
+
+class Sequence:
+    """Two sequences of GLA, and what a rank has of them."""
+
+    def __init__(self, lengths: tuple[int, ...], dtype: torch.dtype = torch.float64) -> None:
+        self.bounds = [*itertools.accumulate(lengths, initial=0)]
+        self.values = make("gla", self.bounds[-1], "mixed", B=2)
+        if dtype is not torch.float64:
+            self.values = in_dtype("gla", self.values, dtype)
+        wide = {key: x.double() for key, x in self.values.items()}
+        self.wanted = expected_of_rows("gla", wide, ((), ()), carry_in=True, carry_out=True)
+
+    def found(self, scan: RecordedExchange, piece: int, **changes: Tensor | None) -> dict[str, Tensor]:
+        """Of a piece; `carry_in` and `dcarry_out` may be others, and `replayed` what it has received before."""
+        start, stop = self.bounds[piece : piece + 2]
+        own = own_tokens("gla", self.values, slice(start, stop)) | changes
+        return found_by("gla", own, SequencePosition((start, stop), exchange=scan), own.pop("replayed", None))
+
+    def errors(self, found: dict[str, Tensor], piece: int) -> dict[str, float]:
+        """Maximum deviation of each tensor, relative to its maximum over all ranks."""
+        mine = own_tokens("gla", self.wanted, slice(*self.bounds[piece : piece + 2]))
+        largest_of = {key: x.abs().max().item() for key, x in self.wanted.items()}
+        return {key: (x.double() - mine[key]).abs().max().item() / largest_of[key] for key, x in found.items()}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(x, expected[key]) for key, x in found.items())
 
 
 def determinism(rank: int, world_size: int, scans: dict[str, RecordedExchange], quick: bool) -> None:
-    case = Case("two runs", LENGTHS[world_size][:1], carry=True)
+    sequence = Sequence(LENGTHS[world_size][0])
     if quick:
         scans = {name: scans[name] for name in ("lasp1", "chain/1", "auto")}
-    runs = [{name: ordinary_pass(case, scan, rank) for name, scan in scans.items()} for _ in range(2)]
+    runs = [{name: sequence.found(scan, rank) for name, scan in scans.items()} for _ in range(2)]
     for name in scans:
-        assert_same(runs[0][name], runs[1][name], f"two runs of {name}")
+        assert same(runs[0][name], runs[1][name]), f"two runs of {name}"
     # One block is the whole state: both fold the same tensors. Theirs lie elsewhere and may be strided otherwise, and
     # a vectorised exp differs from that of a loop's remainder by some eps of 2e-16.
     for name, tensor in runs[0]["chain/1"].items():
@@ -96,18 +107,42 @@ def precision(rank: int, world_size: int, scans: dict[str, RecordedExchange], qu
     """The rounding error of several ranks is at most about twice that of one rank in the same dtype."""
     lengths = LENGTHS[world_size][-1] if world_size > 1 else LENGTHS[1][0]
     for dtype in (torch.bfloat16,) if quick else (torch.float32, torch.bfloat16):
-        case = Case(f"{dtype}", (lengths,), rates=(0.0, 1e-3, 1e-2, 0.1, 1.0, 5.0, 50.0), carry=True, dtype=dtype)
-        reference = Reference(case)
-        whole = replace(case, lengths=((sum(lengths),),))
-        alone = Reference(whole).errors(ordinary_pass(whole, RecordedExchange(local_exchange()), 0), 0)
-        # States are fp32 for both dtypes, so the error of bf16 outputs does not apply to them.
-        alone["R"] = alone["D_in"] = largest([alone["carry_out"], alone["dcarry_in"]])
-        assert alone["R"] < 2e-6, f"states of one rank are off by {alone['R']:.1e}"
-        for name, scan in scans.items():
-            errors = reference.errors(ordinary_pass(case, scan, rank), rank)
-            for tensor, error in errors.items():
+        sequence, whole = Sequence(lengths, dtype), Sequence((sum(lengths),), dtype)
+        alone = whole.errors(whole.found(RecordedExchange(local_exchange()), 0), 0)
+        states = largest([alone["carry_out"], alone["dcarry_in"]])
+        assert states < 2e-6, f"states of one rank are off by {states:.1e}"
+        for name, scan in [*scans.items()][:: 3 if quick else 1]:
+            for tensor, error in sequence.errors(sequence.found(scan, rank), rank).items():
                 bound = 2 * alone[tensor] + 4 * 2.0**-24
                 assert error <= bound, f"{tensor} is off by {error:.1e} > {bound:.1e}: {name}, {dtype}, rank {rank}"
+
+
+def segments(rank: int, world_size: int, scans: dict[str, RecordedExchange], quick: bool) -> None:
+    """A sequence also cut into segments: all of them forward, then from the last one back, each replayed."""
+    sequence = Sequence((*LENGTHS[world_size][0], *LENGTHS[world_size][1]))
+    for place, (name, scan) in enumerate(scans.items()):
+        if quick and place % 3:
+            continue
+        scan.events.clear()
+        pieces, carry, received = [rank, rank + world_size], sequence.values["carry_in"], []
+        unknown = torch.full_like(carry, torch.nan)
+        with torch.no_grad():
+            for piece in pieces:
+                start, stop = sequence.bounds[piece : piece + 2]
+                operands = [sequence.values[key][:, start:stop] for key in OPERATORS["gla"].operands]
+                place_of = SequencePosition((start, stop), exchange=scan)
+                o, carry = mix("gla", operands, place_of, carry_in=carry, want_carry=True)
+                received.append(scan.received["R"])
+                assert sequence.errors({"o": o}, piece)["o"] <= TOLERANCE, name
+        assert carry is not None
+        assert sequence.errors({"carry_out": carry}, piece)["carry_out"] <= TOLERANCE, name
+        dcarry = sequence.values["dcarry_out"]
+        for piece, state in reversed([*zip(pieces, received, strict=True)]):
+            found = sequence.found(scan, piece, carry_in=unknown, dcarry_out=dcarry, replayed=state)
+            dcarry = found.pop("dcarry_in")
+            assert largest(sequence.errors(found, piece).values()) <= TOLERANCE, name
+        assert sequence.errors({"dcarry_in": dcarry}, piece)["dcarry_in"] <= TOLERANCE, name
+        assert [event for event in scan.events if "launch" in event] == ["launch forward"] * 2 + ["launch reverse"] * 2
 
 
 def noted(events: list[str], owner: object, name: str) -> Callable[..., Any]:
@@ -123,7 +158,7 @@ def noted(events: list[str], owner: object, name: str) -> Callable[..., Any]:
 
 def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordedExchange]) -> None:
     """Scans run beside the intra-chunk work; LASP-1 receives before the outputs and sends after them."""
-    case = Case("order of calls", LENGTHS[world_size][-1:], carry=True)
+    sequence = Sequence(LENGTHS[world_size][-1])
     for name, scan in scans.items():
         # Expected communication calls after each call of the seam.
         launch, wait, finish = [], [], []
@@ -149,7 +184,7 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordedExchange
             mock.patch.object(serial, "recv_incoming", noted(events, serial, "recv_incoming")),
             mock.patch.object(serial, "send_folded", noted(events, serial, "send_folded")),
         ):
-            ordinary_pass(case, scan, rank)
+            sequence.found(scan, rank)
         assert events == expected, f"{name}: {events}"
 
 
@@ -160,11 +195,8 @@ def suite(rank: int, world_size: int, quick: bool) -> None:
     determinism(rank, world_size, scans, quick)
     precision(rank, world_size, scans, quick)
     order_of_calls(rank, world_size, scans)
-    case = Case("two segments", LENGTHS[world_size], carry=True)
-    reference = Reference(case)
-    for place, (name, scan) in enumerate(scans.items()):
-        if not quick or place % 3 == 0:
-            check_segments(case, scan, rank, reference, name)
+    segments(rank, world_size, scans, quick)
+    for scan in scans.values():
         scan.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything
 
@@ -175,15 +207,6 @@ def suite(rank: int, world_size: int, quick: bool) -> None:
 def test_every_backend_equals_the_recurrence(world_size: int, quick: bool) -> None:
     """Also replays, two segments, bit-identical repetition, lower precision, and overlap of scans and compute."""
     run_distributed(suite, world_size, quick)
-
-
-def test_piecewise_reference_equals_whole_recurrence() -> None:
-    case = Case("reference", ((1, 30, 9), (17, 2, 3)), carry=True)
-    tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
-    o, final_state = naive_gla(*tokens, initial_state=case.tensors["carry_in"])
-    reference = Reference(case)
-    assert torch.equal(reference.whole["o"], o)
-    assert torch.equal(reference.carries["carry_out"], final_state)
 
 
 def test_every_backend_and_algorithm_is_tested() -> None:

@@ -70,11 +70,3 @@ def test_documents_segments_and_generation_are_refused_by_name() -> None:
     assert raised.value.field == "model.causal"
     with pytest.raises(ValueError, match=r"^initial_state: "):
         naive_of(UNMASKED)(*operands, initial_state=state)
-
-
-@pytest.mark.parametrize("position", [1, 2])
-def test_operands_of_other_shapes_are_refused_by_name(position: int) -> None:
-    operands = operands_of(8)
-    operands[position] = operands[position][:, :-1]
-    with pytest.raises(ValueError, match=rf"^{NAMES[position]}: expected shape"):
-        mix("unmasked", operands, SequencePosition((0, 8), exchange=local_exchange()))

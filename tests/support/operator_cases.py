@@ -122,8 +122,11 @@ def expected_of_rows(
     whether there is the one, and a gradient of the other.
     """
     rows = []
-    for row, own in enumerate(starts):
-        of_row = {key: x[row : row + 1] if "B" in dims_of(name, key) else x for key, x in values.items()}
+    # At once where all are alike.
+    together = len({*map(tuple, starts)}) == 1
+    for row, own in enumerate(starts[:1] if together else starts):
+        part = slice(None) if together else slice(row, row + 1)
+        of_row = {key: x[part] if "B" in dims_of(name, key) else x for key, x in values.items()}
         do, *states = (of_row.pop(key) for key in ENDS)
         before, dafter = (x if given else None for x, given in zip(states, (carry_in, carry_out), strict=True))
         inside = [start for start in own if start < do.shape[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 
 import torch
@@ -89,3 +90,17 @@ def saved_bytes(
         y, *_ = block(x, place, shared=part)
     del y
     return sum(kept.values())
+
+
+def kept_by_token(
+    config: LanguageModelConfig, dtype: torch.dtype, recompute: Recompute = Recompute.none, compiled: bool = False
+) -> float:
+    """Bytes that autograd keeps of a block for each further token."""
+    short, long = (saved_bytes(config, dtype, recompute, compiled, tokens) for tokens in (128, 384))
+    return (long - short) / 256
+
+
+def case_of(config: LanguageModelConfig, *arguments: str, compiled: bool = False) -> Case:
+    """Of a model."""
+    case = make_case(f"train.compile={'always' if compiled else 'never'}", *arguments)
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))

@@ -1,4 +1,4 @@
-"""Kernels beside the operators' compile for GPUs, within their shared memory."""
+"""Kernels compile for GPUs, within their shared memory: of every operator, of gated norms, of rounding to fp8."""
 
 from __future__ import annotations
 
@@ -8,12 +8,43 @@ import pytest
 import torch
 
 from tests.ops.test_gated_norm_kernel import EPS, arguments
+from tests.ops.test_kernels import compiled
 from tests.support.distributed import run_distributed
-from tests.support.kernel_cases import SHARED_MEMORY, compiling
+from tests.support.kernel_cases import SHARED_MEMORY, KernelCase, compiling
 from zeco_train.ops import linear
 from zeco_train.ops.gated_norm import kernels as launch
 
 pytestmark = pytest.mark.campaign
+
+# Capability, dtype, case, number of kernels.
+COMPILED = {
+    "gla, sm_90": (90, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 64, 128)), 7),
+    "gla, sm_90, the widest heads": (90, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 256, 512), 0.2, (0, 70)), 7),
+    "gla, sm_90, fp32": (90, torch.float32, KernelCase("gla", 192, (1, 2, 2, 64, 128), 0.2, (0, 70)), 7),
+    "gla, sm_90, few values": (90, torch.bfloat16, KernelCase("gla", 63, (1, 2, 2, 64, 8)), 7),
+    "gla, sm_90, odd": (90, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 40, 24), 0.2, (0, 70)), 7),
+    "gla, sm_80": (80, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 64, 128), 0.2, (0, 70)), 7),
+    "scalar, sm_90": (90, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 2, 2, 64, 64)), 6),
+    "fixed, sm_90, the widest heads": (90, torch.bfloat16, KernelCase("fixed_decay", 512, (1, 1, 2, 256, 256)), 4),
+    "fixed, sm_90, fp32": (90, torch.float32, KernelCase("fixed_decay", 512, (1, 2, 2, 128, 128), 0.2, (0, 70)), 4),
+    "scalar, sm_80": (80, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 2, 2, 128, 128), 0.2, (0, 70)), 6),
+    "kda, sm_90": (90, torch.bfloat16, KernelCase("kda", 512, (1, 2, 2, 128, 128)), 6),
+    "kda, sm_90, the widest heads": (90, torch.bfloat16, KernelCase("kda", 512, (1, 2, 2, 256, 256), 0.2, (0, 70)), 6),
+    "gated, sm_90": (90, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 128, 256)), 6),
+    "delta, sm_90, fp32": (90, torch.float32, KernelCase("delta", 512, (1, 2, 2, 128, 128)), 5),
+    "gated, sm_80": (80, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 128, 128)), 6),
+    "hgrn, sm_90": (90, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
+    "hgrn, sm_80": (80, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_of_operators_compile(name: str) -> None:
+    *arguments, number = COMPILED[name]
+    found = run_distributed(compiled, 1, *arguments, fresh=True)[0]
+    assert len(found) == number
+    assert max(found.values()) <= SHARED_MEMORY[COMPILED[name][0]], found
+
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 

@@ -20,7 +20,7 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
 
 # Recomputation repeats the same calls: measured 0 for all cases.
 TOLERANCE = 1e-12
@@ -54,8 +54,7 @@ def _suite(rank: int, world_size: int, store: str) -> set[str]:
     return {name for scans in splits.values() for name in scans}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_recompute_gives_same_training_for_every_backend(world_size: int, tmp_path: Path) -> None:
     store = write_documents(tmp_path / "store")
     backends = run_distributed(_suite, world_size, str(store))
@@ -80,7 +79,6 @@ def kept(recompute: Recompute, tokens: int) -> int:
     return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
 
 
-@pytest.mark.slow
 def test_kept_activations_by_recompute_setting() -> None:
     tokens, width = 100, TINY.hidden_size
     none, selective, full = (kept(recompute, tokens) for recompute in Recompute)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeco_train
+from tests.hf.conftest import run
 from tests.sp import test_functions
 from tests.support import operator_cases
 from tests.support.distributed import run_distributed
@@ -21,7 +22,9 @@ from zeco_train import functional
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.sp.backend_registry import SHARING
 
-pytestmark = pytest.mark.gpu
+__all__ = ["run"]
+
+pytestmark = [pytest.mark.campaign, pytest.mark.gpu]
 
 # Widths that the kernels take; uneven parts, the first one shorter than a chunk.
 WIDTHS = {"K": 64, "V": 64, "C": 64}
