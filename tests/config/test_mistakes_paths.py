@@ -139,7 +139,11 @@ OVERRIDES: dict[str, Callable[[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", OVERRIDES)
+# Of the keys of a configuration one is quick.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("name", "data.path", LOAD) else []) for name in OVERRIDES],
+)
 def test_names_and_paths_arrive_as_typed(name: str) -> None:
     """Without quotes beside those of the shell; a positional argument that begins with - would be an option."""
     signs = ",=+[]{}()'\"\\#~$ü" + "-" * (name.partition(" ")[0] not in ("RUN", "SOURCE"))
