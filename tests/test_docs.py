@@ -270,7 +270,7 @@ def presumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[] if page.stem in ("README", "data") else pytest.mark.campaign)
+        pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.campaign)
         for page in PAGES
         if not all(command.needs for command in commands_of(page))
     ],

@@ -122,21 +122,6 @@ def test_invalid_arguments_print_one_error_line(
     assert says in error_line(arguments.split(), capsys)
 
 
-def test_help_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert "  sizes_mb=[0.5,1.0,2.0,4.0,8.0]  " in out
-    assert "  dims=[[64,128],[128,128]]  " in out
-    # A shared setting stands once; one case is explained in full, with the settings that it shares.
-    assert out.count("  budget_seconds=") == 1
-    assert command.main(["operator", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "Case operator:" in out
-    assert "Case decode" not in out
-    assert "  budget_seconds=" in out
-    assert "(of bf16, fp32, fp64)" in out
-
-
 def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
     """Run both cases with a wrong lasp2: nothing is timed or written. Returns the error messages."""
     found = []

@@ -14,15 +14,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from models.mixer_registry import LAYERS, MIXERS, describe_mixer
-from tests.support.commands import REPOSITORY
+from tests.support.commands import REPOSITORY, run_here
+from zeco_train.bench import __main__ as bench
 from zeco_train.bench.__main__ import CASES
 from zeco_train.config.help import WIDTH, describe_settings, first_clause, keys_of, meanings
 from zeco_train.config.overrides import _keys
 from zeco_train.config.schema import Config, defaults_of, describe, load_config
 from zeco_train.errors import ConfigError
+from zeco_train.evaluate import command as evaluate
 from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS
 from zeco_train.export import ExportSettings
 from zeco_train.hf.parity import ParitySettings
+from zeco_train.plan import __main__ as plan
 from zeco_train.plan.config import PlanSettings
 from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.verify.config import VerifyConfig
@@ -140,6 +143,24 @@ def test_a_section_or_key_is_explained_in_full() -> None:
         describe(["dat"])
     assert found.value.field == "--help"
     assert "data" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "shown"),
+    [
+        (plan.main, [], "  world_size="),
+        (evaluate.main, [], "batch_tokens=16384"),
+        # A shared setting stands once; one case is explained in full, with the settings that it shares.
+        (bench.main, [], "  dims=[[64,128],[128,128]]  "),
+        (bench.main, ["operator"], "Case operator:"),
+    ],
+)
+def test_commands_print_their_settings(main: Any, arguments: list[str], shown: str) -> None:
+    outcome = run_here(main, *arguments, "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert shown in outcome.out
+    assert main is not bench.main or outcome.out.count("  budget_seconds=") == 1
+    assert arguments != ["operator"] or "Case decode" not in outcome.out
 
 
 @pytest.mark.slow

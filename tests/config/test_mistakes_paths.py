@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from data import inspect, prepare
-from tests.support.commands import Command, Outcome, check_line, run_here, snapshot, train_here
+from tests.support.commands import Outcome, check_line, run_here, snapshot, train_here
 from tests.support.stores import write_store
 from zeco_train import compare, export
 from zeco_train.bench import __main__ as bench
@@ -25,7 +23,6 @@ from zeco_train.generate import __main__ as generate
 from zeco_train.generate.__main__ import parse as parse_generate
 from zeco_train.plan import __main__ as plan
 from zeco_train.report import __main__ as report
-from zeco_train.system.files import lock_path
 from zeco_train.system.paths import path_problem
 from zeco_train.verify import __main__ as verify
 from zeco_train.verify.config import VerifyConfig
@@ -139,7 +136,11 @@ OVERRIDES: dict[str, Callable[[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", OVERRIDES)
+# Of the keys of a configuration one is quick.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("name", "data.path", LOAD) else []) for name in OVERRIDES],
+)
 def test_names_and_paths_arrive_as_typed(name: str) -> None:
     """Without quotes beside those of the shell; a positional argument that begins with - would be an option."""
     signs = ",=+[]{}()'\"\\#~$ü" + "-" * (name.partition(" ")[0] not in ("RUN", "SOURCE"))
@@ -237,32 +238,6 @@ def test_output_without_write_permission_is_reported(tmp_path: Path, monkeypatch
         (verify.main, f"out={tmp_path / 'out.json'}"),
     ):
         check_line(run_here(main, argument), CONFIG, f"cannot be written ({tmp_path}: Permission denied)")
-
-
-@pytest.mark.slow
-def test_export_removes_leftovers_of_killed_export(trained: Path, tmp_path: Path) -> None:
-    """The next export succeeds and removes leftovers of a killed one, but not those of a running one."""
-    run, out = str(trained / "run"), tmp_path / "out"
-    script = (
-        "import os, signal, sys\nfrom zeco_train import export\nwork = export\n"
-        "work.write_checksums = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "sys.exit(export.main(sys.argv[1:]))"
-    )
-    (tmp_path / "killed.py").write_text(script)
-    with Command([sys.executable, str(tmp_path / "killed.py"), run, str(out)], tmp_path) as command:
-        assert command.wait().code == -signal.SIGKILL
-    (tmp_path / "killed.py").unlink()
-    assert [path.name for path in tmp_path.iterdir()] != []
-    # As another process's running export to the same folder.
-    other = tmp_path / ".out.tmp-1-other"
-    other.mkdir()
-    with lock_path(other).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (tmp_path / "out.partial").mkdir()
-        outcome = run_here(export.main, run, str(out))
-        assert outcome.code == 0, outcome.err
-        assert outcome.out.startswith(f"{out}: step 1 of ")
-        assert {path.name for path in tmp_path.iterdir()} == {"out", "out.partial", other.name, lock_path(other).name}
 
 
 def test_failed_export_leaves_no_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

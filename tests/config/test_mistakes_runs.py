@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -134,18 +133,8 @@ def test_unusable_run_folders_are_reported(store: Path, tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_run_locked_by_another_process_is_refused(run: Path, store: Path) -> None:
-    before = snapshot(run)
-    with (run / "lock").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        outcome = train_here(*on(store), f"run_dir={run}", "train.steps=4")
-    check_line(outcome, CONFIG, f"run_dir={run}: another process is training there")
-    assert snapshot(run) == before
-
-
-@pytest.mark.parametrize("text", ["[1]", "\xff"])
-def test_damaged_identity_file_is_reported(text: str, run: Path, store: Path) -> None:
-    (run / "identity.json").write_bytes(text.encode("latin-1"))
+def test_damaged_identity_file_is_reported(run: Path, store: Path) -> None:
+    (run / "identity.json").write_bytes(b"\xff")
     before = snapshot(run)
     outcome = train_here(*on(store), f"run_dir={run}")
     check_line(outcome, CHECKPOINT, f"{run / 'identity.json'}: cannot be read")
@@ -174,9 +163,8 @@ def test_load_refuses_missing_or_mismatched_weights(run: Path, store: Path, tmp_
     assert snapshot(run) == before
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "run.json", ".metadata"])
-def test_damaged_checkpoint_is_reported_and_left_alone(name: str, run: Path, store: Path) -> None:
-    path = run / "checkpoints" / "step_00000002" / name
+def test_damaged_checkpoint_is_reported_and_left_alone(run: Path, store: Path) -> None:
+    path = run / "checkpoints" / "step_00000002" / "__0_0.distcp"
     os.truncate(path, path.stat().st_size // 2)
     (run / "checkpoints" / "lock").write_text(str(run))
     before = snapshot(run / "checkpoints")

@@ -165,6 +165,7 @@ def test_mistakes_name_field_value_and_allowed(overrides: list[str], line: str, 
     assert line in _refusal(*overrides)
 
 
+@pytest.mark.slow
 def test_files_with_an_unknown_mixer_or_key_are_refused(toys: Path) -> None:
     (toys / "model" / "odd_tiny.yaml").write_text("mixer: odd\n")
     assert _refusal("model=odd_tiny") == f"model.mixer=odd: must be one of {NAMES}"

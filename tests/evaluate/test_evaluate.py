@@ -196,13 +196,6 @@ def test_invalid_arguments_are_reported_and_leave_no_files(run: Path, tmp_path: 
         assert (snapshot(tmp_path), snapshot(run)) == before, arguments
 
 
-def test_help_lists_settings() -> None:
-    outcome = evaluate("--help")
-    assert outcome.code == 0
-    for text in ("validation.KEY=VALUE", "lm_eval.KEY=VALUE", "sequences=0", "batch_tokens=16384"):
-        assert text in outcome.out
-
-
 def test_lm_eval_task_without_lm_eval_installed(run: Path) -> None:
     with mock.patch.dict(sys.modules, {"lm_eval": None}), mock.patch("importlib.util.find_spec", return_value=None):
         check_line(evaluate(run, "--tasks", "piqa"), 2, "--tasks=piqa: is one of lm_eval's, which is not installed")

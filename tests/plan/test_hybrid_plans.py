@@ -163,6 +163,7 @@ def test_full_recompute_keeps_outputs_of_softmax() -> None:
     assert own == {"gla": 2 * 2048, SOFTMAX: 2 * 2048 + 2 * 2048 + 4 * 16}
 
 
+@pytest.mark.slow
 def test_more_ranks_are_not_advised_where_a_method_has_no_heads_for_them() -> None:
     small = [*HYBRID, "data.seq_len=65536", "world_size=16", "memory_gb=4", "sp.attention=ulysses"]
     assert make(*small).elsewhere is None

@@ -52,6 +52,7 @@ def test_imported_modules_are_exempt_from_collection(disabled: bool) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_package_data_of_the_user_hides_no_command(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text("print('not of this project')")
     (tmp_path / "text.txt").write_text("some text")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -134,13 +132,6 @@ def test_hostile_yaml_is_refused_with_one_line(text: str, problem: str, tmp_path
     assert "\n" not in str(raised.value)
     with pytest.raises(ConfigError, match=r"cannot be read as a run's configuration"):
         read_config(path)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
-def test_configuration_must_be_regular_file(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match=r"cannot be read as a run's configuration \(.*(regular file|directory)"):
-        read_config(tmp_path / "config.yaml")
 
 
 def test_invalid_stored_model_is_refused(trained: tuple[Path, Path], tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.support.commands import run_here
 from tests.support.stores import write_store
 from zeco_train.bench.figures import plot_files
 from zeco_train.checkpoint.files import read_record
+from zeco_train.config.schema import read_config
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.generate.generator import Completion
 from zeco_train.generate.output import Printer
@@ -33,6 +34,7 @@ from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.report.__main__ import write_report
 from zeco_train.report.dashboard import publish_benchmarks
 from zeco_train.system.figures import label_axes, new_figure, plain, save_figure
+from zeco_train.system.small_files import parse_json, read_json, read_small
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.run_folder import read_identity
@@ -46,7 +48,9 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "identity.json": (read_identity, "identity.json"),
     "config.json": (lambda folder: read_record(folder / "config.json"), "config.json"),
     "metrics.jsonl": (lambda folder: read_metrics(folder / "metrics.jsonl"), "metrics.jsonl"),
+    "config.yaml": (lambda folder: read_config(folder / "config.yaml"), "config.yaml"),
 }
+REFUSED = (DataError, CheckpointError, ConfigError)
 
 
 def _link_to_zero(path: Path) -> None:
@@ -58,7 +62,7 @@ def _link_to_zero(path: Path) -> None:
 def test_readers_refuse_fifos_and_endless_devices(name: str, make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / name)
     read, shown = READERS[name]
-    with pytest.raises((DataError, CheckpointError), match=f"{shown}: cannot be read.*not a regular file"):
+    with pytest.raises(REFUSED, match=f"{shown}: cannot be read.*not a regular file"):
         read(tmp_path)
     assert not is_store(tmp_path)
 
@@ -68,11 +72,42 @@ def test_readers_refuse_fifos_and_endless_devices(name: str, make: Callable[[Pat
 def test_deep_nesting_and_huge_numbers_give_short_errors(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text + "\n")
     read, shown = READERS[name]
-    with pytest.raises((DataError, CheckpointError), match=shown) as raised:
+    with pytest.raises(REFUSED, match=shown) as raised:
         read(tmp_path)
     # Not `line`, which joins lines.
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
+
+
+def test_json_is_read_through_symlink_and_to_a_depth(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"step": [1, {"x": null}]}')
+    (tmp_path / "b.json").symlink_to("a.json")
+    assert read_json(tmp_path / "b.json") == {"step": [1, {"x": None}]}
+    assert parse_json("[" * 31 + "[]" + "]" * 31) is not None
+    assert parse_json('"text"') == "text"
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        with pytest.raises(ValueError, match="nested deeper than 32 levels"):
+            parse_json(opening * 33 + "1" + closing * 33)
+
+
+def test_sockets_folders_missing_files_and_loops_raise_os_errors(tmp_path: Path) -> None:
+    os.mknod(tmp_path / "socket", 0o140644)
+    (tmp_path / "loop").symlink_to("loop")
+    kinds = {".": IsADirectoryError, "missing": FileNotFoundError, "loop": OSError, "socket": OSError}
+    for name, kind in kinds.items():
+        with pytest.raises(kind):
+            read_small(tmp_path / name)
+
+
+def test_file_size_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    assert len(read_small(tmp_path / "a", largest=100)) == 100
+    with pytest.raises(OSError, match="larger than 99 bytes"):
+        read_small(tmp_path / "a", largest=99)
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="larger than 67,108,864 bytes"):
+        read_small(tmp_path / "sparse")
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,10 @@ READERS: list[Callable[[Path], Outcome]] = [
 ]
 
 
-@pytest.mark.few(quick=1)
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
-        ("loss", "abc", "'abc', not a number or null"),
+        pytest.param("loss", "abc", "'abc', not a number or null", marks=pytest.mark.slow),
         ("val_loss", "x" * 10_000, "'xxxx"),
     ],
 )

@@ -1,6 +1,6 @@
 """Tests that need GPUs (CI has none; the last results are in `tests/gpu_results.md`).
 
-The trainer on NCCL against the same run on one CPU, and our model against fla's with its Triton kernels.
+The trainer on NCCL against the same run on one CPU; `hf/test_export.py` has fla with its kernels.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.mixers.gla import GLAConfig
-from models.spec import ModelSpec
 from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from zeco_train.generate import __main__ as generate
-from zeco_train.ops.position import SequencePosition
-from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.gpu
 
@@ -74,49 +70,6 @@ def test_training_on_gpus_equals_one_cpu(tmp_path: Path, world_size: int) -> Non
         assert run["rows"][-1]["memory_gb"] > 0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ours_from_exact", "ours_from_fla"),
-    # fla's kernels multiply fp32 in tf32 (10 bits of mantissa), whatever torch's setting; ours do not.
-    [(torch.float32, 1e-5, 2e-3), (torch.bfloat16, 1.5e-2, 2e-2)],
-    ids=["fp32", "bf16"],
-)
-def test_logits_equal_fla(dtype: torch.dtype, ours_from_exact: float, ours_from_fla: float) -> None:
-    fla = pytest.importorskip("fla.models")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    config = GLAConfig(vocab_size=512, hidden_size=512, num_layers=2, num_heads=4, intermediate_size=1024)
-    model = ModelSpec(config).build()
-    model.init_weights(0)
-    theirs = fla.GLAForCausalLM(
-        fla.GLAConfig(
-            vocab_size=512,
-            hidden_size=512,
-            num_hidden_layers=2,
-            num_heads=4,
-            intermediate_size=1024,
-            norm_eps=config.norm_eps,
-            fuse_cross_entropy=False,
-            attn_mode="chunk",
-            tie_word_embeddings=False,
-        )
-    )
-    assert not any(theirs.load_state_dict(model.state_dict(), strict=True))
-    tokens, shard = torch.randint(512, (1, 1024), generator=torch.Generator().manual_seed(0)), _whole(1024)
-    with torch.no_grad():
-        # Round the weights first, so that all three models have the same.
-        exact = model.to(dtype).double()(tokens, shard)
-        ours = model.to("cuda", dtype)(tokens.cuda(), shard).double().cpu()
-        fla_logits = theirs.to("cuda", dtype)(tokens.cuda()).logits.double().cpu()
-    errors = {
-        "ours from fp64": _relative(ours, exact),
-        "fla's from fp64": _relative(fla_logits, exact),
-        "ours from fla's": _relative(ours, fla_logits),
-    }
-    print(dtype, {name: f"{error:.1e}" for name, error in errors.items()})
-    assert errors["ours from fp64"] <= ours_from_exact
-    assert errors["ours from fp64"] <= 1.1 * errors["fla's from fp64"]
-    assert errors["ours from fla's"] <= ours_from_fla
-
-
 def test_slow_paths_are_warned_of_once_and_refused_on_request(tmp_path: Path) -> None:
     """Heads of V 288, which the kernels of fixed decays do not serve, and steps, which have none."""
     heads = ["model.hidden_size=288", "model.num_heads=1", "model.expand_k=0.5", "model.expand_v=1"]
@@ -135,11 +88,3 @@ def test_slow_paths_are_warned_of_once_and_refused_on_request(tmp_path: Path) ->
     found = train_here(*served)
     assert found.code == 0, found
     assert "in PyTorch" not in found.err
-
-
-def _whole(seq_len: int) -> SequencePosition:
-    return SequencePosition((0, seq_len), exchange=local_exchange())
-
-
-def _relative(value: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((value - expected).norm() / expected.norm()).item()

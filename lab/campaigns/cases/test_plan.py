@@ -11,7 +11,11 @@ from tests.plan import test_plan as gate
 from tests.support.commands import REPOSITORY
 from tests.support.planning import make_case
 from tests.support.waiting import ENOUGH
+from zeco_train.config.schema import group_options
 from zeco_train.plan import calibration
+from zeco_train.plan.case import build_case
+from zeco_train.plan.config import parse
+from zeco_train.plan.memory import plan_memory
 from zeco_train.plan.report import _assumptions
 from zeco_train.plan.step_time import operator_seconds
 
@@ -94,3 +98,23 @@ def test_operator_times_are_those_of_the_operator(
     assert (f"{operator if not scaled else 'fixed_decay'} has no measurement, so gla's" in on_cpu) is (
         operator != "gla"
     )
+
+
+NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
+
+
+@pytest.mark.parametrize("name", [name for name in group_options()["experiment"] if name not in NO_LENGTH])
+def test_experiments_fit_their_machine(name: str) -> None:
+    case, notes = build_case(parse([f"+experiment={name}"]))
+    assert notes == []
+    assert case.machine.name == ("cpu" if name == "gla_tiny_1m" else "h200")
+    assert case.world_size == case.sp_size == (2 if name == "gla_tiny_1m" else 4)
+    assert plan_memory(case, 0.05).fits
+    expected = {"gla_1b_16k": 16384, "gla_1b_32k": 32768, "gla_1b_1m": 1 << 18, "gla_1b_8m": 1 << 15}
+    assert case.tokens == expected.get(name, case.tokens)
+    if name == "gla_1b_8m":
+        # Allocators reserve more than a peak: measured at 32,768 tokens a rank, up to a quarter.
+        assert plan_memory(case, 0.05).peak < 100e9
+    if name == "gla_tiny_1m":
+        assert case.config.data.seq_len == 1 << 20
+        assert plan_memory(case, 0.05).peak < 2.5e9
