@@ -93,7 +93,7 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
     # No restarts here: the batch script starts all nodes again, after new checks.
     arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--node-rank={node}", "--max-restarts=0"]
     arguments += [f"--rdzv-id={os.environ['RENDEZVOUS_ID']}", f"--rdzv-endpoint={host}:{port}"]
-    arguments += ["--rdzv-backend=static", "--rdzv-conf=timeout=600"]
+    arguments += ["--rdzv-backend=static", "--rdzv-conf=timeout=600", f"--log-dir={os.devnull}"]
     arguments += [] if address is None else [f"--local-addr={address}"]
     config, entrypoint, entry_arguments = config_from_args(get_args_parser().parse_args([*arguments, *command]))
     files = config.logs_specs = _RankFiles(output, console)

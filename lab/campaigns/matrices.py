@@ -97,16 +97,21 @@ class Run:
 
     def row(self, cases: int, commit: str, date: str, machine: str) -> Row:
         """What its report says."""
-        outcomes: Counter[str] = Counter()
-        failures = []
-        for case in ElementTree.parse(self.report).iter("testcase") if self.report.exists() else ():
-            found = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-            outcomes["passed" if found is None else found.tag] += 1
-            if found is not None and found.tag != "skipped":
-                failures.append(f"{self.file}::{case.get('name')}  {_first_line(found)}")
-        failed = outcomes["failure"] + outcomes["error"]
+        found = [*ElementTree.parse(self.report).iter("testcase")] if self.report.exists() else []
+        if self._interrupted:
+            # The last one was, of which the report has no outcome.
+            found = found[:-1]
+        outcomes, failures = {}, []
+        for case in found:
+            child = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+            # A second entry is of an error afterwards.
+            outcomes[case.get("name")] = "passed" if child is None else child.tag
+            if child is not None and child.tag != "skipped":
+                failures.append(f"{self.file}::{case.get('name')}  {_first_line(child)}")
+        counts = Counter(outcomes.values())
+        failed = counts["failure"] + counts["error"]
         seconds = round(time.monotonic() - self.began, 1)
-        row = Row(self.file, cases, outcomes["passed"], outcomes["skipped"], failed, seconds, commit, date, machine)
+        row = Row(self.file, cases, counts["passed"], counts["skipped"], failed, seconds, commit, date, machine)
         if row.missing and not self._interrupted:
             failures.append(f"{self.file}::  pytest ended with {self._process.returncode}")
         row.failures = failures
@@ -137,9 +142,9 @@ def read(text: str) -> dict[str, Row]:
     table, _, rest = text.partition(f"\n{FAILED}\n")
     for line in table.splitlines()[1:]:
         match line.split(maxsplit=8):
-            case [file, *counts, seconds, commit, date, machine] if file.endswith(".py"):
-                cases, passed, skipped, failed = map(int, counts)
-                rows[file] = Row(file, cases, passed, skipped, failed, float(seconds), commit, date, machine)
+            case [file, cases, passed, skipped, failed, seconds, *where] if file.endswith(".py"):
+                counts = int(cases), int(passed), int(skipped), int(failed)
+                rows[file] = Row(file, *counts, float(seconds), *where)
     for line in rest.partition(f"\n{MISSING}\n")[0].splitlines():
         if (file := line.partition("::")[0]) in rows:
             rows[file].failures.append(line)

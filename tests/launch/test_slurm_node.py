@@ -41,6 +41,7 @@ print(os.environ["MASTER_ADDR"])
 def node(folder: Path, port: int, nodes: int = 1, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """The first node of a job with one rank a node."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CACHE_DIR": str(folder / "cache"), **variables}
+    environment |= {"TMPDIR": str(folder)}
     environment |= {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "HEAD_ADDRESS": "127.0.0.1", "HEAD_PORT": str(port)}
     environment |= {"RENDEZVOUS_ID": "a" * 32, "SLURMD_NODENAME": "n0"}
     (folder / "rank.py").write_text(RANK)
@@ -102,6 +103,7 @@ def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> N
     with node(tmp_path, port, CLUSTER_INTERFACE=interface) as process:
         output, errors = process.communicate(timeout=ENOUGH)
     assert process.returncode == 0, output + errors
+    assert not [*tmp_path.glob("torchelastic_*")]
     *stores, last = output.splitlines()
     for line in stores:
         listening = re.findall(r"'(\w+):\w+'", line)

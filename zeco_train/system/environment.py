@@ -11,7 +11,6 @@ import socket
 import struct
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,17 +129,22 @@ def query_gpus(queries: Sequence[str]) -> list[dict[str, str]]:
 
 
 def product_rates() -> list[float]:
-    """TFLOP/s of each GPU over a second of large matrix products in bf16, on all GPUs at once, as in training."""
+    """TFLOP/s of each GPU over about a second of large bf16 matmuls, on all GPUs at once, as in training."""
     import torch
-    from torch.utils.benchmark import Timer
 
-    def rate(gpu: int) -> float:
-        with torch.cuda.device(gpu):
-            a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-            return 2e-12 * len(a) ** 3 / Timer("a @ a", globals={"a": a}).blocked_autorange(min_run_time=1.0).median
-
-    with ThreadPoolExecutor() as pool:
-        return [*pool.map(rate, range(torch.cuda.device_count()))]
+    size, warm_up, products = 8192, 20, 200
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(torch.cuda.device_count())]
+    for number, (start, end) in enumerate(events):
+        with torch.cuda.device(number):
+            a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+            for product in range(warm_up + products):
+                if product == warm_up:
+                    start.record()
+                torch.mm(a, a)
+            end.record()
+    for _, end in events:
+        end.synchronize()
+    return [2e-12 * size**3 * products / (1e-3 * start.elapsed_time(end)) for start, end in events]
 
 
 def version(package: str) -> str | None:
