@@ -115,9 +115,7 @@ def build_model(
         # Initialise the whole model, then shard: initialising shards would depend on the number of ranks.
         drawn = pool.submit(model.init_weights, seed)
         if compiled:
-            # Takes three seconds, which the first step would wait for, and starts the compiler's processes.
-            with quick_imports():
-                importlib.import_module("torch._inductor.compile_fx")
+            _open_compiler(mesh.device)
         drawn.result()
     parallelize(model, model.sharding_units(), strategy, config.dtype.compute, mesh, shard_size)
     model.set_recompute(config.recompute)
@@ -127,3 +125,11 @@ def build_model(
         # rounded (pytorch issue 189121).
         model.compile_parts(**({"options": {"deterministic": True}} if config.deterministic else {}))
     return model
+
+
+def _open_compiler(device: torch.device) -> None:
+    # The first step would wait for these three seconds, and for the process that compiles, which starts as slowly.
+    with quick_imports():
+        importlib.import_module("torch._inductor.compile_fx")
+    if device.type == "cuda":
+        importlib.import_module("torch._inductor.async_compile").AsyncCompile.warm_pool()
