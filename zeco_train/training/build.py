@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -22,6 +24,7 @@ from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.of_model import connect_model
 from zeco_train.system.code_cache import use_private_caches
+from zeco_train.system.command import quick_imports
 from zeco_train.training.config import Compile, CudaGraphs, TrainConfig
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
@@ -108,8 +111,12 @@ def build_model(
     with torch.device("meta"):  # skips torch's own initialisation, which is slow and would be overwritten
         model = spec_of(model_config).build().to(config.dtype.master)
     model.to_empty(device=mesh.device)
-    # Initialise the whole model, then shard: initialising shards would depend on the number of ranks.
-    model.init_weights(seed)
+    with ThreadPoolExecutor(1) as pool:
+        # Initialise the whole model, then shard: initialising shards would depend on the number of ranks.
+        drawn = pool.submit(model.init_weights, seed)
+        if compiled:
+            _open_compiler(mesh.device)
+        drawn.result()
     parallelize(model, model.sharding_units(), strategy, config.dtype.compute, mesh, shard_size)
     model.set_recompute(config.recompute)
     set_matmul(model, config.matmul)
@@ -118,3 +125,11 @@ def build_model(
         # rounded (pytorch issue 189121).
         model.compile_parts(**({"options": {"deterministic": True}} if config.deterministic else {}))
     return model
+
+
+def _open_compiler(device: torch.device) -> None:
+    # The first step would wait for these three seconds, and for the process that compiles, which starts as slowly.
+    with quick_imports():
+        importlib.import_module("torch._inductor.compile_fx")
+    if device.type == "cuda":
+        importlib.import_module("torch._inductor.async_compile").AsyncCompile.warm_pool()
