@@ -21,7 +21,7 @@ from zeco_train.config.help import WIDTH, describe_settings, first_clause, keys_
 from zeco_train.config.overrides import _keys
 from zeco_train.config.schema import Config, defaults_of, describe, load_config
 from zeco_train.errors import ConfigError
-from zeco_train.evaluate import command as evaluate
+from zeco_train.evaluate import __main__ as evaluate
 from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS
 from zeco_train.export import ExportSettings
 from zeco_train.hf.parity import ParitySettings
