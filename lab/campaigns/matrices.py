@@ -142,9 +142,9 @@ def read(text: str) -> dict[str, Row]:
     table, _, rest = text.partition(f"\n{FAILED}\n")
     for line in table.splitlines()[1:]:
         match line.split(maxsplit=8):
-            case [file, cases, passed, skipped, failed, seconds, *where] if file.endswith(".py"):
+            case [file, cases, passed, skipped, failed, seconds, commit, date, machine] if file.endswith(".py"):
                 counts = int(cases), int(passed), int(skipped), int(failed)
-                rows[file] = Row(file, *counts, float(seconds), *where)
+                rows[file] = Row(file, *counts, float(seconds), commit, date, machine)
     for line in rest.partition(f"\n{MISSING}\n")[0].splitlines():
         if (file := line.partition("::")[0]) in rows:
             rows[file].failures.append(line)
