@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ import torch
 from tests.support.distributed import run_distributed
 from tests.support.kernel_cases import KernelCase
 from zeco_train.ops import first_call
-from zeco_train.ops.first_call import compile_backward, compiled_at_once
+from zeco_train.ops.first_call import compiled_at_once, compiling_first
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import Passes
 
 
 def _kernels_of_hgrn(rank: int, world_size: int, cache: str) -> tuple[list[str], int, bool]:
@@ -52,35 +52,43 @@ def test_kernels_are_compiled_by_threads_and_not_launched(tmp_path: Any) -> None
     assert is_restored
 
 
-class _OnGPU(torch.Tensor):
-    # Of another device, for what looks at it only.
-    device = torch.device("cuda", 0)  # type: ignore[assignment]
-
-
 def test_passes_run_once_for_each_form_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    compiled, inside = [], []
 
-    def backward(operands: Any, *rest: Any) -> Any:
-        calls.append(tuple(operands[0].shape))
-        return SimpleNamespace(overlap=list, operand_grads=lambda grad: (), state_grad=None)
+    @contextmanager
+    def at_once(threads: int) -> Iterator[None]:
+        inside.append(threads)
+        yield
+        inside.pop()
 
-    passes = OPERATORS["gla"].portable._replace(backward=backward)
-    served = mock.Mock(output=2, portable="PyTorch's")
-    monkeypatch.setitem(OPERATORS, "gla", served)
-    monkeypatch.setattr(first_call, "_compiled", set())
+    def noted(pass_: str) -> Any:
+        plain = getattr(OPERATORS["gla"].portable, pass_)
+
+        def start(operands: Any, *rest: Any) -> Any:
+            if inside:
+                compiled.append((pass_, operands[0].shape[1]))
+            return plain(operands, *rest)
+
+        return start
+
+    monkeypatch.setattr(first_call, "compiled_at_once", at_once)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(first_call, "compiled_at_once", lambda threads: mock.MagicMock())
+    plain = OPERATORS["gla"].portable
+    passes = compiling_first(plain._replace(forward=noted("forward"), backward=noted("backward")))
 
-    def call(tokens: int, kind: type = _OnGPU, passes: Passes = passes) -> None:
-        operands = [torch.zeros(1, tokens, 2, 16).as_subclass(kind) for _ in range(4)]
-        compile_backward("gla", passes, operands, operands[2], [], None, 1.0, None)
+    def call(tokens: int, needs_grad: bool = False) -> None:
+        operands = [-torch.rand(1, tokens, 2, 16) for _ in range(4)]
+        operands[0].requires_grad_(needs_grad)
+        found, expected = (each.forward(operands, 1.0, None) for each in (passes, plain))
+        for local in (found, expected):
+            local.overlap()
+        assert torch.equal(found.outputs(found.state), expected.outputs(expected.state))
 
-    # Other lengths whose kernels are the same; then two whose sizes do not divide by 16; and a CPU's.
+    # Other lengths whose kernels are the same, then two that do not divide by 16.
     for tokens in (1024, 2048, 1024, 1040, 1056, 1000, 1001):
         call(tokens)
-    call(999, torch.Tensor)
-    assert [tokens for _, tokens, *_ in calls] == [1024, 1040, 1000]
-    # What PyTorch's own passes serve has no kernels.
-    served.select.return_value = served.portable
-    call(64)
-    assert len(calls) == 3
+    assert compiled == [("forward", tokens) for tokens in (1024, 1040, 1000)]
+    # With gradients of the backward pass, too.
+    call(1040, needs_grad=True)
+    assert compiled[3:] == [("forward", 1040), ("backward", 1040)]

@@ -16,93 +16,79 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
 
 logger = logging.getLogger(__name__)
 
 # Triton compiles anew for sizes that divide by 16; tokens come in chunks of 64.
 _TOKENS = 16 * 64
 
-_compiled: set[Hashable] = set()
 _lock = threading.Lock()
 
 
-def compile_forward(
-    name: str, passes: Passes, operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None, passed: bool
-) -> None:
-    """Compile the kernels of an operator's forward pass before its first call of this form, on a GPU.
+def compiling_first(passes: Passes) -> Passes:
+    """Passes that compile their kernels, all at once, before the first call of each form.
 
-    `passed`: that of the transition, too. If operands need gradients, those of the backward pass, too.
+    Where an operand of a forward pass needs gradients, the kernels of the backward pass are among them.
     """
-    needs_grad = any(x.requires_grad for x in operands)
+    compiled = set[Hashable]()
 
-    def run() -> None:
-        local = passes.forward(operands, scale, doc_ids)
-        if passed:
-            _ = local.transition
-        local.overlap()
-        local.outputs(local.state)
-        if needs_grad:
-            kept, saved = list(operands), list(local.saved)
-            for position in passes.replaced:
-                kept[position] = saved.pop(0)
-            do = torch.empty_like(operands[OPERATORS[name].output])
-            _run_backward(passes, kept, do, saved, local.state, scale, doc_ids)
+    def forward(operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> ForwardPass:
+        needs_grad = any(x.requires_grad for x in operands)
 
-    _once(name, (passed, needs_grad), operands, doc_ids, run)
+        def run() -> None:
+            local = passes.forward(operands, scale, doc_ids)
+            # A matrix that no state passes is not computed.
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                _ = local.transition
+            local.overlap()
+            o = local.outputs(local.state)
+            if needs_grad:
+                kept, saved = list(operands), list(local.saved)
+                for position in passes.replaced:
+                    kept[position] = saved.pop(0)
+                state = local.state if passes.needs_incoming else None
+                _run_backward(passes.backward(kept, o, saved, state, scale, doc_ids))
 
+        _once(compiled, (needs_grad, doc_ids is None, *map(_form, operands)), run)
+        return passes.forward(operands, scale, doc_ids)
 
-def compile_backward(
-    name: str,
-    passes: Passes,
-    operands: Sequence[Tensor],
-    do: Tensor,
-    saved: Sequence[Tensor],
-    incoming_state: Tensor | None,
-    scale: float,
-    doc_ids: Tensor | None,
-) -> None:
-    """`compile_forward` for a backward pass."""
-    rest = do, saved, incoming_state, scale, doc_ids
-    _once(name, "backward", operands, doc_ids, lambda: _run_backward(passes, operands, *rest))
+    def backward(operands: Sequence[Tensor], do: Tensor, *rest: Any) -> BackwardPass:
+        key = "backward", rest[-1] is None, *map(_form, operands)
+        _once(compiled, key, lambda: _run_backward(passes.backward(operands, do, *rest)))
+        return passes.backward(operands, do, *rest)
+
+    forward.__wrapped__, backward.__wrapped__ = passes.forward, passes.backward  # type: ignore[attr-defined]
+    return passes._replace(forward=forward, backward=backward)
 
 
-def _run_backward(passes: Passes, operands: Sequence[Tensor], do: Tensor, saved: Sequence[Tensor], *rest: Any) -> None:
-    incoming_state, scale, doc_ids = rest
-    state = incoming_state if passes.needs_incoming else None
-    local = passes.backward(operands, do, saved, state, scale, doc_ids)
+def _run_backward(local: BackwardPass) -> None:
     local.overlap()
     local.operand_grads(local.state_grad)
 
 
-def _once(
-    name: str, which: Hashable, operands: Sequence[Tensor], doc_ids: Tensor | None, run: Callable[[], None]
-) -> None:
-    first = operands[0]
-    if first.device.type != "cuda":
-        return
-    operator = OPERATORS[name]
-    of_outputs = operands[operator.output].shape
-    tokens = of_outputs[1]
-    form = first.shape[2:], of_outputs[2:], tokens % _TOKENS == 0, tokens % 16 == 0, first.dtype, first.device
-    key = name, which, form, doc_ids is None
-    if key in _compiled:
+def _form(operand: Tensor) -> Hashable:
+    # Lengths of one form have the same kernels.
+    tokens = operand.shape[1] if operand.dim() > 1 else 0
+    return operand.shape[2:], operand.dtype, tokens % _TOKENS == 0, tokens % 16 == 0
+
+
+def _once(compiled: set[Hashable], key: Hashable, run: Callable[[], None]) -> None:
+    if key in compiled:
         return
     with _lock:
-        if key in _compiled or torch.cuda.is_current_stream_capturing():
+        # Kernels are also asked about, and interpreted, on machines without a GPU.
+        if key in compiled or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             return
-        _compiled.add(key)
-        # PyTorch's own passes have no kernels to compile.
-        if operator.select(operands) is operator.portable:
-            return
+        compiled.add(key)
         try:
             with torch.no_grad(), compiled_at_once(max(2, torch.get_num_threads())):
                 run()
         except torch.OutOfMemoryError:
-            logger.info("%s: too little memory to compile its kernels at once; they are when first launched", name)
+            logger.info("too little memory to compile kernels all at once; they are compiled when first launched")
 
 
 @contextmanager

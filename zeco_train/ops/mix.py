@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.first_call import compile_backward, compile_forward
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.operator_registry import OPERATORS
@@ -125,10 +124,8 @@ def _mix(
     chosen.check(operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
     with _on_device_of(operands[0]):
+        local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
         passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
-        passes = _passes(chosen, operands, doc_ids)
-        compile_forward(operator, passes, operands, scale, doc_ids, passed)
-        local = passes.forward(operands, scale, doc_ids)
         shape = chosen.transition_shape(operands)
         transition = local.transition if passed else local.state.new_zeros(shape)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
@@ -206,7 +203,6 @@ def _mix_backward(
     chosen.check(operands, doc_ids, do)
     with _on_device_of(do):
         passes = _passes(chosen, operands, doc_ids)
-        compile_backward(operator, passes, operands, do, saved, incoming_state, scale, doc_ids)
         local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
         request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, wanted, cuts)
