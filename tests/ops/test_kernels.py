@@ -6,11 +6,7 @@ The interpreter computes in fp32 what a GPU computes in three tf32 parts, so it 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +18,8 @@ from torch import Tensor
 
 from tests.support import interpreter
 from tests.support.distributed import run_distributed
-from tests.support.kernel_cases import SHARED_MEMORY, KernelCase, both_results, compiling, relative_error
+from tests.support.kernel_cases import SHARED_MEMORY, KernelCase, compiling, relative_error
 from tests.support.positions import position_of
-from tests.support.waiting import ENOUGH
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator_registry import OPERATORS
@@ -116,34 +111,6 @@ QUICK = {
 SLOW = ["gla, odd sizes", "gla, a document starts the rank", "hgrn, many runs", "conv, several runs", "conv, documents"]
 # Of the elementwise kernels bf16, too: their interpreted arithmetic is that of a GPU.
 IN_BF16 = ("hgrn, several runs",)
-WIDE = {
-    "128 channels": (2000, (1, 2, 4, 128, 128), 0.2, None),
-    "64 channels": (1000, (2, 3, 3, 64, 64), 1.0, None),
-    "wide values": (1000, (1, 2, 2, 128, 256), 0.2, (0, 70, 128, 700)),
-    "the widest heads": (700, (1, 2, 2, 256, 256), 0.2, None),
-    "no power of two": (1000, (1, 2, 4, 96, 160), 0.2, (0, 70, 128, 700)),
-    "weak decays": (4096, (1, 2, 2, 128, 128), 0.005, None),
-    "strong decays everywhere": (1000, (1, 1, 1, 64, 128), 50.0, None),
-}
-LARGE = {
-    # With the kept options.
-    **{name: replace(case, changes=()) if "chunk" in dict(case.changes) else case for name, case in SMALL.items()},
-    **{
-        f"{name}, {what}": KernelCase(name, tokens, sizes, *rest)
-        for name in ("gla", "scalar_decay", "fixed_decay", *DELTA)
-        for what, (tokens, sizes, *rest) in WIDE.items()
-    },
-    "gla, the widest heads of all": KernelCase("gla", 1500, (1, 2, 2, 256, 512)),
-    "gla, the narrowest heads": KernelCase("gla", 777, (1, 3, 3, 32, 32), 0.5),
-    "gla, no decay": KernelCase("gla", 2000, (1, 2, 2, 64, 128), 0.0),
-    "gla, long with resets": KernelCase("gla", 4096, (1, 2, 2, 64, 128), reset=-1e9),
-    "gla, long": KernelCase("gla", 65536, (1, 1, 1, 64, 128)),
-    "scalar_decay, Mamba-2's heads": KernelCase("scalar_decay", 777, (1, 1, 16, 128, 64)),
-    "hgrn, long": KernelCase("hgrn", 5000, (2, 3, 3, 70, 1), 0.5),
-    "hgrn, long, with documents": KernelCase(
-        "hgrn", 9000, (1, 2, 2, 5, 1), 0.5, (0, 1, 15, 16, 63, 64, 65, 4000, 8999)
-    ),
-}
 
 
 def limit(case: KernelCase, name: str, dtype: torch.dtype) -> float:
@@ -378,63 +345,3 @@ def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.
                 assert min(constants["BK"], constants["BV"]) >= 64
                 assert constants[flag] == (constants["BK"] >= K)
     assert [len(kernel.launches) for kernel in kernels] == [4, 2]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", LARGE)
-def test_kernels_match_fp64_on_gpu(name: str, dtype: torch.dtype) -> None:
-    assert wrong(name, LARGE[name], dtype, torch.device("cuda")) == {}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gla", "scalar_decay", *DELTA, "hgrn", "short_conv"])
-def test_kernels_do_not_synchronise_and_are_deterministic(name: str) -> None:
-    """Neither pass synchronises the host, also with documents; repetitions are bit-identical."""
-    sizes = {"gla": (1, 4, 4, 128, 64), "hgrn": (1, 4, 4, 64, 1), "short_conv": (1, 4, 256)}
-    case = KernelCase(name, 1000, sizes.get(name, (1, 1, 4, 128, 64)), documents=(0, 300))
-    operator, device = OPERATORS[name], torch.device("cuda")
-    assert operator.cuda is not None
-    tensors, doc_ids = case.tensors(torch.bfloat16, device), case.doc_ids(device)
-    call = operator.operands, tensors, 0.125 if operator.has_scale else 1.0, doc_ids
-    first = both_results(resolve_name(operator.cuda), *call)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        second = both_results(resolve_name(operator.cuda), *call)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for key, x in first.items():
-        assert torch.equal(x, second[key]), key
-
-
-# A user's first step: a new process with an empty Triton cache.
-FIRST_PASSES = """
-import time
-import torch
-from tests.support.kernel_cases import KernelCase
-
-dims = ((16, 64, 128), (16, 128, 128), (4, 256, 512))
-cases = [KernelCase("gla", 4096, (1, heads, heads, *rest)) for heads, *rest in dims]
-cases += [KernelCase(rule, 4096, (1, 16, 16, 128, 128)) for rule in ("kda", "gated_delta", "delta")]
-for case in cases:
-    tensors = case.tensors(torch.bfloat16, torch.device("cuda"))
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    case.found(tensors)
-    torch.cuda.synchronize()
-    print(f"{case.operator} {case.sizes} {time.perf_counter() - started:.1f}", flush=True)
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.gpu
-def test_first_passes_take_at_most_30_seconds_and_those_of_delta_rules_15(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command, options = [sys.executable, "-c", FIRST_PASSES], {"capture_output": True, "text": True, "check": False}
-    result = subprocess.run(command, env=environment, timeout=ENOUGH, **options)
-    assert result.returncode == 0, result.stderr
-    print(result.stdout)
-    seconds = [float(line.split()[-1]) for line in result.stdout.splitlines()]
-    assert len(seconds) == 6
-    assert max(seconds[:3]) <= 30.0, result.stdout
-    assert max(seconds[3:]) <= 15.0, result.stdout

@@ -5,25 +5,21 @@ In fp64, where a sum in another order moves almost no number over a step of fp8.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lab.exactness_matrix import TOLERANCE, tiny
 from lab.hybrid_matrix import HYBRIDS
-from models import projections
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from zeco_train.distributed.config import Strategy
-from zeco_train.ops.linear import Fp8Rows, Matmul, quantise_rows
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.method_registry import METHODS, build_attention
 
@@ -74,19 +70,6 @@ def split(
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-def with_one_scale(*parts: Tensor) -> Fp8Rows:
-    """Fp8Rows of one scale, that of the whole tensor: wrong on purpose."""
-    x = torch.cat(parts, -1)
-    rows, largest = quantise_rows(x), quantise_rows(x.reshape(1, -1)).scales
-    return Fp8Rows((x / largest.to(x.dtype)).to(rows.values.dtype).contiguous(), largest.expand_as(rows.scales))
-
-
-def whole_and_split_with_one_scale(rank: int, world_size: int, store: str, sp_size: int) -> Result:
-    mesh, scans = make_mesh(rank, world_size, sp_size), build_scans(tuple(range(sp_size)))
-    with mock.patch.object(projections, "quantise_rows", with_one_scale):
-        return run_steps(case_of("gla"), scans["lasp2" if sp_size > 1 else "dp"], mesh, store)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_documents(tmp_path_factory.mktemp("fp8") / "store"))
@@ -106,22 +89,6 @@ def of_gla(store: str) -> dict[Any, Result]:
 def test_gla_in_fp8_trains_alike_on_two_ranks(store: str, of_gla: dict[Any, Result]) -> None:
     expected = {("gla", True): of_gla["gla", True]}
     run_distributed(split, 2, store, pickle.dumps(expected), ["gla"], SPLITS[2:])
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_models_in_fp8_train_alike_on_any_number_of_ranks(world_size: int, store: str) -> None:
-    cells = itertools.product(MODELS, (False, True))
-    expected = run_distributed(whole, 1, store, {cell: case_of(*cell) for cell in cells})[0]
-    run_distributed(split, world_size, store, pickle.dumps(expected), [*MODELS], SPLITS, timeout=1200)
-
-
-@pytest.mark.slow
-def test_scale_of_all_tokens_would_depend_on_the_split(store: str) -> None:
-    """The control: with such a scale, the check of the other tests fails."""
-    one = run_distributed(whole_and_split_with_one_scale, 1, store, 1)[0]
-    two = run_distributed(whole_and_split_with_one_scale, 2, store, 2)[0]
-    assert worst(two, one)["losses"] > 1e3 * TOLERANCE
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def compiling(capability: int) -> Iterator[dict[str, int]]:
     from triton.backends.compiler import GPUTarget  # late: the mode is fixed at import
     from triton.runtime import JITFunction, driver
 
-    from tests.support.descriptors import wrong_descriptors
+    from lab.campaigns.descriptors import wrong_descriptors
 
     shared: dict[str, int] = {}
 

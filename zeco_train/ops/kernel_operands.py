@@ -3,7 +3,7 @@
 Triton compiles a kernel once for tensors and dims of that kind, and once more for all others, whose tiles are loaded a
 number at a time. The second form is slower, and ptxas 12.8 miscompiles one of them: in the kernel of GLA's states in
 bf16, with K from 33 to 64 and tiles of at most 32 values, two words of a wgmma descriptor hold a shared-memory address
-that was not shifted (tests/support/descriptors.py). So kernels have no second form: other tensors are copied, and
+that was not shifted (lab/campaigns/descriptors.py). So kernels have no second form: other tensors are copied, and
 other head dims are padded with zeros, which change no result.
 """
 

@@ -2,7 +2,7 @@
 
 Cases, guard bands and limits are those of the campaign that runs on GPUs (`lab.campaigns.operator_shapes`). All have
 at least three chunks. The interpreter runs the kernels that a GPU runs, with their tiles and masks, and rounds as they
-do; what it cannot see is the code that ptxas makes of them (`tests.support.descriptors`).
+do; what it cannot see is the code that ptxas makes of them (`lab.campaigns.descriptors`).
 """
 
 from __future__ import annotations
