@@ -28,7 +28,7 @@ pytestmark = pytest.mark.campaign
 def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list[tuple[str, int, int]]:
     """(variant, tokens, steps) timed within the budget, for steps of the given seconds on a simulated clock; setup
     takes 60 seconds, compiling for a number of tokens 20."""
-    clock, timed = [0.0], []
+    clock, timed = [0.0], list[tuple[str, int, int]]()
     fake = mock.Mock(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
 
     def take(duration: float) -> float:
