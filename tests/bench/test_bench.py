@@ -213,6 +213,7 @@ def test_cases_on_gpus(tmp_path: Path, arguments: list[str]) -> None:
         assert sum(note.startswith("trace of ") for note in results["notes"]) == 3
 
 
+@pytest.mark.slow
 def test_exceeded_budget_skips_remaining_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The first size is measured; a second one would exceed the budget.
     arguments = [*SMALL_STATES, f"out={tmp_path}", "variants=[all_gather]", "sizes_mb=[0.03125,0.0625]"]
