@@ -33,7 +33,7 @@ def uneven_pace(lane: Lane, rank: int, world_size: int) -> None:
         if own.random() < 0.2:
             time.sleep(0.05 * own.random())
         want_carry = common.random() < 0.3
-        scan = pairs.launch(lane, algorithm, rank, "cpu", want_carry)  # type: ignore[arg-type]
+        scan = pairs.launch(lane, algorithm, rank, "cpu", want_carry)
         pending.append((pairs, scan, want_carry, f"scan {number}, {algorithm} {shape} {want_carry=}"))
         if len(pending) == 3 or number == UNEVEN_SCANS - 1:
             for pairs, scan, want_carry, case in pending:
