@@ -176,7 +176,11 @@ def measure(
                     shutil.rmtree(run, ignore_errors=True)
                 done = timed(_arguments(command, run, place, settings), tree, compiled, limit, place)
                 found[command, state] = done
-                print(f"{tree.name}: {command}, {state}: {done.seconds:.1f} s, exit code {done.code}", flush=True)
+                moments = ", ".join(f"{label} {moment:.1f}" for label, moment in done.moments.items())
+                print(
+                    f"{tree.name}: {command}, {state}: {done.seconds:.1f} s, exit code {done.code}: {moments}",
+                    flush=True,
+                )
                 if done.code != 0:
                     print(done.output[-3000:], flush=True)
                 if command == "train":

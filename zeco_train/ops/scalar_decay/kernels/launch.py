@@ -77,10 +77,8 @@ find = _OPTIONS.find
 # Of V up to 64 as in Mamba-2, measured for K 128: 0.93 of the time with those above, but 1.4 times as long with V 128.
 _FEW_VALUES = 64
 _OF_FEW_VALUES = ScalarDecayTuning(
-    summaries=TileOptions(_DEPTH, 32, 4, 3),
     outputs=TileOptions(_DEPTH, 64, 4, 1),
     query_grads=TileOptions(_DEPTH, 128, 4, 1),
-    value_grads=TileOptions(_DEPTH, 32, 4, 2),
     key_grads=TileOptions(_DEPTH, 128, 4, 1),
 )
 
