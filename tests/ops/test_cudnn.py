@@ -127,6 +127,13 @@ def test_each_span_is_told_as_it_is(documents: tuple[int, ...] | None, window: i
     assert told
 
 
+@pytest.mark.parametrize(("key_start", "key_stop"), [(3, 9), (0, 4)])
+def test_keys_that_begin_or_end_among_the_queries_are_refused(key_start: int, key_stop: int) -> None:
+    q, k, v, _ = _random(0, 1, 4, key_stop - key_start)
+    with pytest.raises(ValueError, match="begin or end among the queries 2 to 6"):
+        cudnn.attend(q, k, v, Span(2, 6), key_start, SCALE)
+
+
 def test_few_layouts_are_built(told: list[Any]) -> None:
     """One for each length in steps, and for all others one up to a power of 2: also in another number of documents."""
     for tokens in (3, 5, 7, 8, 8):

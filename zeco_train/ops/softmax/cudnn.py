@@ -51,9 +51,10 @@ def missing(target: Target) -> str | None:
     return f"FlashAttention 2, 0.6 times as fast as cuDNN, since the package {PACKAGE} is not installed"
 
 
-def is_countable(*tensors: Tensor) -> bool:
-    """Whether the elements of each tensor, and what lies between them, are fewer than 2^31."""
-    return all(sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) < _MOST for x in tensors)
+def is_countable(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the elements of each tensor, and what lies between them, and those of o are fewer than 2^31."""
+    spans = (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in (q, k, v))
+    return max(*spans, q.shape[:3].numel() * v.shape[3]) < _MOST
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
@@ -101,8 +102,8 @@ def attend_backward(
 # The span's own keys, and those before it.
 def _calls(span: Span, key_start: int, num_keys: int) -> Iterator[KernelCall]:
     key_stop = key_start + num_keys
-    for first, stop in ((span.start, key_stop), (key_start, min(span.start, key_stop))):
-        call = span.call(first, stop) if max(first, key_start) < stop else None
+    for first, stop in ((max(span.start, key_start), key_stop), (key_start, min(span.start, key_stop))):
+        call = span.call(first, stop) if first < stop else None
         if call is not None:
             moved = first - key_start
             yield call._replace(keys=slice(call.keys.start + moved, call.keys.stop + moved))
