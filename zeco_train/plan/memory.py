@@ -34,8 +34,8 @@ class Memory:
     Attributes:
         phases: by phase and kind (`KINDS`).
         outside: not allocated through torch.
-        fragments: what the pool of CUDA graphs may hold beside the peak, at most: gradients keep their place in it, which
-            splits the memory that activations have freed. Measured: none to 0.7 of the gradients (3.3 of 4.6 GB).
+        fragments: what the pool of CUDA graphs may hold beside the peak, at most: gradients keep their place in it,
+            which splits the memory that activations have freed. Measured: none to 0.7 of the gradients' bytes.
         headroom: fraction of `available` that stays free.
         available: in all.
     """

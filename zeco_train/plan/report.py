@@ -95,7 +95,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "bytes": memory.kinds,
             "phases": memory.phases,
             "phase": memory.phase,
-            **{f"{name}_bytes": getattr(memory, name) for name in ("peak", "usable", "available", "outside", "fragments")},
+            **{
+                f"{name}_bytes": getattr(memory, name)
+                for name in ("peak", "usable", "available", "outside", "fragments")
+            },
             "headroom": memory.headroom,
             "fits": memory.fits,
         },
