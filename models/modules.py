@@ -95,9 +95,8 @@ class RMSNormOfGated(_Norm):
         super().__init__(size, eps)
         self.groups = groups
 
-    def forward(self, o: Tensor, skip: Tensor, u: Tensor, gate: Tensor, decay: Tensor | None) -> Tensor:
+    def forward(self, o: Tensor, skip: Tensor, u: Tensor, gate: Tensor, decay: Tensor) -> Tensor:
         """Map o, skip [B, T, H, V], u, gate [B, T, H·V], decay [3, H] → [B, T, H·V], in the dtype of o."""
-        assert decay is not None
         return output(o, skip, u, gate, decay, self.weight, self.groups, self.eps)
 
 

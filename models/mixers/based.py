@@ -89,7 +89,6 @@ class QuadraticConfig(LanguageModelConfig):
     symmetric: bool = True
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_positive("feature_dim")
         self._require_heads_divide({"hidden_size": self.hidden_size})

@@ -38,7 +38,6 @@ class CosformerConfig(LanguageModelConfig):
     max_document: int = 8192
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_positive("max_document")
         self._require_heads_divide({"hidden_size": self.hidden_size})

@@ -40,7 +40,6 @@ class RebasedConfig(QuadraticConfig):
     feature_norm_eps: float = 1e-5
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_finite("feature_norm_eps")
 
