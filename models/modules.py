@@ -133,7 +133,8 @@ def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """swish(gate) ⊙ up, for two tensors of one shape and dtype (Shazeer, 2020)."""
     if torch.compiler.is_compiling():
-        return (_swish(gate) * up).to(gate.dtype)
+        wide = gate.to(accumulation_dtype(gate.dtype))
+        return (wide * wide.sigmoid() * up).to(gate.dtype)
     return _SwiGLUFunction.apply(gate, up)
 
 
@@ -219,11 +220,6 @@ def _l2_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(accumulation_dtype(x.dtype))
     rnorm = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)
     return wide * rnorm, rnorm
-
-
-def _swish(gate: Tensor) -> Tensor:
-    wide = gate.to(accumulation_dtype(gate.dtype))
-    return wide * wide.sigmoid()
 
 
 # Positions are split at this power of two, see `_turns`.

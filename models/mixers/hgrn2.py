@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
-from models.mixers.base import OperatorMixer, Run, Shared
-from models.mixers.hgrn import forget_gate, lower_bounds
+from models.mixers.base import OperatorMixer, Run
+from models.mixers.hgrn import HGRN, forget_gate
 from models.modules import RMSNorm
-from models.parameters import BIAS
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 
@@ -71,12 +70,7 @@ class HGRN2(OperatorMixer):
     config_class = HGRN2Config
     operators = ("gla",)
     title = "HGRN2 (Qin et al., 2024, arXiv 2404.07904)"
-    shared = Shared(
-        name="lower_bounds",
-        shape=lambda config: (config.num_layers, config.hidden_size),
-        rule=BIAS,
-        parts=lower_bounds,
-    )
+    shared = HGRN.shared._replace(shape=lambda config: (config.num_layers, config.hidden_size))
 
     def __init__(self, config: HGRN2Config, layer: int) -> None:
         super().__init__(config, layer)

@@ -9,7 +9,6 @@ many heads of keys and values as of queries). fla rotates with frequencies of ba
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.attn import check_rotation
 from models.config import ExpandedHeadsConfig
 from models.mixers.base import OperatorMixer, Run
 from models.modules import GatedRMSNorm, rotate
 from models.projections import Projection, project
-from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 
 
@@ -37,14 +36,7 @@ class FixedDecayConfig(ExpandedHeadsConfig):
 
     def validate(self) -> None:
         super().validate()
-        theta, size = self.rope_theta, self.head_k_dim
-        if theta is None:
-            return
-        if not (math.isfinite(theta) and theta > 1):
-            raise ConfigError("model.rope_theta", theta, "must be finite and > 1, or null for no position embedding")
-        if size % 2:
-            allowed = f"rotates pairs of channels: a head's keys must be of even width, not {size}; or null"
-            raise ConfigError("model.rope_theta", theta, allowed)
+        check_rotation("model.rope_theta", self.rope_theta, self.head_k_dim)
 
 
 class FixedDecayAttention(OperatorMixer):

@@ -163,16 +163,8 @@ def _whole(pending: LaunchedScan) -> Tensor:
     return pending.carry_out()
 
 
-def _mix_shapes(
-    operands: list[Tensor],
-    operator: str,
-    scale: float,
-    handle: Tensor,
-    doc_ids: Tensor | None,
-    incoming_state: Tensor | None,
-    carry_in: Tensor | None,
-    want_carry: bool,
-) -> tuple[Any, ...]:
+def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any, ...]:
+    _, _, doc_ids, incoming_state, _, want_carry = rest
     chosen = operator_of(operator, operands)
     like = operands[chosen.output]
     state, dtype = chosen.state_shape(operands), accumulation_dtype(like.dtype)
