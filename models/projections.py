@@ -46,7 +46,6 @@ class StackedProjection(Projection):
         self.rows = tuple(rows)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """A projection of several matrices."""
         return {"weight": PROJECTION._replace(rows=self.rows)}
 
 

@@ -100,7 +100,6 @@ class QuadraticConfig(LanguageModelConfig):
 
     @property
     def head(self) -> HeadWidths:
-        """Widths of a head."""
         size, polynomial = self.feature_dim, self.polynomial
         value = self.hidden_size // self.num_heads
         return HeadWidths(size, polynomial.num_features(size), polynomial.padded(size), value)

@@ -44,7 +44,6 @@ class CosformerConfig(LanguageModelConfig):
 
     @property
     def head(self) -> HeadWidths:
-        """Widths of a head."""
         size = self.hidden_size // self.num_heads
         return HeadWidths(query=size, features=2 * size, key=2 * size, value=size)
 
@@ -67,7 +66,6 @@ class Cosformer(FeatureMapAttention):
 
     @classmethod
     def longest_document(cls, config: CosformerConfig) -> int | None:
-        """M."""
         return config.max_document
 
     def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:

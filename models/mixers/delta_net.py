@@ -87,7 +87,6 @@ class DeltaHeadsConfig(LanguageModelConfig):
 
     @property
     def heads(self) -> DeltaHeads:
-        """Heads of a layer."""
         values = self.num_v_heads or self.num_heads
         return DeltaHeads(self.num_heads, values, self.head_dim, round(self.head_dim * self.expand_v))
 
@@ -218,7 +217,6 @@ class DeltaNetConfig(ExpandedHeadsConfig):
 
     @property
     def heads(self) -> DeltaHeads:
-        """Heads of a layer."""
         return DeltaHeads(self.num_heads, self.num_heads, self.head_k_dim, self.head_v_dim)
 
     def _shape_rows(self) -> Mapping[str, str]:

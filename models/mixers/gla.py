@@ -33,7 +33,6 @@ class FeatureMap(Enum):
     sigmoid = "sigmoid"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the function."""
         match self:
             case FeatureMap.relu:
                 return F.relu(x)

@@ -158,7 +158,6 @@ class LinearFeatureMap(Enum):
     identity = "identity"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the function."""
         match self:
             case LinearFeatureMap.elu:
                 return _elu_plus_one(x) if torch.compiler.is_compiling() else _EluPlusOne.apply(x)
@@ -184,7 +183,6 @@ class LinearAttentionConfig(ExpandedHeadsConfig):
 
     @property
     def head(self) -> HeadWidths:
-        """Widths of a head."""
         key_dim = self.head_k_dim
         return HeadWidths(query=key_dim, features=key_dim, key=key_dim, value=self.head_v_dim)
 

@@ -105,7 +105,6 @@ class Mamba2Config(LanguageModelConfig):
 
     @property
     def has_wide_residual(self) -> bool:
-        """`residual_in_fp32`."""
         return self.residual_in_fp32
 
     def _shape_rows(self) -> Mapping[str, str]:
@@ -133,7 +132,6 @@ class Mamba2Decay(nn.Module):
         return torch.stack((self.dt_bias, self.A_log, self.D))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """Initial values as in the paper's code."""
         return {
             "dt_bias": ParameterRule(initial_steps(*self._steps), decays=False, wide=True, draws=1),
             "A_log": ParameterRule(initial_rates(*_A_RANGE), decays=False, wide=True, draws=1),

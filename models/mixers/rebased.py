@@ -59,7 +59,6 @@ class RebasedFeatureMap(nn.Module):
         self.beta = nn.Parameter(torch.zeros(config.feature_dim))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """Ones and zeros, without weight decay."""
         return {"gamma": SCALE, "beta": BIAS}
 
     def forward(self, x: Tensor) -> Tensor:

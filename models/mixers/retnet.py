@@ -119,7 +119,6 @@ class MultiScaleRetention(FixedDecayAttention):
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
     def constants(self) -> Mapping[str, Tensor]:
-        """The heads' log-decays."""
         return {"log_decay": log_decays(self.config.num_heads)}
 
     def _norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:

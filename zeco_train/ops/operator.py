@@ -255,7 +255,6 @@ class Operator:
 
     @property
     def dims_of(self) -> dict[str, str]:
-        """`dims` by operand."""
         return dict(zip(self.operands, self.dims, strict=True))
 
     @property

@@ -41,7 +41,6 @@ class ShortConv(Operator):
         return x.shape[0], 1, weight.shape[2] - 1, x.shape[2]
 
     def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
-        """As for all operators; and the width is at least 2."""
         super().check(operands, doc_ids, do)
         if (width := operands[1].shape[2]) < 2:
             raise ValueError(f"weight: expected a width of at least 2, got {width}")
