@@ -19,7 +19,6 @@ from models.mixer_registry import MIXERS, check_document, longest_document
 from models.mixers import hgrn, lightning, retnet
 from models.mixers.based import BasedConfig
 from models.mixers.cosformer import CosformerConfig
-from models.mixers.gla import GLAConfig
 from models.mixers.hgrn import forget_gate
 from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningConfig
@@ -382,5 +381,3 @@ def test_block_without_mlp_has_no_parameters_and_no_flops_of_one() -> None:
     assert without.mlp_products == []
     assert without.mixer_products == with_mlp.mixer_products == [[(24, 48), (24, 68), (24, 6)], [(48, 24)]]
     assert sum(map(math.prod, with_mlp.parameters)) - sum(map(math.prod, without.parameters)) == 24 * (3 * 40 + 1)
-    with pytest.raises(ConfigError, match="intermediate_size=0"):
-        GLAConfig(intermediate_size=0)
