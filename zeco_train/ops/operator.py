@@ -166,7 +166,8 @@ class Operator:
     # checks the arguments before.
     one_token: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]  # (H, K, V) → FLOPs per token
-    recomputed_flops: Callable[[int, int, int], float]  # the same, of what the backward pass recomputes
+    # The same, of what the backward pass recomputes: nothing, unless given.
+    recomputed_flops: Callable[[int, int, int], float] = lambda *dims: 0.0
     about: str = ""  # for `help`: a line, and the formula
     output: int = 2  # position of the operand whose shape and dtype the outputs have
     has_scale: bool = True  # outputs have a factor; otherwise the only scale is 1
@@ -254,7 +255,6 @@ class Operator:
 
     @property
     def dims_of(self) -> dict[str, str]:
-        """`dims` by operand."""
         return dict(zip(self.operands, self.dims, strict=True))
 
     @property
