@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from tests.support.commands import REPOSITORY
 from zeco_train.errors import CommunicationError
-from zeco_train.lifecycle import watch
+from zeco_train.lifecycle import logs, watch
+from zeco_train.lifecycle.board import BoundedStore
 from zeco_train.lifecycle.join import Launch
-from zeco_train.lifecycle.watch import BoundedStore, Watchdog
+from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.system import background
 
 pytestmark = pytest.mark.processes
@@ -39,7 +40,7 @@ def test_documented_times_are_the_sums_of_the_constants() -> None:
         (REPOSITORY / "docs" / "training.md").read_text().replace("\n", " "),
     )
     assert times is not None
-    dumps = 2 * watch.DUMP_SECONDS
+    dumps = 2 * logs.DUMP_SECONDS
     assert [*map(float, times.groups())] == [watch.REPORT_SECONDS, watch.END_SECONDS, dumps, watch.ANSWER_SECONDS]
 
 
@@ -115,10 +116,10 @@ def test_activity_is_not_repeated_in_diagnosis() -> None:
 def test_one_rank_claims_reporting_and_peers_see_it() -> None:
     store = dist.HashStore()
     first, second = (Watchdog(Launch(rank, 2, rank), store) for rank in range(2))
-    assert not first.is_reported()
-    assert first.claim_reporting()
-    assert second.is_reported()
-    assert not second.claim_reporting()
+    assert not first.board.is_reported()
+    assert first.board.claim_reporting()
+    assert second.board.is_reported()
+    assert not second.board.claim_reporting()
     first.stop()
     second.stop()
 
@@ -197,8 +198,8 @@ def test_rank_that_is_cut_off_names_the_store_and_ends(silent: SilentStore, monk
     assert "the launcher's store at node0 is gone, and so may be its node" in str(found)
     # What a rank does before it exits.
     rank.report_failure("out of memory")
-    rank.report_leaving()
-    assert rank.claim_reporting() is False
-    assert rank.is_reported()
+    rank.board.append("left")
+    assert rank.board.claim_reporting() is False
+    assert rank.board.is_reported()
     assert time.monotonic() - started < 10.0
     rank.stop()
