@@ -26,7 +26,7 @@ from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice, bu
 from zeco_train.sp.backend import LocalScan
 from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.sp.exchange import connect
-from zeco_train.sp.exposed import ExposedMeter, active_meter
+from zeco_train.sp.exposed import ExposedMeter, MeteredScan, active_meter
 from zeco_train.sp.of_model import connect_model
 
 STATE = torch.ones(1, 2, 4, 4)
@@ -203,7 +203,7 @@ def test_exposed_time_sums_all_calls_and_is_taken_once() -> None:
         raise RuntimeError("a peer is gone")
     assert active_meter() is None
     with meter.measuring():
-        scans = [meter.metered(SlowScan(), CPU, finish_waits=True) for _ in range(2)]
+        scans = [MeteredScan(SlowScan(), CPU, meter, finish_waits=True) for _ in range(2)]
     # Scans launched inside `measuring` are measured even if the waits come later.
     began = time.perf_counter()
     for scan in scans:
@@ -268,7 +268,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def device_steps(meter: ExposedMeter, *milliseconds: float) -> None:
     with meter.measuring():
         for value in milliseconds:
-            scan = meter.metered(DeviceScan(value), torch.device("cuda", 1), finish_waits=True)
+            scan = MeteredScan(DeviceScan(value), torch.device("cuda", 1), meter, finish_waits=True)
             assert scan.wait() is STATE
             FakeEvent.clock += 100.0  # compute between the two calls is not waiting
             scan.finish()
@@ -316,7 +316,7 @@ def test_courier_scan_records_two_events(capturing: list[bool]) -> None:
     meter, scan = ExposedMeter(), PendingScan(want_carry=False)
     scan.incoming.set_result(STATE)
     with meter.measuring():
-        metered: Any = meter.metered(scan, torch.device("cuda", 1), finish_waits=False)
+        metered: Any = MeteredScan(scan, torch.device("cuda", 1), meter, finish_waits=False)
     metered.wait()
     metered.finish()
     assert FakeEvent.made == 2

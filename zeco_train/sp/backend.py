@@ -15,7 +15,7 @@ from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan, is_matrix
-from zeco_train.sp.exposed import MEASURING
+from zeco_train.sp.exposed import MEASURING, MeteredScan
 from zeco_train.sp.scan_choice import ScanChoice
 
 
@@ -48,7 +48,7 @@ class ScanBackend(ABC):
         if not MEASURING or not self._crosses_ranks:
             return scan
         in_series = launcher.scan is not None and launcher.scan.in_series
-        return MEASURING[-1].metered(scan, request.state.device, finish_waits=in_series)
+        return MeteredScan(scan, request.state.device, MEASURING[-1], finish_waits=in_series)
 
     @abstractmethod
     def launcher_for(self, request: ScanRequest) -> Launcher:

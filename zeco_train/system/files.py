@@ -16,11 +16,11 @@ import resource
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from zeco_train.errors import DataError, check_open_files
+from zeco_train.errors import DataError, system_errors
 
 METRICS_FILE = "metrics.jsonl"
 # Present in every run's folder: the settings that its starts share.
@@ -264,24 +264,14 @@ def _exchange(first: Path, second: Path) -> None:
         raise OSError(code, os.strerror(code), str(second))
 
 
-@contextmanager
-def read_errors(path: Path, remedy: str = "") -> Iterator[None]:
+def read_errors(path: Path, remedy: str = "") -> AbstractContextManager[None]:
     """Convert an `OSError` in the block to a `DataError`: `path` cannot be read."""
-    try:
-        yield
-    except OSError as error:
-        check_open_files(error)
-        raise DataError(path, f"cannot be read ({error.strerror or error})", remedy) from error
+    return system_errors(lambda reason: DataError(path, f"cannot be read ({reason})", remedy))
 
 
-@contextmanager
-def write_errors(path: Path, remedy: str = "") -> Iterator[None]:
+def write_errors(path: Path, remedy: str = "") -> AbstractContextManager[None]:
     """Convert an `OSError` in the block to a `DataError`: `path` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        check_open_files(error)
-        raise DataError(path, f"cannot be written ({error.strerror or error})", remedy) from error
+    return system_errors(lambda reason: DataError(path, f"cannot be written ({reason})", remedy))
 
 
 def write_result(path: Path, text: str) -> None:
