@@ -168,10 +168,7 @@ def test_ranks_of_softmax_attention_are_connected_before_the_first_step() -> Non
 def alone(rank: int, world_size: int) -> dict[str, float | None]:
     group = dist.group.WORLD
     assert group is not None
-    scans = {
-        "dp": LocalScan(),
-        "zeco": connect(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)).states,
-    }
+    scans = {"dp": LocalScan(), "zeco": connect(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)).states}
     return {name: measured(scan, 0.0, carry=True) for name, scan in scans.items()}
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.functional_stub import stub
 from tests.support.distributed import run_distributed
 from tests.support.operator_cases import dims_of, expected_of_rows, make, own_tokens
 from zeco_train import functional
@@ -20,7 +21,6 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.sp.backend_registry import SHARING
-from zeco_train.sp.functions import stub
 
 pytestmark = pytest.mark.numeric
 

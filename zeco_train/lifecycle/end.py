@@ -25,13 +25,7 @@ import torch.distributed as dist
 
 from zeco_train.errors import CommunicationError, OutOfMemoryError, ZecoError, open_files_error
 from zeco_train.lifecycle.join import Launch, OwnRankError, launcher_store
-from zeco_train.lifecycle.watch import (
-    SILENCE_SECONDS,
-    Watchdog,
-    is_communication_failure,
-    leave_process,
-    print_error,
-)
+from zeco_train.lifecycle.watch import SILENCE_SECONDS, Watchdog, is_communication_failure, leave_process, print_error
 from zeco_train.system import background
 from zeco_train.system.signals import STOP_SIGNALS, die_with_launcher
 from zeco_train.system.terminal import is_reader_gone, repeat_below_launcher, report_to_launcher

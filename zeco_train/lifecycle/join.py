@@ -141,7 +141,11 @@ def join(device: torch.device, timeout: timedelta) -> None:
     """Initialise the default process group, unless it exists."""
     if dist.is_initialized():
         return
-    record_communication()
+    # torch's flight recorder; variables that the user has set take precedence.
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
+    # NCCL's own watchdog aborts the process on a timeout; make it dump first.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     launch = Launch.from_environment()
     if launch.world_size == 1:
@@ -192,14 +196,6 @@ def launcher_store(launch: Launch) -> dist.Store | None:
     except (dist.DistError, RuntimeError) as error:
         raise CommunicationError(launch.rank, "start", unreachable) from error
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def record_communication() -> None:
-    """Enable torch's flight recorder; call before the rendezvous. Variables set by the user take precedence."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
-    # NCCL's own watchdog aborts the process on a timeout; make it dump first.
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def gather(value: T, world_size: int) -> list[T]:

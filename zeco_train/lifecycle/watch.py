@@ -91,11 +91,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        launch: Launch,
-        store: dist.Store | None,
-        remedy: str = "",
-        timeout_key: str = "the timeout",
+        self, launch: Launch, store: dist.Store | None, remedy: str = "", timeout_key: str = "the timeout"
     ) -> None:
         self._launch, self._remedy, self._timeout_key = launch, remedy, timeout_key
         self.board = Board(launch, store, ANSWER_SECONDS)
