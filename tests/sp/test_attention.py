@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.attend import attend_at
@@ -193,7 +193,11 @@ QUICK = (
 )
 
 
-def exact(rank: int, world_size: int, names: Sequence[str]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(3, QUICK), *(pytest.param(n, [*CASES], marks=pytest.mark.campaign) for n in range(1, 6))]
+)
+@on_ranks()
+def test_every_method_equals_softmax_over_the_whole_sequence(rank: int, world_size: int, names: Sequence[str]) -> None:
     # Several blocks of queries a shard.
     sdpa._BLOCK = 4
     methods = build_methods(world_size)
@@ -207,14 +211,9 @@ def exact(rank: int, world_size: int, names: Sequence[str]) -> None:
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"), [(3, QUICK), *(pytest.param(n, [*CASES], marks=pytest.mark.campaign) for n in range(1, 6))]
-)
-def test_every_method_equals_softmax_over_the_whole_sequence(world_size: int, names: Sequence[str]) -> None:
-    run_distributed(exact, world_size, names)
-
-
-def repeated(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_every_dtype_has_its_accuracy_and_the_same_bits_twice(rank: int, world_size: int) -> None:
     sdpa._BLOCK = 4
     methods = build_methods(world_size)
     gradients = ring.attend_backward
@@ -232,18 +231,13 @@ def repeated(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.slow
-def test_every_dtype_has_its_accuracy_and_the_same_bits_twice() -> None:
-    run_distributed(repeated, 3)
-
-
 class Recorded:
     """The messages and the compute of a ring's forward pass, in their order."""
 
     def __init__(self, method: ShardedAttention) -> None:
         self.events: list[str] = []
         self.sent = 0
-        exchange, compute = method.wire.exchange, ring.attend
+        exchange, compute = method.wire.send_and_receive, ring.attend
 
         def recorded(sent: Any, received: Any) -> Any:
             self.events += ["send"] * len(sent) + ["receive"] * len(received)
@@ -254,7 +248,7 @@ class Recorded:
             self.events.append("compute")
             return compute(*arguments)
 
-        method.wire.exchange = recorded  # type: ignore[method-assign]
+        method.wire.send_and_receive = recorded  # type: ignore[method-assign]
         ring.attend = computed
 
 
@@ -297,7 +291,8 @@ def test_ring_sends_only_what_later_ranks_read_and_computes_meanwhile() -> None:
     assert max(*found) == [BATCH * METHODS["ring"].costs(load).forward]
 
 
-def abandoned(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ring_names_a_missing_peer_within_the_timeout(rank: int, world_size: int) -> None:
     method = build_methods(world_size, timedelta(seconds=2))["ring"]
     whole = Whole(CASES["plain"], world_size)
     whole.of_rank(method, rank)
@@ -306,7 +301,3 @@ def abandoned(rank: int, world_size: int) -> None:
         with pytest.raises(CommunicationError, match=expected):
             whole.of_rank(method, rank)
     dist.barrier()
-
-
-def test_ring_names_a_missing_peer_within_the_timeout() -> None:
-    run_distributed(abandoned, 2)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.sp_reference import build_scans
 from zeco_train.collectives import PendingScan
 from zeco_train.collectives.wire import Wire
@@ -132,9 +132,11 @@ def test_waits_of_softmax_attention_count_as_exposed() -> None:
         assert first[name]["outside"] == second[name]["outside"] == [None], name
 
 
-def first_messages(rank: int, world_size: int) -> dict[str, list[str]]:
-    """What is on the wire while a hybrid's exchange is built, and in its first forward pass, by method."""
-    found, mesh = {}, init_mesh(Launch(rank, world_size, rank), world_size, CPU, timedelta(seconds=60))
+@pytest.mark.processes
+@on_ranks(2)
+def test_ranks_of_softmax_attention_are_connected_before_the_first_step(rank: int, world_size: int) -> None:
+    """By what is on the wire while a hybrid's exchange is built, and in its first forward pass."""
+    mesh = init_mesh(Launch(rank, world_size, rank), world_size, CPU, timedelta(seconds=60))
     model = load_config(["model.attn.every=2"]).model
     post = Wire._start
     for name in METHODS:
@@ -151,30 +153,19 @@ def first_messages(rank: int, world_size: int) -> dict[str, list[str]]:
             q = torch.ones(1, 2, 2, 4)
             assert scan.attention is not None
             scan.attention.forward(q, q, q, Span(2 * rank, 2 * rank + 2), (0, 2, 4), 1.0)
-        found[name] = messages
         scan.drain()
+        assert messages[:2] == ["all-to-all of a first message", "built"], name
+        assert "all-to-all of a first message" not in messages[1:], name
     dist.barrier()
-    return found
 
 
 @pytest.mark.processes
-def test_ranks_of_softmax_attention_are_connected_before_the_first_step() -> None:
-    for found in run_distributed(first_messages, 2):
-        for name, messages in found.items():
-            assert messages[:2] == ["all-to-all of a first message", "built"], name
-            assert "all-to-all of a first message" not in messages[1:], name
-
-
-def alone(rank: int, world_size: int) -> dict[str, float | None]:
+@on_ranks(1)
+def test_single_rank_has_no_exposed_time(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    scans = {"dp": LocalScan(), "zeco": connect(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)).states}
-    return {name: measured(scan, 0.0, carry=True) for name, scan in scans.items()}
-
-
-@pytest.mark.processes
-def test_single_rank_has_no_exposed_time() -> None:
-    assert run_distributed(alone, 1) == [{"dp": None, "zeco": None}]
+    for scan in (LocalScan(), connect(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)).states):
+        assert measured(scan, 0.0, carry=True) is None
 
 
 class SlowScan:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.sp.test_operators import TOLERANCE, compare, found_by
 from tests.support.comparison import largest
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks
 from tests.support.operator_cases import expected_of_rows, in_dtype, make, own_tokens
 from tests.support.recurrence import naive_gla
 from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans
@@ -188,8 +188,15 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordedExchange
         assert events == expected, f"{name}: {events}"
 
 
-def suite(rank: int, world_size: int, quick: bool) -> None:
-    """All checks of a world size in one spawn; the traceback of a failure shows which part."""
+@pytest.mark.parametrize(
+    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in range(1, 5))]
+)
+@on_ranks()
+def test_every_backend_equals_the_recurrence(rank: int, world_size: int, quick: bool) -> None:
+    """Also replays, two segments, bit-identical repetition, lower precision, and overlap of scans and compute.
+
+    All checks of a world size in one spawn; the traceback of a failure shows which part.
+    """
     scans = build_scans(tuple(range(world_size)))
     parity(rank, world_size, scans, quick)
     determinism(rank, world_size, scans, quick)
@@ -199,14 +206,6 @@ def suite(rank: int, world_size: int, quick: bool) -> None:
     for scan in scans.values():
         scan.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything
-
-
-@pytest.mark.parametrize(
-    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in range(1, 5))]
-)
-def test_every_backend_equals_the_recurrence(world_size: int, quick: bool) -> None:
-    """Also replays, two segments, bit-identical repetition, lower precision, and overlap of scans and compute."""
-    run_distributed(suite, world_size, quick)
 
 
 def test_every_backend_and_algorithm_is_tested() -> None:

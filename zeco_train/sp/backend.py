@@ -54,7 +54,7 @@ class ScanBackend(ABC):
     def launcher_for(self, request: ScanRequest) -> Launcher:
         """How requests like this one are started; the same on all ranks."""
 
-    def possible(self, request: ScanRequest) -> Sequence[Launcher]:
+    def warm_up_launchers(self, request: ScanRequest) -> Sequence[Launcher]:
         """All that `launcher_for` may find for states on the device of this one. Collective."""
         return [self.launcher_for(request)]
 
@@ -81,7 +81,7 @@ class ScanBackend(ABC):
         state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
         for reverse in (False, True)[: len(self._workers)]:
             request = ScanRequest(state, transition, reverse, want_carry=True, cuts=True)
-            for launcher in self.possible(request):
+            for launcher in self.warm_up_launchers(request):
                 scan = launcher.start(request)
                 scan.wait()
                 scan.finish()
