@@ -25,9 +25,8 @@ from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice, build_attention
 from zeco_train.sp.backend import LocalScan
 from zeco_train.sp.backend_registry import Backend, SPConfig
-from zeco_train.sp.exchange import connect
+from zeco_train.sp.exchange import connect, connect_model
 from zeco_train.sp.exposed import ExposedMeter, MeteredScan, active_meter
-from zeco_train.sp.of_model import connect_model
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")
