@@ -57,11 +57,8 @@ _RECORDS = {
 def read_metadata(folder: Path) -> Metadata:
     """DCP's metadata of the checkpoint in `folder`; nothing that the file names is imported or called.
 
-    Fields that loading does not need (`planner_data`, `storage_meta`, memory formats) are omitted.
-
-    Raises:
-        CheckpointError: the file is not DCP metadata, or is inconsistent; names the first entry concerned.
-        OSError: it cannot be read.
+    Fields that loading does not need (`planner_data`, `storage_meta`, memory formats) are omitted. Raises OSError, or
+    CheckpointError if the file is not DCP metadata, or is inconsistent, which names the first entry concerned.
     """
     content = read_small(folder / METADATA_FILE, _LARGEST_BYTES)
     try:
@@ -87,12 +84,7 @@ def files_of(metadata: Metadata) -> dict[str, int]:
 def find_contradiction(folder: Path, table: Mapping[str, tuple[int, str]]) -> str | None:
     """Find an inconsistency between the files of a checkpoint, each of which is intact; None if they agree.
 
-    Args:
-        folder: the checkpoint's.
-        table: its `checksums.json`, see `read_checksums`.
-
-    Raises:
-        OSError: a storage failure.
+    `table` is its `checksums.json`, see `read_checksums`. Raises OSError for a storage failure.
     """
     for name in (METADATA_FILE, PROGRESS_FILE):
         if name not in table:

@@ -133,11 +133,9 @@ class SymmetricScans:
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
         """Start the scan; it completes without this rank's `wait`.
 
-        `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements.
-
-        Raises:
-            CommunicationError: an earlier scan of the worker failed.
-            RuntimeError: a CUDA graph is being captured and no scan like this one has run; or out of memory.
+        `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements. Raises
+        CommunicationError if an earlier scan of the worker failed; RuntimeError if a CUDA graph is being captured and
+        no scan like this one has run, or out of memory.
         """
         operation, kernel = f"symmetric_{algorithm.name}", algorithm.kernel
         wire = self._worker.wire(operation, request.reverse)

@@ -50,8 +50,8 @@ class Topology:
         """The ranks on nodes of `count`, or on one if there are fewer. Raises ConfigError if they do not fill them."""
         if count >= self.ranks:
             return Topology((self.ranks,), self.hosts)
-        what = f"the {self.ranks} ranks that share a sequence"
-        check_divides("sp.all_scan.ranks_per_node", count, self.ranks, what)
+        rule = f"must divide the {self.ranks} ranks that share a sequence"
+        check_divides("sp.all_scan.ranks_per_node", count, self.ranks, rule)
         return Topology((count,) * (self.ranks // count), self.hosts)
 
     def __str__(self) -> str:

@@ -57,8 +57,8 @@ def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: 
         return 1
     if shard_size == -1:
         return sp_size if strategy is Strategy.hsdp else world_size
-    default = ", or -1 for the strategy's default"
-    check_divides("parallel.shard_size", shard_size, world_size, f"the world size {world_size}", default)
+    rule = f"must divide the world size {world_size}"
+    check_divides("parallel.shard_size", shard_size, world_size, rule, ", or -1 for the strategy's default")
     return shard_size
 
 
@@ -69,7 +69,8 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
     """
     if sp_size == -1:
         return world_size if BACKENDS[backend].scans else 1
-    check_divides("sp.size", sp_size, world_size, f"the world size {world_size}", ", or -1 for the backend's default")
+    rule = f"must divide the world size {world_size}"
+    check_divides("sp.size", sp_size, world_size, rule, ", or -1 for the backend's default")
     if (problem := BACKENDS[backend].size_problem(sp_size)) is not None:
         raise ConfigError("sp.size", sp_size, problem)
     return sp_size

@@ -185,11 +185,7 @@ class Job:
 
 
 def run_job(command: Callable[[Job], int], advice: Advice) -> int:
-    """Run a command on this rank; returns the exit code, unless a failure exits the process directly.
-
-    Raises:
-        Exception: a bug, unchanged.
-    """
+    """Run a command on this rank; returns the exit code, unless a failure exits the process directly. Raises bugs."""
     try:
         launch = Launch.from_environment()
         if launch.world_size > 1:

@@ -83,8 +83,7 @@ class Launch:
     def from_environment(cls) -> Launch:
         """Read torchrun's variables; without `RANK` this is a single process, whatever else a cluster has set.
 
-        Raises:
-            ConfigError: some are missing, one is not a number or out of range, or `MASTER_ADDR` cannot be resolved.
+        Raises ConfigError if some are missing, one is no number or out of range, or `MASTER_ADDR` cannot be resolved.
         """
         if "RANK" not in os.environ:
             return cls(0, 1, 0)
@@ -210,8 +209,7 @@ def gather(value: T, world_size: int) -> list[T]:
 def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
     """Check that all ranks have the same JSON values, by names for the user. Collective.
 
-    Raises:
-        ConfigError: on every rank; names the first value that differs, and the ranks that differ from the majority.
+    Else raises ConfigError on all, which names the first value that differs, and the ranks in the minority.
     """
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     if len(set(gather(digest, world_size))) == 1:

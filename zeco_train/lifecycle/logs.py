@@ -42,9 +42,7 @@ def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
 
     Rank 0 also shows this project's warnings and errors on stderr, one line each. Torch's loggers have stderr handlers
     and are redirected unless the user has set `TORCH_LOGS`; stderr of C++ code is not captured. The newest call counts.
-
-    Raises:
-        ConfigError: it cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
     close_logging()
     path = Path(run_dir) / LOG_FOLDER / f"rank_{rank}.log"

@@ -167,10 +167,7 @@ def atomic_folder(
     The caller must fsync its files. If the block raises or the process is killed, `out` is unchanged, and the next one
     removes the leftovers: a temporary folder is in use as long as the lock file beside it is locked. `replace`:
     exchange an existing folder for the new one and delete the old one, unless this raises for it; `remedy`: advice to
-    the user.
-
-    Raises:
-        DataError: `out` exists, is not empty, and may not be replaced, or the system refuses to write there.
+    the user. Raises DataError if `out` exists, is not empty, and may not be replaced, or the system refuses to write.
     """
     with write_errors(out, remedy):
         make_parent(out, remedy)

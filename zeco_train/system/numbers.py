@@ -25,11 +25,11 @@ def divisors(number: int) -> list[int]:
     return small + [number // each for each in reversed(small) if each * each != number]
 
 
-def check_divides(field: str, value: int, whole: int, what: str, otherwise: str = "") -> None:
-    """Raise ConfigError, with the legal values, for a setting that does not divide `whole`, the number of `what`."""
+def check_divides(field: str, value: int, whole: int, rule: str, otherwise: str = "") -> None:
+    """Raise ConfigError with the `rule` and the legal values for a setting that does not divide `whole`."""
     if value < 1 or whole % value:
         legal = ", ".join(map(str, divisors(whole)))
-        raise ConfigError(field, value, f"must divide {what}: {legal}{otherwise}")
+        raise ConfigError(field, value, f"{rule}: {legal}{otherwise}")
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
