@@ -175,9 +175,7 @@ class ScanWorker:
 
     @property
     def topology(self) -> Topology:
-        if self._topology is None:
-            self._topology = Topology.one_node(self.size)
-        return self._topology
+        return self._topology or Topology.one_node(self.size)
 
     def wire(self, operation: str, reverse: bool) -> Wire:
         wire = self._wires.get((operation, reverse))
