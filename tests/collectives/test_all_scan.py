@@ -162,7 +162,6 @@ def test_transport_fallback_is_logged_once(rank: int, world_size: int) -> None:
     assert len(said) == (0 if rank > 0 else 3), said
     assert all(text.endswith("no symmetric memory (too large)") for text in fallbacks)
     assert all(text.startswith("all-scan of 0.00012 MB over 2 ranks: chain") for text in rest)
-    dist.barrier()  # no rank may leave while a peer is still joining the groups
 
 
 @pytest.mark.processes

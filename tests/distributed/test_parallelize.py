@@ -6,7 +6,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from models.mixers.gla import GLAConfig
@@ -87,7 +86,5 @@ def test_every_block_is_prefetched_and_the_head_is_not(rank: int, world_size: in
 def test_every_mesh_group_has_the_timeout(rank: int, world_size: int) -> None:
     mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=57))
     groups = [*mesh.devices.get_all_groups(), *mesh.scan_groups]
-    # Peers may still be creating their groups: a rank that left now would break them.
-    dist.barrier()
     options = [group._get_backend(torch.device("cpu")).options for group in groups]
     assert {each._timeout for each in options} == {timedelta(seconds=57)}

@@ -117,7 +117,6 @@ def attention_waits(rank: int, world_size: int) -> dict[str, dict[str, list[floa
                 else:
                     method.backward(do, q, k, v, attended, span, (0, 2, 4), 1.0)
             results[name][way].append(meter.take())
-    dist.barrier()
     return results
 
 
@@ -155,7 +154,6 @@ def test_ranks_of_softmax_attention_are_connected_before_the_first_step(rank: in
         scan.drain()
         assert messages[:2] == ["all-to-all of a first message", "built"], name
         assert "all-to-all of a first message" not in messages[1:], name
-    dist.barrier()
 
 
 @pytest.mark.processes

@@ -230,6 +230,10 @@ def _run_rank(
             # A rank that is connected could otherwise leave, and close connections that a slower peer still makes.
             dist.barrier()
         result = fn(rank, world_size, *args)
+        if backend == "gloo" and dist.is_initialized():
+            # It may not leave before its peers have received all that it sent, or while they join groups.
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
     except BaseException:  # report every cause, SystemExit included
         trace = traceback.format_exc()
     # By value: tensors in shared memory would be freed when this process ends.
