@@ -19,8 +19,7 @@ from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.parallelize import parallelize
 from zeco_train.evaluate.scoring import Score, ScoreRequest, _deal, score
 from zeco_train.sp.backend_registry import Backend, SPConfig
-from zeco_train.sp.exchange import connect
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect, connect_model
 from zeco_train.training.forward import SequenceForward
 
 # (tokens, first scored): one scored token, one token of context, longer than a rank's limit, and equal lengths.

@@ -43,10 +43,7 @@ def _change(path: Path, old: str, new: str) -> None:
 
 
 def _in_run(run: Path, *arguments: str) -> list[Outcome]:
-    return [
-        run_here(evaluate.main, str(run), *arguments),
-        run_here(export.main, str(run), str(run.with_name("again"))),
-    ]
+    return [run_here(evaluate.main, str(run), *arguments), run_here(export.main, str(run), str(run.with_name("again")))]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model
 from zeco_train.tracking.metrics import StepNumbers
 from zeco_train.training.build import build_model
 from zeco_train.training.graphs import WARM_UP, StepGraphs, _Captured, capture_problem

@@ -21,9 +21,8 @@ from zeco_train.distributed.mesh import device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.exchange import build_softmax, local_exchange
+from zeco_train.sp.exchange import build_softmax, local_exchange, softmax_load
 from zeco_train.sp.exposed import ExposedMeter
-from zeco_train.sp.of_model import softmax_load
 from zeco_train.training.build import build_graphs, build_model
 from zeco_train.training.graphs import StepGraphs
 from zeco_train.training.kernels_ahead import kernels_ahead

@@ -38,8 +38,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
-from zeco_train.sp.exchange import build_softmax
-from zeco_train.sp.of_model import softmax_load
+from zeco_train.sp.exchange import build_softmax, softmax_load
 from zeco_train.system.environment import process_memory
 from zeco_train.training.config import Dtype
 

@@ -12,7 +12,7 @@ from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model
 from zeco_train.system.stored_values import flatten
 from zeco_train.system.terminal import visible
 from zeco_train.training.forward import SequenceForward

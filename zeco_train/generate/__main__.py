@@ -33,7 +33,7 @@ from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import check_kernels, warn_of
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model
 from zeco_train.system.command import Parser, user_path
 from zeco_train.system.files import decode_text, read_errors
 from zeco_train.system.paths import check_output_file, warn_of_replacing

@@ -12,7 +12,7 @@ from zeco_train.plan.case import Case
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.method_registry import METHODS, choose_method
 from zeco_train.sp.backend import BackendSpec
-from zeco_train.sp.of_model import softmax_load
+from zeco_train.sp.exchange import softmax_load
 
 
 class Exchanges(NamedTuple):

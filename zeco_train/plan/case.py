@@ -21,7 +21,7 @@ from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.plan.activations import BlockMemory, measure_block
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
-from zeco_train.sp.of_model import check_softmax
+from zeco_train.sp.exchange import check_softmax
 from zeco_train.training.checks import kernel_calls
 from zeco_train.training.config import Compile, CudaGraphs
 from zeco_train.training.graphs import capture_problem

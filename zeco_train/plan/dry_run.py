@@ -31,7 +31,7 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import TappedScan
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model
 from zeco_train.training.build import build_model, build_step
 from zeco_train.training.optim.optimizer_registry import build_optimizer
 
