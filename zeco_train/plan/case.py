@@ -19,6 +19,7 @@ from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.plan.activations import BlockMemory, measure_block
+from zeco_train.plan.allocations import Setting
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
 from zeco_train.sp.of_model import check_softmax
@@ -152,18 +153,17 @@ class Case:
     def measured(self, name: str) -> BlockMemory:
         """Memory and elementwise work of the blocks of a kind."""
         config, train = self.config.model, self.config.train
-        layer = next(layer for layer in range(config.num_layers) if config.mixer_of(layer) == name)
-        return measure_block(
-            config,
-            layer,
-            train.dtype.compute,
-            train.recompute,
-            target=self.machine.target,
-            compiled=self.compiled,
-            in_pytorch=self.in_pytorch(self.spec.blocks[name]),
-            batch=self.batch,
+        setting = Setting(
+            mixer=name,
+            layer=next(layer for layer in range(config.num_layers) if config.mixer_of(layer) == name),
+            dtype=train.dtype.compute,
             matmul=train.matmul,
+            compiled=self.compiled,
+            target=self.machine.target,
+            batch=self.batch,
+            in_pytorch=self.in_pytorch(self.spec.blocks[name]),
         )
+        return measure_block(config, setting, train.recompute)
 
     def in_pytorch(self, block: BlockSpec) -> bool:
         """Whether the block's operator runs in PyTorch: on CPUs, and where it has no kernels for these operands."""
