@@ -21,7 +21,6 @@ from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.attention_costs import (
     attention_blocks,
     attention_seconds,
-    method_costs,
     plan_exchanges,
     problem_of,
 )
@@ -114,46 +113,6 @@ def test_scans_and_operator_time_are_those_of_layers_with_states() -> None:
     everywhere = make_case(*HYBRID, *arguments, "model.attn.every=1")
     assert (count_scans(everywhere).total, everywhere.state_bytes) == (0, 0)
     assert plan_step(everywhere).seconds["scans"] == plan_step(everywhere).seconds["operator"] == 0
-
-
-@pytest.mark.slow
-def test_time_of_softmax_grows_with_length_and_stops_at_the_window() -> None:
-    zeco = BACKENDS["zeco"]
-
-    def seconds(length: int, *more: str) -> float:
-        return attention_seconds(make_case(*HYBRID, "world_size=8", f"data.seq_len={length}", *more), zeco)
-
-    assert seconds(1 << 20) == pytest.approx(4 * seconds(1 << 19), rel=1e-3)
-    window = "model.attn.window=4096"
-    assert seconds(1 << 20, window) == pytest.approx(2 * seconds(1 << 19, window), rel=1e-2)
-    # Without a shared sequence each rank has a short one.
-    case = make_case(*HYBRID, "world_size=8", "data.seq_len=1048576")
-    assert attention_seconds(case, BACKENDS["dp"]) == pytest.approx(attention_seconds(case, zeco) / 8, rel=1e-3)
-    assert plan_exchanges(case, BACKENDS["dp"]).sent == 0
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("settings", "phase"),
-    [
-        (["model.attn.every=4"], "backward of the last block"),
-        (["model.attn.every=4", "model.attn.offset=0"], "backward of layer 16, softmax"),
-        (["model.attn.layers=[0]"], "backward of the first block"),
-    ],
-)
-def test_peak_has_the_keys_that_a_method_holds_wherever_the_layer_is(settings: list[str], phase: str) -> None:
-    arguments = [*GLA_1B, *settings, "data.seq_len=1048576", "world_size=16"]
-    gathered = make_case(*arguments, "sp.attention=all_gather")
-    spread = make_case(*arguments, "sp.attention=ulysses")
-    (_, attention), *_ = attention_blocks(gathered)
-    more = method_costs(gathered, attention).held - method_costs(spread, attention).held
-    memory, less = (plan_memory(case, 0.05) for case in (gathered, spread))
-    assert sum(memory.phases[phase].values()) - sum(less.phases[phase].values()) == pytest.approx(more, rel=0.05)
-    # Where the last layer is early, so are few activations left.
-    assert phase != "backward of layer 16, softmax" or memory.phase == phase
-    keys, queries = 2 * 16 * 128 * (1 << 20), 16 * 128 * (1 << 16)
-    assert method_costs(gathered, attention).held == keys * 2 * 4 + 4 * queries * 2
 
 
 @pytest.mark.slow

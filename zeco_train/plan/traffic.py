@@ -16,7 +16,7 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import BackendSpec
-from zeco_train.sp.backend_registry import BACKENDS, Backend
+from zeco_train.sp.backend_registry import Backend
 from zeco_train.sp.scan_choice import ScanChoice, fastest_scan
 
 
@@ -48,15 +48,6 @@ def count_scans(case: Case) -> Scans:
 def scanning_blocks(case: Case) -> list[BlockSpec]:
     """Kinds of blocks that exchange states, which softmax layers do not."""
     return [block for block in case.spec.blocks.values() if block.state_shapes]
-
-
-def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
-    """Name, backend and algorithm of each row of the table; a backend without algorithms trains separate sequences."""
-    return [
-        (spec.name if len(spec.scans) < 2 or scan is None else f"{spec.name} ({scan.name})", spec, scan)
-        for spec in BACKENDS.values()
-        for scan in spec.scans or (None,)
-    ]
 
 
 def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -> Costs:
@@ -124,7 +115,7 @@ class Halos(NamedTuple):
     """Messages, bytes and seconds of a rank's halos in a step, such as the last inputs of convolutions."""
 
     messages: int
-    sent: float
+    bytes_per_step: float
     seconds: float
 
 
