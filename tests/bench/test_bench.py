@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.bench_settings import error_line
+from tests.support.bench_settings import error_line, measure
+from tests.support.commands import run_here
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench.case import Report, log_lines
@@ -154,16 +155,9 @@ def test_backend_with_wrong_results_is_not_timed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _collectives(rank: int, world_size: int, folder: str) -> None:
-    config = load_settings(CollectivesConfig, [*SMALL_STATES, f"out={folder}"])
-    session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    command.CASES["collectives"].measure(config, session)
-    session.drain()
-
-
 @pytest.mark.slow
 def test_collectives_case_on_two_ranks(tmp_path: Path) -> None:
-    run_distributed(_collectives, 2, str(tmp_path))
+    run_distributed(measure, 2, "collectives", *SMALL_STATES, f"out={tmp_path}")
     results = json.loads((tmp_path / "results.json").read_text())
     assert (results["format"], results["world_size"], results["config"]["runs"]) == (1, 2, 3)
     assert {"python", "packages", "commit", "device", "device_name", "variables"} <= results["environment"].keys()
@@ -185,17 +179,13 @@ def test_collectives_case_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_exceeded_budget_skips_remaining_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exceeded_budget_skips_remaining_sizes(tmp_path: Path) -> None:
     # The first size is measured; a second one would exceed the budget.
     arguments = [*SMALL_STATES, f"out={tmp_path}", "variants=[all_gather]", "sizes_mb=[0.03125,0.0625]"]
     with mock.patch.object(Session, "spent", lambda self, seconds: setattr(self, "_longest", 1e6)):
-        try:
-            assert command.main(["collectives", *arguments]) == 0
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-    out = capsys.readouterr().out
-    assert "0.0625 MiB and what follows is not measured: budget_seconds=540" in out
+        outcome = run_here(command.main, "collectives", *arguments)
+    assert outcome.code == 0, outcome
+    assert "0.0625 MiB and what follows is not measured: budget_seconds=540" in outcome.out
     assert "budget_seconds=540" in (tmp_path / "table.txt").read_text()
     assert [row["size_mb"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]] == [0.03125]
 

@@ -112,7 +112,7 @@ def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     case = make_case(*arguments)
     load, shape = load_of(case), (1, 12, 128, 256)
     assert (load.shape, load.matrices) == (shape, True)
-    choice = scan_choice(case, BACKENDS["zeco"])
+    choice = scan_choice(case)
     assert choice is not None
     assert choice.link is Link.nccl
     assert scan_bytes(case, BACKENDS["lasp2"].scans[0]) == 3 * 4 * (12 * 128 * 256 + 12 * 128 * 128)
@@ -140,7 +140,7 @@ def test_scan_link_and_cost_within_and_across_nodes() -> None:
         assert costs_of(make_case("model=gla_1b", *arguments), BACKENDS[backend].scans).link is link
     costs: list[list[str]] = [[], ["scan_alpha_us=1000"], ["scan_gbps=0.1"]]
     cases = (make_case(*GLA_1B, "world_size=16", "data.seq_len=262144", *more) for more in costs)
-    choices = [scan_choice(case, BACKENDS["zeco"], SCANS["chain"]) for case in cases]
+    choices = [scan_choice(case.by(scan=SCANS["chain"])) for case in cases]
     measured, late, slow = (choice.seconds for choice in choices if choice is not None)
     assert measured < min(late, slow)
 

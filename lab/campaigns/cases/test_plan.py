@@ -159,18 +159,17 @@ def test_throughput_of_dp_falls_with_ranks_less_so_within_fewer_shards() -> None
 
 
 def test_time_of_softmax_grows_with_length_and_stops_at_the_window() -> None:
-    zeco = BACKENDS["zeco"]
 
     def seconds(length: int, *more: str) -> float:
-        return attention_seconds(make_case(*HYBRID, "world_size=8", f"data.seq_len={length}", *more), zeco)
+        return attention_seconds(make_case(*HYBRID, "world_size=8", f"data.seq_len={length}", *more))
 
     assert seconds(1 << 20) == pytest.approx(4 * seconds(1 << 19), rel=1e-3)
     window = "model.attn.window=4096"
     assert seconds(1 << 20, window) == pytest.approx(2 * seconds(1 << 19, window), rel=1e-2)
     # Without a shared sequence each rank has a short one.
     case = make_case(*HYBRID, "world_size=8", "data.seq_len=1048576")
-    assert attention_seconds(case, BACKENDS["dp"]) == pytest.approx(attention_seconds(case, zeco) / 8, rel=1e-3)
-    assert plan_exchanges(case, BACKENDS["dp"]).sent == 0
+    assert attention_seconds(case.by(BACKENDS["dp"])) == pytest.approx(attention_seconds(case) / 8, rel=1e-3)
+    assert plan_exchanges(case.by(BACKENDS["dp"])).sent == 0
 
 
 @pytest.mark.parametrize(
