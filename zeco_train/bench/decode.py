@@ -62,19 +62,17 @@ COLUMNS = {
 }
 
 
-def run(config: DecodeConfig, session: Session) -> Report:
-    """Measure all combinations; results are in the report's folder.
+def run(config: DecodeConfig, session: Session, report: Report) -> None:
+    """Measure all combinations into the report.
 
     Raises:
         WrongResultError: before anything is timed.
         ConfigError: this machine supports none of the variants.
     """
-    report = Report("decode", config, session, COLUMNS)
     _Measurement(config, session, report).measure()
-    return report
 
 
-CASE = Case(DecodeConfig, run)
+CASE = Case("decode", DecodeConfig, COLUMNS, run)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,9 +65,6 @@ class DryRun:
     optimizer: int
     planned: dict[str, float]
     peak: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def as_text(self, option: Option) -> str:
         """Lines for the command's output, beside the plan."""
