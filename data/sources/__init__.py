@@ -157,7 +157,6 @@ class FileSource:
             yield _unit_of(group, 0, 0, _size(group))
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """The documents of a unit."""
         return itertools.islice(self._read(unit), first, None)
 
     def _read(self, unit: Unit) -> Iterator[Document]:

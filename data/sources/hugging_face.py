@@ -154,13 +154,11 @@ class RowSource:
         self._unit_rows = max(1, min(_ROWS_OF_A_UNIT, unit_bytes // size))
 
     def units(self) -> Iterator[Unit]:
-        """Ranges of rows."""
         for start in range(0, int(self.total), self._unit_rows):
             stop = min(start + self._unit_rows, int(self.total))
             yield Unit((), start, stop, stop - start, f"{self.manifest_sha256} {start} {stop}")
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """The documents of a range of rows."""
         # Workers are spawned, so each must silence the library's logging itself.
         _library()
         with _read_errors(self.name):
@@ -188,7 +186,6 @@ class StreamSource:
                 yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """The documents of a part of a shard."""
         _library()
         row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
         with _read_errors(self.name):

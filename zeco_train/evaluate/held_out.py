@@ -40,7 +40,6 @@ class HeldOut:
     sequences: int = 0
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         if self.sequences < 0:
             raise ConfigError("sequences", self.sequences, "must be ≥ 0; 0 is all")
         if len(set(self.lengths)) < len(self.lengths):
@@ -87,7 +86,6 @@ class HeldOut:
                 raise ConfigError(setting, length, allowed)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
-        """Compute the losses of each length."""
         by_length = {}
         for length in self.lengths or [evaluation.config.data.seq_len]:
             validation, lines = self._validation(evaluation, length)

@@ -43,7 +43,6 @@ class Limits:
     at_eos: bool = True
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         if self.max_tokens < 1:
             raise ConfigError("max_tokens", self.max_tokens, "must be ≥ 1")
         if not all(self.stops):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
-    # Before the other imports, which take seconds.
     run_command("zeco_train.hf.parity")
 
 import importlib.util
@@ -62,7 +61,6 @@ class ParitySettings:
     seed: int = 0
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         check_least(self, tokens=1, prompt_tokens=1, new_tokens=1)
         if self.prompt_tokens > self.tokens:
             raise ConfigError("prompt_tokens", self.prompt_tokens, f"must be ≤ tokens={self.tokens}")
