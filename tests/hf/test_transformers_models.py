@@ -157,6 +157,11 @@ OURS: dict[str, list[str]] = {
         *("attn.head_dim=16", "attn.rotary_dim=4", "attn.rope_theta=500"),
     ],
 }
+_PARITY = """
+import sys
+from zeco_train.hf.parity import main
+print(main(sys.argv[1:]))
+"""
 CLASSES = {"mamba2": "Mamba2", "olmo_hybrid": "OlmoHybrid", "qwen3_5_text": "Qwen3_5"}
 
 
@@ -188,6 +193,9 @@ def test_our_export_gives_our_logits_in_transformers(exported: tuple[str, Path, 
     ours = our_logits(run, tokens())
     assert error(torch.load(logits), ours) <= TOLERANCE
     assert error(our_logits(out, tokens()), ours) == 0
+    # Without a GPU.
+    *_, fp32, _, _ = in_transformers(_PARITY, str(out), "tokens=64", "new_tokens=8").splitlines()
+    assert (fp32.split()[0], fp32.count("8 of 8"), fp32.split()[-1]) == ("fp32", 2, "ok")
     card = (out / "README.md").read_text()
     assert kind in card
     assert "import fla" not in card

@@ -122,7 +122,7 @@ class TrainingStep:
         # NCCL does not time out what is in a graph.
         timeout = self.mesh.timeout if self._launcher.are_replays else None
         # Before the optimizer's kernels are queued, so that reading does not wait for them.
-        numbers = PendingNumbers(self._launcher.run("reduce", self._reduce), timeout=timeout)
+        numbers = PendingNumbers(self._launcher.run("numbers", self._numbers_and_clipping), timeout=timeout)
         if self._rates is None:
             self._optimize()
         else:
@@ -149,7 +149,7 @@ class TrainingStep:
         if not self._launcher.begin_step():
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _reduce(self) -> tuple[Tensor, ...]:
+    def _numbers_and_clipping(self) -> tuple[Tensor, ...]:
         totals, norm = over_ranks(self.totals), global_norm(self.model)
         numbers = StepNumbers(**vars(totals), grad_norm=norm)
         # Fused optimizers divide gradients by `grad_scale`, and skip the step if `found_inf` is 1: torch's mechanism
