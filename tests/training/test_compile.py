@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.linear import quantise_rows
-from zeco_train.ops.mix import mix_at
 from zeco_train.ops.position import SequencePosition, find_doc_ids
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange, exchange_of
@@ -129,29 +126,6 @@ def test_a_handle_and_a_copy_of_it_name_the_exchange_as_long_as_it_lives() -> No
     del exchange
     with pytest.raises(RuntimeError):
         exchange_of(handle)
-
-
-@pytest.mark.gpu
-def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
-    """Of an op with an input on the CPU Inductor would not, and its kernels read them more slowly."""
-    device = torch.device("cuda")
-    position = SequencePosition((0, 256), exchange=local_exchange()).on(torch.empty(1, 256, device=device))
-    q, k, v = (torch.randn(1, 256, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    g = -torch.rand(1, 256, 2, 64, device=device, requires_grad=True)
-
-    def layer(*operands: Tensor) -> Tensor:
-        o, _ = mix_at("gla", operands, 0.125, position, StateInput())
-        return (o.float() * o.float().square().mean(-1, keepdim=True).rsqrt()).sum()
-
-    from torch._inductor.utils import run_fw_bw_and_get_code
-
-    _, codes = run_fw_bw_and_get_code(lambda: torch.compile(layer)(q, k, v, g))
-    kernels = re.findall(r"'signature': \{(.*?)\}.*?'configs': \[\{(.*?)\}\]", "".join(codes))
-    assert kernels
-    for signature, aligned in kernels:
-        kinds = [kind.split("'")[3] for kind in signature.split(", ")]
-        for position, kind in enumerate(kinds):
-            assert not kind.startswith("*") or f"({position},): [['tt.divisibility', 16]]" in aligned, (kinds, aligned)
 
 
 def two_ranks(rank: int, world_size: int, store: str, name: str, case: Case) -> None:
