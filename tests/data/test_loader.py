@@ -28,7 +28,6 @@ from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, Seq
 from data.loader.opening import StorePaths, locate_stores
 from data.store import TokenStore, shard_name
 from data.store.documents import Documents
-from tests.support.commands import TORCHRUN, Command
 from tests.support.stores import write_numbered_store
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError
@@ -320,18 +319,3 @@ def test_locate_stores_finds_training_and_validation(store: TokenStore, tmp_path
     assert locate_stores(replace(config, validation_path=str(other))) == [StorePaths(store.path, other)]
     write_numbered_store(store.path / "validation", [40])
     assert locate_stores(config) == [StorePaths(store.path, store.path / "validation")]
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_loader_benchmark_runs_on_two_ranks(tmp_path: Path) -> None:
-    case = ["-m", "lab.loader", "tokens=65536", "device=cpu", f"out={tmp_path / 'out'}"]
-    with Command([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *case], tmp_path) as command:
-        outcome = command.wait()
-    assert outcome.code == 0, outcome
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    # Its own tokens, and the label of the last one.
-    assert [(row["rank"], row["tokens"], row["bytes_requested"]) for row in rows] == [
-        (rank, 32_768, 2 * 32_769) for rank in range(2)
-    ]
-    assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in rows)

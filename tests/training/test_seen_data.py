@@ -159,23 +159,6 @@ def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_each_store_of_mixture_is_checked(tmp_path: Path) -> None:
-    stores = [write(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
-    settings = ["data=mixture", f"data.stores=[{{path: {stores[0]}}}, {{path: {stores[1]}}}]"]
-    settings += [f"run_dir={tmp_path / 'run'}"]
-    assert train_here(*settings, "train.steps=1").code == 0
-    flip(stores[1] / shard_name(2))
-    check_line(train_here(*settings, "train.steps=2"), DATA, f"{stores[1] / shard_name(2)}: changed since")
-
-
-@pytest.mark.slow
-def test_synthetic_task_writes_no_record(tmp_path: Path) -> None:
-    settings = ["data=synthetic", "data.synthetic.facts=2", "data.seq_len=64", f"run_dir={tmp_path / 'run'}"]
-    assert train_here(*settings, "train.steps=1").code == 0
-    assert not (tmp_path / "run" / RECORD_FILE).exists()
-
-
-@pytest.mark.slow
 def test_run_without_record_resumes_and_records_data(run: Run) -> None:
     """As after a kill before the first record."""
     (run.run / RECORD_FILE).unlink()
