@@ -93,7 +93,6 @@ class Draws:
         return [order(place) for place in range(count)]
 
     def below(self, n: int, of: str) -> int:
-        """A number below `n`."""
         return self.pick(1, n, of)[0]
 
     def many_below(self, n: int, start: int, stop: int, of: str) -> NDArray[np.int64]:

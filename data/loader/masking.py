@@ -59,7 +59,6 @@ class TaskConfig:
 
     @property
     def is_masked(self) -> bool:
-        """Whether tokens are masked."""
         return self.name is TaskName.mlm
 
     def validate(self) -> None:
@@ -124,7 +123,6 @@ class SequenceMasks:
         return chosen
 
     def count(self, length: int) -> int:
-        """The number of chosen positions among the first `length`."""
         blocks = range(0, length, _BLOCK)
         return sum(int(self.chosen(start, min(start + _BLOCK, length)).sum()) for start in blocks)
 

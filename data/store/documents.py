@@ -228,7 +228,6 @@ class Documents:
 
     @property
     def description(self) -> str:
-        """Name in messages."""
         left = f" (its documents of {self.min_tokens} tokens or more)" if self.min_tokens > 1 else ""
         return f"the corpus {self.store.path}{left}"
 

@@ -59,7 +59,6 @@ class SyntheticSource(SequenceSource):
 
     @property
     def description(self) -> str:
-        """Name in messages."""
         return f"the synthetic task {self.config.task.value}"
 
     def reader(

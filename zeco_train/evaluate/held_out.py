@@ -46,7 +46,6 @@ class HeldOut:
             raise ConfigError("lengths", self.lengths, "names one twice")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """Open the held-out stores, and check the lengths against them and the ranks."""
         config, mesh, trained = evaluation.config, evaluation.mesh, evaluation.trained
         if config.data.kind is DataKind.synthetic:
             task = config.data.synthetic.task.value

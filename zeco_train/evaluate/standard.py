@@ -45,7 +45,6 @@ class StandardTasks:
                 raise ConfigError("include_path", self.include_path, "no such folder")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """Check the tasks' names, and find the tokenizer."""
         agree(evaluation.mesh, lambda: self._check_names(evaluation) if evaluation.mesh.is_main else None)
         agree(evaluation.mesh, lambda: evaluation.trained.tokenizer)
 

@@ -80,7 +80,6 @@ class SyntheticTask:
             raise ConfigError("lengths", self.lengths, "names one twice")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """Create the task, and check it and the lengths against model and ranks."""
         config, mesh = evaluation.config, evaluation.mesh
         self._asked = self._configure(evaluation)
         tokenizer = evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer()

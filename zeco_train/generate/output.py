@@ -37,7 +37,6 @@ class Printer:
         self.is_closed = False
 
     def tell(self, prompt: int, sample: int, piece: str, is_last: bool) -> None:
-        """Add the next piece of a text."""
         number = prompt * self._samples + sample
         self._waiting.setdefault(number, []).append(piece)
         if is_last:

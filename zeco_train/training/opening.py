@@ -48,7 +48,6 @@ class OpenedRun:
     log: Path
 
     def release(self) -> None:
-        """Release the lock on the run's folder."""
         if self.folder is not None:
             self.folder.release()
 

@@ -140,7 +140,6 @@ class TrainingStep:
                 self._launcher = launcher
 
     def skip_update(self) -> None:
-        """End a step without an update."""
         self._launcher.keep_gradients()
 
     def zero_grad(self) -> None:

@@ -45,7 +45,6 @@ class OptimConfig(OptimizerSettings):
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The optimizer."""
         return OPTIMIZERS[self.name.value]
 
     def resolved(self, compute: torch.dtype) -> OptimConfig:
