@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,13 @@ from models.spec import spec_of
 from zeco_train.config.help import describe_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.config import count_shards, resolve_sp_size
-from zeco_train.distributed.mesh import Device, agree, find_device, join_alike
+from zeco_train.distributed.mesh import Device, agree
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS, Task, build_tasks
-from zeco_train.hf.trained import Trained, find_trained
+from zeco_train.hf.trained import Trained, find_trained, join_to_use
 from zeco_train.lifecycle.end import Advice, Job, run_job
-from zeco_train.ops.operator import Target
-from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.command import Parser, user_path
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
@@ -61,17 +58,9 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     size = 1 if config.sp.size == -1 and not request.tasks else config.sp.size
     sp_size = resolve_sp_size(size, job.launch.world_size, config.sp.backend.value)
     count_shards(config.parallel.strategy, config.parallel.shard_size, job.launch.world_size, sp_size)
-    device = find_device(config.train.device, job.launch, "train.device")
-    calls = spec_of(trained.model).calls(config.train.dtype.compute)
-    slow = check_kernels("train.kernels", config.train.kernels, calls, Target.of(device))
-    timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    with job.joining(timeout):
-        mesh = join_alike(to_plain(config), job.launch, sp_size, device, timeout)
-    if mesh.is_main:
-        warn_of(slow)
-    config = replace(
-        config, sp=replace(config.sp, size=sp_size), train=replace(config.train, device=Device(device.type))
-    )
+    mesh = join_to_use(config, job, sp_size, spec_of(trained.model).calls(config.train.dtype.compute))
+    device = Device(mesh.device.type)
+    config = replace(config, sp=replace(config.sp, size=sp_size), train=replace(config.train, device=device))
     evaluation = Evaluation(trained, config, mesh, job.enter, request.standard)
     for name, task in tasks.items():
         job.enter(f"preparing {name}")

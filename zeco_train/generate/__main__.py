@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -20,18 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import spec_of
-from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.config import resolve_sp_size
-from zeco_train.distributed.mesh import ProcessMesh, agree, find_device, join_alike
+from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Limits, Speed
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.generate.sampling import Sampling
-from zeco_train.hf.trained import Trained, find_trained, load_trained
+from zeco_train.hf.trained import Trained, find_trained, join_to_use, load_trained
 from zeco_train.lifecycle.end import Advice, Job, run_job
-from zeco_train.lifecycle.join import Launch
-from zeco_train.ops.operator import Target
-from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.sp.of_model import connect_model
 from zeco_train.system.command import Parser, user_path
 from zeco_train.system.files import decode_text, read_errors
@@ -75,9 +70,13 @@ def _generate(arguments: list[str], job: Job) -> int:
     if not trained.model.causal:
         raise ConfigError("RUN", options.run, "reads in both directions (model.causal=false), so it cannot generate")
     config = trained.configure(options.overrides)
-    timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    with job.joining(timeout):
-        mesh = _join(config, options, job.launch, timeout)
+    spec, dtype = spec_of(config.model), config.train.dtype.compute
+    # The prompts' passes, and a step for each token of the texts.
+    calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
+    sp_size = resolve_sp_size(config.sp.size, job.launch.world_size, config.sp.backend.value)
+    # Prompts and results are rank 0's alone; a model's path may differ between nodes.
+    own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
+    mesh = join_to_use(config, job, sp_size, calls, own)
     if mesh.is_main:
         warn_of_replacing([] if options.json is None else [options.json])
     job.enter("loading the model")
@@ -122,21 +121,6 @@ def _generate(arguments: list[str], job: Job) -> int:
         print(_summary(completions, generator.speed), file=sys.stderr, flush=True)
     # Shell convention for a process ended by a signal.
     return 128 + generator.stopped_by if generator.stopped_by else 0
-
-
-def _join(config: Config, options: Options, launch: Launch, timeout: timedelta) -> ProcessMesh:
-    sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
-    device = find_device(config.train.device, launch, "train.device")
-    spec, dtype = spec_of(config.model), config.train.dtype.compute
-    # The prompts' passes, and a step for each token of the texts.
-    calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
-    slow = check_kernels("train.kernels", config.train.kernels, calls, Target.of(device))
-    # Prompts and results are rank 0's alone; a model's path may differ between nodes.
-    own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
-    mesh = join_alike(to_plain(config), launch, sp_size, device, timeout, own)
-    if mesh.is_main:
-        warn_of(slow)
-    return mesh
 
 
 def _share_prompts(
