@@ -41,8 +41,8 @@ GLOBAL_BATCH = 4
 
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
-    write_numbered_store(tmp_path / "store", LENGTHS)  # 240 tokens: 9 sequences, the tenth lacks its last label
-    return TokenStore.open(tmp_path / "store")
+    # 240 tokens: 9 sequences, the tenth lacks its last label.
+    return write_numbered_store(tmp_path / "store", LENGTHS)
 
 
 def loader(store: TokenStore, seed: int = 7, global_batch: int = 4, **split: Any) -> SequenceLoader:
@@ -222,10 +222,9 @@ def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -
 
 
 def test_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
-    write_numbered_store(tmp_path / "a", [48])
-    write_numbered_store(tmp_path / "b", [49])
-    assert loader(TokenStore.open(tmp_path / "a")).num_sequences == 1
-    whole = SequenceReader(Documents(TokenStore.open(tmp_path / "b")), DataSplit(SEQ_LEN, sp_rank=1, sp_size=2))
+    assert loader(write_numbered_store(tmp_path / "a", [48])).num_sequences == 1
+    longer = write_numbered_store(tmp_path / "b", [49])
+    whole = SequenceReader(Documents(longer), DataSplit(SEQ_LEN, sp_rank=1, sp_size=2))
     assert whole.num_sequences == 2
     assert whole.read([1]).labels[0].tolist() == list(range(37, 49))
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from data.store import META_FILE, OFFSETS_FILE, shard_name
-from data.store.writer import StoreWriter
 from tests.support.commands import Outcome, check_line, snapshot, train_here
+from tests.support.stores import write_tokens
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.training import seen_data
 from zeco_train.training.seen_data import RECORD_FILE
@@ -28,10 +28,7 @@ VERIFY = "data.verify=true"
 def write(folder: Path, lengths: list[int] = LENGTHS, seed: int = 0) -> Path:
     """A store of shards of 1,000 tokens."""
     tokens = np.random.default_rng(seed).integers(2, 259, sum(LENGTHS))
-    with StoreWriter(folder, vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}, shard_tokens=1000) as writer:
-        writer.append(tokens, lengths)
-        writer.finish("sources")
-    return folder
+    return write_tokens(folder, tokens, lengths, shard_tokens=1000)
 
 
 def flip(path: Path) -> None:
