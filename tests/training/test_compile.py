@@ -23,7 +23,7 @@ from tests.support.steps import TINY, Case, check, make_mesh, run_steps, write_d
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.linear import quantise_rows
-from zeco_train.ops.position import SequencePosition, find_doc_ids
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange, exchange_of
 from zeco_train.sp.exchange import local_exchange
@@ -152,49 +152,6 @@ def test_cpu_compiles_only_with_setting_always(setting: Compile, calls: int, mes
         build_model(TINY, TrainConfig(compile=setting, deterministic=True), Strategy.zero2, mesh, seed=0)
     options = [call.kwargs for call in compile_parts.call_args_list]
     assert options == [{}, {"options": {"deterministic": True}}][: 2 * calls]
-
-
-def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """q, k, v, g; do; and a state."""
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=generator, dtype=torch.float64)
-
-    inputs = [random(tokens, 3, size).to(dtype) for size in (4, 4, 5)]
-    inputs.append(-random(tokens, 3, 4).abs().to(wide))
-    return inputs, random(tokens, 3, 5).to(dtype), random(3, 4, 5).to(wide)
-
-
-@pytest.mark.slow
-def test_operator_passes_opcheck() -> None:
-    check_operator(torch.bfloat16, 70, documents=True)
-
-
-def check_operator(dtype: torch.dtype, tokens: int, *, documents: bool) -> None:
-    exchange = local_exchange()
-    handle = exchange.handle(torch.device("cpu"))
-    inputs, do, state = _tokens(dtype, tokens)
-    borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
-    doc_ids = find_doc_ids(borders, 0, tokens, torch.device("cpu"))
-    for replay in (False, True):
-        for carry in (False, True):
-            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-            carry_in = state.clone().requires_grad_() if carry else None
-            incoming_state = 2 * state if replay else None
-            arguments = (leaves, "gla", 0.5, handle, doc_ids, incoming_state, carry_in, carry)
-            tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
-            if not (replay and carry):
-                # This check compares outputs, and the carry_out of a replay is NaN.
-                tests.append("test_aot_dispatch_dynamic")
-            opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
-            with torch.no_grad():
-                _, received, _, transition, saved = torch.ops.zeco.mix(*arguments)
-            received = received if incoming_state is None else incoming_state
-            dcarry_out = -state if carry else None
-            kept = inputs, do, saved, transition, received, dcarry_out
-            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle, doc_ids, carry))
 
 
 @pytest.mark.slow

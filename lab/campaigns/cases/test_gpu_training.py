@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.campaigns.cases.test_graphs import SETTINGS
 from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.replays import REPLAYABLE, REPLAYS_BEGIN
@@ -166,7 +167,7 @@ def gpu_mesh() -> ProcessMesh:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("settings", graph_cases.SETTINGS, ids=" ".join)
+@pytest.mark.parametrize("settings", SETTINGS, ids=" ".join)
 def test_replayed_steps_equal_launched_ones(gpu_mesh: ProcessMesh, settings: list[str], micro_batches: int) -> None:
     def graphs(model: torch.nn.Module) -> StepGraphs:
         return StepGraphs(model, gpu_mesh.device)
