@@ -86,8 +86,6 @@ def open_held_out(
     """Open only the held-out stores of a configuration; the training stores may be missing.
 
     Args:
-        config: with the stores.
-        vocab_size: of the model.
         tokenizer: of the model, as `StoreMeta.tokenizer`; empty if unknown.
         folders: the runs or stores that may hold its files.
 

@@ -60,8 +60,6 @@ class SequenceReader(Reader):
     """Reads one sequence-parallel rank's shards of a store's sequences.
 
     Args:
-        documents: the store's documents.
-        split: this rank's part of the sequences.
         shuffle, seed: the order of documents and sequences in each epoch.
         number: the store's number in a mixture, so that stores of the same size have different orders.
 

@@ -84,9 +84,7 @@ class FileSource:
     """A source of files and folders; for formats see the module docstring.
 
     Args:
-        sources: the files and folders.
         text_field: field of lines, column of tables.
-        unit_bytes: size of a unit.
         most_bytes: larger text files, and longer lines, are left out.
 
     Attributes:

@@ -109,12 +109,8 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
     if is_saved_dataset(Path(spec.name)):
         return _open_saved(library, spec, text_field, unit_bytes)
     announce_hub(spec.name)
-    options: dict[str, Any] = {
-        "name": spec.config,
-        "data_dir": spec.data_dir,
-        "data_files": spec.data_files,
-        "revision": spec.revision,
-    }
+    named = {key: getattr(spec, key) for key in ("data_dir", "data_files", "revision")}
+    options: dict[str, Any] = {"name": spec.config, **named}
     with _load_errors(spec):
         builder = library.load_dataset_builder(spec.name, **options)
         files = {str(split): files for split, files in (builder.config.data_files or {}).items()}

@@ -24,8 +24,6 @@ class ExampleReader(Reader):
     Args:
         example: number → the example.
         count: of the examples; None: endless.
-        split: this rank's part of them.
-        description: name in messages.
     """
 
     has_labels = True

@@ -61,7 +61,6 @@ class ExampleMaker(ABC):
 
         Args:
             length: tokens of the sequence; must pass `check`.
-            draws: source of randomness.
             depth: from 0 to 1: relative position, in the part before the questions, of the (first) fact asked about;
                 None for a random position.
         """

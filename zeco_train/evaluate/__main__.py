@@ -25,7 +25,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS, Task, build_tasks
-from zeco_train.hf.trained import Trained, find_trained, join_to_use
+from zeco_train.hf.trained import find_trained, join_to_use
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.system.command import Parser, user_path
 from zeco_train.system.environment import environment
@@ -52,8 +52,14 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     check_read(request.overrides)
     tasks = build_tasks(request.tasks, request.standard, request.settings)
     trained = find_trained(request.path)
-    _check_causal(trained, [*request.tasks, *request.standard])
-    config = trained.configure([*request.overrides, *_fitting_batch(request.overrides)])
+    for task in [*request.tasks, *request.standard]:
+        if not trained.model.causal and task != "validation":
+            problem = "asks for next tokens, which this model (model.causal=false) reads; only validation is possible"
+            raise ConfigError("--tasks", task, problem)
+    # data.global_batch, which is not read here, must be a multiple of the data.micro_batch that is asked for.
+    pairs = [text.partition("=") for text in request.overrides]
+    fitting = [f"data.global_batch={value}" for key, _, value in pairs if key == "data.micro_batch"]
+    config = trained.configure([*request.overrides, *fitting])
     # By default all ranks share a sequence, except for lm_eval's short texts.
     size = 1 if config.sp.size == -1 and not request.tasks else config.sp.size
     sp_size = resolve_sp_size(size, job.launch.world_size, config.sp.backend.value)
@@ -77,19 +83,6 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     if folder is not None and folder.path is not None:
         print(visible(f"results: {folder.path / RESULTS_FILE}"), flush=True)
     return 0
-
-
-def _check_causal(trained: Trained, tasks: Sequence[str]) -> None:
-    for task in tasks:
-        if not trained.model.causal and task != "validation":
-            problem = "asks for next tokens, which this model (model.causal=false) reads; only validation is possible"
-            raise ConfigError("--tasks", task, problem)
-
-
-def _fitting_batch(overrides: Sequence[str]) -> list[str]:
-    """Override data.global_batch, which is unused here, to a multiple of the requested data.micro_batch."""
-    pairs = [text.partition("=") for text in overrides]
-    return [f"data.global_batch={value}" for key, _, value in pairs if key == "data.micro_batch"]
 
 
 def _run(evaluation: Evaluation, tasks: Mapping[str, Task], folder: ResultsFolder | None) -> None:

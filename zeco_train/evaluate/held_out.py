@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from data.config import DataKind, check_seq_len
-from data.loader import Source, for_task
+from data.loader import for_task
 from data.loader.opening import open_held_out
 from data.tokenizer import BYTES
 from zeco_train.config.rules import check_documents
@@ -112,8 +112,12 @@ class HeldOut:
             ),
             self.sequences or _ALL,
         )
-        short = [source for source in self._sources if source not in fitting]
-        return validation, [*validation.coverage("validation.sequences"), *(_too_short(s, length) for s in short)]
+        short = [source.documents for source in self._sources if source not in fitting]
+        left_out = [
+            f"{documents.store.path}: left out: its {documents.num_tokens:,} tokens are no sequence of {length:,}"
+            for documents in short
+        ]
+        return validation, [*validation.coverage("validation.sequences"), *left_out]
 
 
 def _tokenizer(trained: Trained) -> Mapping[str, str]:
@@ -121,11 +125,6 @@ def _tokenizer(trained: Trained) -> Mapping[str, str]:
     info = trained.tokenizer_info
     is_told = not info or info.get("kind") == BYTES or "sha256" in info
     return info if is_told else trained.tokenizer.info
-
-
-def _too_short(source: Source, length: int) -> str:
-    documents = source.documents
-    return f"{documents.store.path}: left out: its {documents.num_tokens:,} tokens are no sequence of {length:,}"
 
 
 def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluation: Evaluation) -> TaskResult:

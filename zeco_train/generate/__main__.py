@@ -130,10 +130,7 @@ def _share_prompts(
     def read() -> tuple[list[str], list[Tensor]]:
         texts = read_prompts(options.prompts)
         prompts = [generator.encode(text, control=options.control_strings == "ids") for text in texts]
-        largest = max(int(ids.max()) for ids in prompts)
-        if largest >= trained.model.vocab_size:
-            problem = f"its tokenizer gives id {largest}, and it has {trained.model.vocab_size}"
-            raise DataError(trained.path, problem, "the tokenizer is of another model")
+        trained.check_ids(prompts)
         return texts, prompts
 
     found = agree(mesh, read if mesh.is_main else lambda: ([], []))

@@ -20,7 +20,6 @@ class Printer:
         samples: per prompt.
         out: output stream. On a terminal, control characters in generated text are escaped; a file or a pipe gets the
             text unchanged.
-        stream: whether to print incomplete texts.
 
     Attributes:
         is_closed: the reader has closed the pipe, as after `| head`.

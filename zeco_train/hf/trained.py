@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 from data.tokenizer import BYTES, HuggingFaceTokenizer, Tokenizer, load_tokenizer, tokenizer_files, tokenizer_name
 from models.config import LanguageModelConfig
@@ -84,6 +85,12 @@ class Trained:
         if not is_own and tokenizer.info.get("sha256") != self.tokenizer_info.get("sha256"):
             raise DataError(name, "is not the tokenizer of the training (its SHA-256 differs)", remedy)
         return tokenizer
+
+    def check_ids(self, ids: Iterable[Tensor]) -> None:
+        """Raise DataError for an id of the tokenizer that the model does not have."""
+        if (largest := max(int(each.max()) for each in ids)) >= self.model.vocab_size:
+            problem = f"its tokenizer gives id {largest}, and it has {self.model.vocab_size}"
+            raise DataError(self.path, problem, "the tokenizer is of another model")
 
     def configure(self, overrides: list[str]) -> Config:
         """The run's configuration with overrides in `train.py`'s syntax.

@@ -41,9 +41,6 @@ class TrainingStep:
     Args:
         model: parallelised (`zeco_train.distributed.parallelize`).
         optimizer: reads `found_inf` and `grad_scale`, see docs/extending.md.
-        exchange: connects the shards of a sequence.
-        mesh: the ranks.
-        strategy: how the model is parallelised.
         grad_clip: largest global gradient norm; 0 clips nothing.
         tokens_per_step: of the global batch; a batch's own count of labels takes precedence.
         graphs: replay the step; None: launch its kernels one by one.
