@@ -52,10 +52,10 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     check_read(request.overrides)
     tasks = build_tasks(request.tasks, request.standard, request.settings)
     trained = find_trained(request.path)
-    for task in [*request.tasks, *request.standard]:
-        if not trained.model.causal and task != "validation":
+    for asked in [*request.tasks, *request.standard]:
+        if not trained.model.causal and asked != "validation":
             problem = "asks for next tokens, which this model (model.causal=false) reads; only validation is possible"
-            raise ConfigError("--tasks", task, problem)
+            raise ConfigError("--tasks", asked, problem)
     # data.global_batch, which is not read here, must be a multiple of the data.micro_batch that is asked for.
     pairs = [text.partition("=") for text in request.overrides]
     fitting = [f"data.global_batch={value}" for key, _, value in pairs if key == "data.micro_batch"]
