@@ -17,13 +17,13 @@ from torch import Tensor
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store.documents import Documents
-from data.store.writer import StoreWriter
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from models.parameters import parameter_rules
 from tests.support.comparison import largest, relative
 from tests.support.sp_reference import RecordedExchange
+from tests.support.stores import write_tokens
 from tests.support.training import full
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
@@ -114,10 +114,7 @@ def write_documents(folder: Path) -> Path:
     num_tokens = 2 * len(STARTS) * SEQ_LEN + 1
     lengths = np.diff([*starts, num_tokens]).tolist()
     tokens = np.random.default_rng(0).integers(2, TINY.vocab_size, num_tokens)
-    with StoreWriter(folder, vocab_size=TINY.vocab_size, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(tokens, lengths)
-        writer.finish("sources")
-    return folder
+    return write_tokens(folder, tokens, lengths, TINY.vocab_size)
 
 
 def make_mesh(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
