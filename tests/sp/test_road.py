@@ -24,7 +24,9 @@ from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect
 
 # Files with arithmetic on this rank's tokens: those that they call see no state on its road.
-LOCAL = ("zeco_train/ops/gla/chunked.py", "models/projections.py")
+LOCAL = ("zeco_train/ops/gla/chunked.py",)
+# Those that make the operands, before there is a state.
+BEFORE = ("models/projections.py", "zeco_train/ops/__init__.py")
 TOKENS = 64
 
 
@@ -47,11 +49,10 @@ def test_a_state_passes_through_few_files(rank: int, world_size: int) -> None:
         if frame.f_code.co_name == "overlap":
             launched.append(threading.get_ident())
         name, above = _name(frame), frame.f_back
-        is_local = frame.f_code is GatedLinearAttention._operands.__code__
-        if is_local or not passing or name is None or threading.get_ident() in launched:
+        if not passing or name is None or name in BEFORE or threading.get_ident() in launched:
             return
         while above is not None:
-            if _name(above) in LOCAL or above.f_code is GatedLinearAttention._operands.__code__:
+            if _name(above) in (*LOCAL, *BEFORE):
                 return
             above = above.f_back
         entered[name] = None
@@ -75,7 +76,8 @@ def test_a_state_passes_through_few_files(rank: int, world_size: int) -> None:
     exchange.drain()
     if rank == 0:
         assert "zeco_train/collectives/wire.py" in entered
-        assert len(entered) <= 9, [*entered]
+        # models/mixers/base.py among them: one formula serves a sequence and a token.
+        assert len(entered) <= 10, [*entered]
 
 
 def _name(frame: FrameType) -> str | None:
