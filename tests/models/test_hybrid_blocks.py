@@ -13,6 +13,7 @@ from torch import Tensor
 from models.attn import AttnConfig
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
 from models.mixers.gla import GLAConfig
+from models.mixers.hgrn2 import HGRN2Config
 from models.modules import RMSNorm, rotate
 from models.parameters import parameter_rules
 from models.spec import spec_of
@@ -131,3 +132,4 @@ def test_canonical_form_drops_what_changes_nothing() -> None:
     model = GatedDeltaNetConfig(norm_eps=1e-5, o_norm_eps=1e-5, head_dim=3, expand_v=1.3333333333)
     assert model.canonical().o_norm_eps is None
     assert model.canonical().expand_v == 4 / 3
+    assert HGRN2Config(expand_ratio=32).canonical() == HGRN2Config()
