@@ -44,14 +44,14 @@ def road(rank: int, world_size: int) -> list[str]:
         # From here on the main thread computes beside the scan, or is done before it sends.
         if frame.f_code.co_name == "overlap":
             launched.append(threading.get_ident())
-        name, above = _name(frame), frame.f_back
-        is_local = frame.f_code is GatedLinearAttention._operands.__code__
-        if is_local or not passing or name is None or threading.get_ident() in launched:
+        # What a layer computes around its operator, which it calls by `run`, is local, too.
+        name, above, layer = _name(frame), frame, GatedLinearAttention.mix.__code__
+        if frame.f_code is layer or not passing or name is None or threading.get_ident() in launched:
             return
-        while above is not None:
-            if _name(above) in LOCAL or above.f_code is GatedLinearAttention._operands.__code__:
-                return
+        while above.f_code.co_name != "run" and above.f_back is not None:
             above = above.f_back
+            if _name(above) in LOCAL or above.f_code is layer:
+                return
         entered[name] = None
 
     # The worker's thread starts with the first scan.
