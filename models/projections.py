@@ -119,9 +119,7 @@ def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor
 
 
 @_parallel_linear_backward.register_fake
-def _parallel_linear_backward_shapes(
-    dys: list[Tensor], x: Tensor, weights: list[Tensor], in_fp8: list[bool]
-) -> list[Tensor]:
+def _parallel_linear_backward_shapes(dys: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
     return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
 
 

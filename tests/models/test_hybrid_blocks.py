@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor
 from models.attn import AttnConfig
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
 from models.mixers.gla import GLAConfig
+from models.mixers.hgrn2 import HGRN2Config
 from models.modules import RMSNorm, rotate
 from models.parameters import parameter_rules
 from models.spec import spec_of
+from tests.models.test_model import build
 from zeco_train.errors import ConfigError
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
@@ -26,17 +29,7 @@ pytestmark = pytest.mark.numeric
 TOKENS = 24
 ATTN = AttnConfig(every=2, num_heads=4, num_kv_heads=2, qk_norm=True)
 CONFIG = GLAConfig(vocab_size=31, hidden_size=16, num_layers=2, num_heads=2, intermediate_size=20, attn=ATTN)
-
-
-def model_of(config: GLAConfig) -> Any:
-    model = spec_of(config).build().double()
-    model.init_weights(0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim > 1 else 1)
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return model
+model_of: Any = partial(build, spread=5.0)
 
 
 def loss_and_grads(model: Any, documents: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -139,3 +132,4 @@ def test_canonical_form_drops_what_changes_nothing() -> None:
     model = GatedDeltaNetConfig(norm_eps=1e-5, o_norm_eps=1e-5, head_dim=3, expand_v=1.3333333333)
     assert model.canonical().o_norm_eps is None
     assert model.canonical().expand_v == 4 / 3
+    assert HGRN2Config(expand_ratio=32).canonical() == HGRN2Config()

@@ -20,7 +20,6 @@ from models.mixers import hgrn, lightning, retnet
 from models.mixers.based import BasedConfig
 from models.mixers.cosformer import CosformerConfig
 from models.mixers.hgrn import forget_gate
-from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningConfig
 from models.mixers.linear import normalised, with_ones
 from models.mixers.rebased import RebasedConfig
@@ -210,10 +209,6 @@ def test_heads_of_odd_width_need_no_positions() -> None:
     assert LightningConfig(hidden_size=20).head_k_dim == 5
     with pytest.raises(ConfigError, match=r"model.rope_theta=10000.0: .* must be of even width, not 5"):
         LightningConfig(hidden_size=20, rope_theta=10000.0)
-
-
-def test_an_expand_ratio_that_says_the_same_is_left_out() -> None:
-    assert HGRN2Config(expand_ratio=32).canonical() == HGRN2Config()
 
 
 @pytest.mark.parametrize("name", ["linear relu normalised", "cosformer"])

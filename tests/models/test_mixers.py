@@ -11,6 +11,7 @@ from models.language_model import LanguageModel
 from models.mixer_registry import MIXERS
 from models.parameters import cast
 from models.spec import ModelSpec
+from tests.models.test_model import build
 from tests.support.distributed import run_distributed
 from tests.support.positions import position_of
 from tests.support.sp_reference import build_scans
@@ -37,15 +38,12 @@ ONE_OF_A_FAMILY = pytest.mark.parametrize(
 
 
 def _build(name: str) -> tuple[LanguageModel, Tensor]:
-    """A model in fp64 whose matrices are large enough that every path matters, and tokens for it."""
+    """A model in fp64, and tokens for it."""
     config = MIXERS[name].config_class(num_layers=2)
     assert config.mixer == name
-    model = ModelSpec(config).build().double()
-    model.init_weights(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter *= 5 if parameter.ndim > 1 else 1
-    return model, torch.randint(config.vocab_size, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    return build(config, spread=5.0), torch.randint(
+        config.vocab_size, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def _loss_and_gradients(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.mixers import base
 from models.mixers.gla import GLAConfig
@@ -45,7 +46,9 @@ def whole(tokens: int) -> SequencePosition:
     return SequencePosition((0, tokens), exchange=SCAN)
 
 
-def build(config: GLAConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0) -> LanguageModel:
+def build(
+    config: LanguageModelConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0
+) -> LanguageModel:
     """A model whose matrices are `spread` times larger than initialised, so that every path matters."""
     model = ModelSpec(config).build().to(dtype)
     model.init_weights(0)
@@ -81,7 +84,7 @@ def reference_logits(parameters: dict[str, Tensor], config: GLAConfig, ids: Tens
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
 def test_logits_loss_and_gradients_equal_the_reference(tied: bool) -> None:
     config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
     model = build(config)

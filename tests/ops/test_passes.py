@@ -29,7 +29,7 @@ from tests.support.operator_cases import (
     sharded,
     tokens_of,
 )
-from tests.support.recurrence import naive_gla, naive_of
+from tests.support.recurrence import naive_of
 from zeco_train.ops import CHUNK, delta, scalar_decay
 from zeco_train.ops.chunks import chunk_size
 from zeco_train.ops.mix import mix
@@ -59,47 +59,6 @@ def check(
 
 
 # The recurrence
-
-
-@pytest.mark.parametrize("starts", [(), (3, 4, 15)])
-def test_recurrence_equals_masked_attention(starts: tuple[int, ...]) -> None:
-    """With the decay of every pair written out, by subtraction; and its gradients."""
-    values = make("gla", 20, "weak")
-    q, k, v, g, _, state, _ = inputs = [x.requires_grad_() for x in values.values()]
-    doc_ids = doc_ids_of(starts, 0, 20)
-    found = naive_gla(q, k, v, g, initial_state=state, doc_ids=doc_ids)
-    # The sums of g are below 1 here, so subtracting them costs no digits.
-    assert doc_ids is not None
-    total, document = g.cumsum(1), doc_ids
-    seen = torch.ones(20, 20, dtype=torch.bool).tril() & (document[:, None] == document)
-    between = (total[:, :, None] - total[:, None]).masked_fill(~seen[:, :, None, None], float("-inf"))
-    o = torch.einsum("bihk,bjhk,bijhk,bjhv->bihv", q, k, between.exp(), v)
-    o = o + torch.einsum("bihk,bhkv->bihv", q * total.exp() * (document == 0)[:, None, None], state)
-    reached = k * (total[:, -1:] - total).exp() * (document == document[-1])[:, None, None]
-    end = torch.einsum("bjhk,bjhv->bhkv", reached, v)
-    end = end + total[:, -1].exp()[..., None] * state * (document[-1] == 0)
-    both = []
-    for outputs in (found, (o * SIZES["K"] ** -0.5, end)):
-        ends, leaves = [values["do"], values["dcarry_out"]], [*inputs[:4], state]
-        both.append([*outputs, *torch.autograd.grad(outputs, leaves, ends, materialize_grads=True)])
-    for x, y in zip(*both, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-
-
-def test_recurrence_multiplies_the_state_by_its_matrices() -> None:
-    """Written out with matrices, decay first."""
-    values = make("kda", 9)
-    q, k, v, g, beta = operands_of("kda", values).values()
-    state = values["carry_in"]
-    o, end = naive_of(OPERATORS["kda"])(q, k, v, g, beta, initial_state=state)
-    q, k = (x.repeat_interleave(2, dim=2) for x in (q, k))
-    eye = torch.eye(SIZES["K"], dtype=torch.float64)
-    for t in range(9):
-        k_t, b_t = k[:, t, :, :, None], beta[:, t, :, None, None]
-        state = (eye - b_t * k_t @ k_t.mT) @ torch.diag_embed(g[:, t].exp()) @ state + b_t * k_t @ v[:, t, :, None, :]
-        wanted = SIZES["K"] ** -0.5 * (q[:, t, :, None, :] @ state)[:, :, 0]
-        torch.testing.assert_close(o[:, t], wanted, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(end, state, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

@@ -93,9 +93,7 @@ def _gated_norm_backward(
 
 
 @_gated_norm_backward.register_fake
-def _gated_norm_grad_shapes(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_swish: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gated_norm_grad_shapes(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
 
 
