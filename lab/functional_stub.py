@@ -1,6 +1,6 @@
 """Write the stub of `zeco_train.functional`, which shows its functions to editors and type checkers.
 
-    python -m lab.functional_stub
+    python -c "from lab.functional_stub import write; write()"
 
 To be run when an operator is new or its documentation has changed; `tests/sp/test_functions.py` compares the two.
 """
@@ -19,7 +19,7 @@ from zeco_train.sp.functions import FUNCTIONS
 def stub() -> str:
     """Its text."""
     head = [
-        '"""Every operator as a differentiable function. Made by `python -m lab.functional_stub`; do not edit."""',
+        '"""Every operator as a differentiable function. Made by `lab/functional_stub.py`; do not edit."""',
         "",
         "from collections.abc import Sequence",
         "",
@@ -43,5 +43,6 @@ def stub() -> str:
     return "\n".join(head) + "\n"
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write it."""
     Path(functional.__file__).with_suffix(".pyi").write_text(stub())

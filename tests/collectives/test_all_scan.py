@@ -100,7 +100,9 @@ def test_one_kernel_scans_in_triton_interpreter(monkeypatch: pytest.MonkeyPatch)
     run_distributed(suite, 2, SHAPES[-1:])
 
 
-def fallbacks(rank: int, world_size: int) -> None:
+@pytest.mark.processes
+@on_ranks(2)
+def test_unusable_transport_is_refused_or_falls_back(rank: int, world_size: int) -> None:
     from zeco_train.sp.all_scan_config import AllScanConfig, AllScanTransport
     from zeco_train.sp.backend_registry import SPConfig
     from zeco_train.sp.exchange import connect
@@ -162,8 +164,3 @@ def test_transport_fallback_is_logged_once(rank: int, world_size: int) -> None:
     assert len(said) == (0 if rank > 0 else 3), said
     assert all(text.endswith("no symmetric memory (too large)") for text in fallbacks)
     assert all(text.startswith("all-scan of 0.00012 MB over 2 ranks: chain") for text in rest)
-
-
-@pytest.mark.processes
-def test_unusable_transport_is_refused_or_falls_back() -> None:
-    run_distributed(fallbacks, 2)

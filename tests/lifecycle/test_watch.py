@@ -51,6 +51,8 @@ def test_documented_times_are_the_sums_of_the_constants() -> None:
     assert times is not None
     dumps = 2 * logs.DUMP_SECONDS
     assert [*map(float, times.groups())] == [watch.REPORT_SECONDS, watch.END_SECONDS, dumps, watch.ANSWER_SECONDS]
+    told = [float(seconds) for seconds in re.findall(r"(\d+) s (?:after the timeout|\(`END_)", str(watch.__doc__))]
+    assert told == [watch.REPORT_SECONDS, watch.END_SECONDS]
 
 
 def test_silent_peer_is_reported_with_step_and_operation() -> None:

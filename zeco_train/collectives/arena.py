@@ -34,27 +34,23 @@ def keep(memory: object) -> None:
 
 
 class TwoShotCapacity(NamedTuple):
-    """Size of one `two_shot` call, or capacity of an arena for it."""
+    """Size of one `two_shot` call, or capacity of an arena for it, by default that of the smallest."""
 
-    width: int  # tiles per owner
-    tiles: int  # in total
-    slot: int  # bytes of one rank's part of an owner's tiles
-    decays: int  # bytes of their log-decays
-    results: int  # bytes of all results
+    width: int = 1 << 10  # tiles per owner
+    tiles: int = 1 << 12  # in total
+    slot: int = 1 << 20  # bytes of one rank's part of an owner's tiles
+    decays: int = 1 << 16  # bytes of their log-decays
+    results: int = 1 << 22  # bytes of all results
 
 
 class ChainCapacity(NamedTuple):
-    """Size of one `chain` call, or capacity of an arena for it."""
+    """Size of one `chain` call, or capacity of an arena for it, by default that of the smallest."""
 
-    blocks: int  # number
-    state: int  # bytes
+    blocks: int = 1 << 10  # number
+    state: int = 1 << 22  # bytes
 
 
 Capacity = TwoShotCapacity | ChainCapacity
-FLOOR: dict[type, Capacity] = {
-    TwoShotCapacity: TwoShotCapacity(1 << 10, 1 << 12, 1 << 20, 1 << 16, 1 << 22),
-    ChainCapacity: ChainCapacity(1 << 10, 1 << 22),
-}
 
 
 def holds(capacity: Capacity, needed: Capacity) -> bool:
@@ -64,7 +60,7 @@ def holds(capacity: Capacity, needed: Capacity) -> bool:
 
 def enlarged(capacity: Capacity | None, needed: Capacity) -> Capacity:
     """Capacity of a new arena: powers of two, at least those of the previous arena, so that reallocations are rare."""
-    before = capacity or FLOOR[type(needed)]
+    before = capacity or type(needed)()
     sizes = (max(have, 1 << (need - 1).bit_length()) for have, need in zip(before, needed, strict=True))
     return type(needed)(*sizes)
 

@@ -37,7 +37,7 @@ _OWN_LOGGERS = ("zeco_train", "models", "data")
 _installed: list[tuple[logging.Logger, logging.Handler]] = []
 
 
-def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> Path:
+def setup_logging(run_dir: str | Path, rank: int) -> Path:
     """Send logging and Python's warnings to `run_dir/logs/rank_{rank}.log`, appending; returns the file.
 
     Rank 0 also shows this project's warnings and errors on stderr, one line each. Torch's loggers have stderr handlers
@@ -53,7 +53,7 @@ def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
         raise ConfigError("run_dir", run_dir, f"cannot be written ({error.strerror}); name another folder") from error
     file.setFormatter(_Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     _install(root, file)
     if rank == 0:
         terminal = _TerminalHandler(logging.WARNING)

@@ -2,20 +2,22 @@
 
 A rank is killed, stopped (SIGSTOP), or on a node that is gone, in the middle of a step:
 
-1. *Noticed*, at the latest by the end of `parallel.timeout_seconds`, by a communication with it that fails, a
-   `CommunicationError` (`Job.fail`). A wait that has no timeout (a host that waits for a CUDA stream) is ended by the
-   rank before it, which watches its heartbeat: `_watch`, `SILENCE_SECONDS` later.
+1. *Noticed*, at the latest by the end of `parallel.timeout_seconds`, by a communication with it that fails
+   (`Job.fail`), or by the launcher, whose SIGTERM to the others does not end them at once (`guard`). A wait that has no
+   timeout (a host that waits for a CUDA stream) is ended by the rank before the lost one, which watches its heartbeat:
+   `_watch`, `SILENCE_SECONDS` later.
 2. *Named* by the first rank that noticed, whose finding the others read: `_find`. It listens to all heartbeats for
    `LISTEN_SECONDS`; a rank whose heartbeat stands still is lost. A rank that failed by an error of its own has stored
    that (`report_failure`), and is named with it.
-3. *Read*: one rank prints one line, `diagnose`. All write stacks and flight records beside their logs.
+3. *Read*: one rank prints one line, `diagnose`, such as "error: rank 0: step 7, …: rank 1 no longer answers (killed,
+   stopped or unreachable; last seen in step 7, …); …". All write stacks and flight records beside their logs.
 4. *Ended*: ranks that wait for something else read that the job is lost, within `WATCH_SECONDS`, and end themselves
    `GRACE_SECONDS` later: `_watch`, `abandon`. All exit with the code of `CommunicationError`, 6, or that of the failed
    rank, by which a launcher decides whether a restart helps; with 143 (`TERMINATED`) if no rank was lost, but the
    launcher ended all. Nothing is saved, and nothing waits for another rank.
 
-The sums of these times are `REPORT_SECONDS` and `END_SECONDS`; a device that hangs takes two `DUMP_SECONDS` more, a
-store that is cut off `ANSWER_SECONDS`.
+The line comes at most 11 s after the timeout (`REPORT_SECONDS`), and all others have ended after 16 s (`END_SECONDS`).
+A device that hangs takes two `DUMP_SECONDS` more, a store that is cut off `ANSWER_SECONDS`.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ def check_regular(path: str | Path) -> None:
     _check_regular(Path(path).stat(), path)
 
 
-def read_json(path: str | Path, largest: int = LARGEST_BYTES) -> Any:
+def read_json(path: str | Path) -> Any:
     """The value in a small JSON file. Raises as `read_small` and `parse_json`."""
-    return parse_json(read_small(path, largest))
+    return parse_json(read_small(path))
 
 
 def parse_json(text: str | bytes) -> Any:
