@@ -23,7 +23,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,10 @@ class Overlap:
     hidden_us: float
     compute_us: float
     kernels: tuple[str, ...]
-    idle_us: float = 0.0
-    longest_idle_us: float = 0.0
-    num_kernels: int = 0
-    parts: Mapping[str, float] = field(default_factory=dict)
+    idle_us: float
+    longest_idle_us: float
+    num_kernels: int
+    parts: Mapping[str, float]
 
     @property
     def idle(self) -> str:
