@@ -105,10 +105,7 @@ _ZECO = ", ".join(SHARING)
         ("attention window=0", "window=0: must be ≥ 1, or null"),
         ("attention graph=true", "graph=True: a method's messages are not captured; take graph=false"),
         ("decode model=gla_tiny contexts=[64,32]", "contexts=[64, 32]: must rise"),
-        (
-            "decode model=gla_tiny variants=[fast]",
-            "must be a list of different ones of eager, graph",
-        ),
+        ("decode model=gla_tiny variants=[fast]", "must be a list of different ones of eager, graph"),
         ("decode model=gla_9b", "gla_tiny"),
         ("decode model=gla_tiny device=cpu variants=[graph]", "variants=['graph']: CUDA graphs need CUDA"),
         ("plot", "needs results.json"),

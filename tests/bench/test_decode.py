@@ -45,19 +45,6 @@ def test_result_rows_and_plot_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "decode.png").is_file()
 
 
-@pytest.mark.slow
-def test_states_of_a_hybrid_include_its_caches(tmp_path: Path) -> None:
-    """With the capacity of the context and the steps after it."""
-    hybrid = ["contexts=[70]", "check_tokens=70", "model.attn.every=2", "model.attn.num_kv_heads=2"]
-    outcome = run_here(command.main, "decode", *QUICK, *hybrid, f"out={tmp_path}")
-    assert outcome.code == 0, outcome
-    for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
-        assert row["relative_error"] < 1e-12
-        # One linear layer; and k and v of one softmax layer, with 2 heads of 8 and a warm-up of 1 and 4 steps.
-        of_one = 4 * 4 * 8 * 8 + 2 * 2 * 8 * (row["context"] + 5) * 8
-        assert row["state_mb"] == pytest.approx(row["batch"] * of_one / 1e6)
-
-
 def test_exceeded_budget_skips_remaining_contexts(tmp_path: Path) -> None:
     outcome = run_here(command.main, "decode", *SHORT, "budget_seconds=0.001", f"out={tmp_path}")
     assert outcome.code == 0, outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import runpy
 from collections.abc import Callable
@@ -17,17 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.bench_settings import QUICK, measure
+from tests.support.bench_settings import measure
 from tests.support.commands import Outcome, run_here
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_of
 from zeco_train.bench import __main__ as command
-from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.operator import Inputs, Shape, context_parallel, peer_attention
 from zeco_train.bench.session import Session
-from zeco_train.bench.variants import LocalCopyScan, backend_variant, gathered_exchange
+from zeco_train.bench.variants import LocalCopyScan
 from zeco_train.errors import ConfigError
-from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import Target
 from zeco_train.ops.operator_registry import OPERATORS
@@ -197,35 +194,6 @@ def test_peer_without_heads_takes_channels_side_by_side() -> None:
 def test_peer_without_groups_is_refused() -> None:
     with pytest.raises(ConfigError, match="not groups=2"):
         peer_attention(SHAPES[1], mock.Mock(spec=Session))
-
-
-def _gathered_scan_is_right(rank: int, world_size: int) -> None:
-    config = ModelConfig.load(QUICK)
-    session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    generator = torch.Generator().manual_seed(rank)
-    state = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=generator)
-    log_decay = -torch.rand(1, 2, 3, dtype=torch.float64, generator=generator)
-    matrices = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator)
-    carry_in = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    exchanges = gathered_exchange(), session.exchange(backend_variant("lasp1"), 24)
-    for each in exchanges:
-        assert (each.is_first, each.is_last) == (rank == 0, rank == world_size - 1)
-    # A view, as of an adjoint: its strides are not those of a new tensor.
-    for reverse, transition in itertools.product((False, True), (log_decay, matrices, matrices.mT)):
-        results = []
-        for each in exchanges:
-            pending = each.states.launch(ScanRequest(state, transition, reverse, carry_in, want_carry=True))
-            received = pending.wait()
-            pending.finish()
-            results.append((received, pending.carry_out()))
-        for found, expected in zip(*results, strict=True):
-            assert relative_error(found, expected) < 1e-14
-    session.drain()
-
-
-@pytest.mark.slow
-def test_gathered_scan_equals_lasp1() -> None:
-    run_distributed(_gathered_scan_is_right, 3)
 
 
 def test_copied_scan_returns_its_own_state() -> None:

@@ -24,7 +24,7 @@ from tests.support.bench_settings import QUICK
 from zeco_train.bench import products
 from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
-from zeco_train.bench.products import Products, products_contender
+from zeco_train.bench.products import Products
 from zeco_train.bench.session import Session
 from zeco_train.bench.timing import Contender
 from zeco_train.bench.variants import Variant
@@ -67,15 +67,15 @@ def test_products_match_those_of_a_training_step(
         model(ids, SequencePosition((0, tokens), exchange=SCAN), ids).backward()
     alone = Products(config, tokens, torch.float32, torch.device("cpu"), 0)
     with _ProductShapes() as found:
-        last = alone.step(0)
+        last = alone.step()
     assert found.counts == expected.counts
     with _ProductShapes() as of_micro_batches:
-        products_contender(config, tokens, torch.float32, torch.device("cpu"), 0, times=3).step(0)
+        alone.contender(times=3).step(0)
     assert of_micro_batches.counts.total() == 3 * found.counts.total()
     assert found.counts.total() == 3 * ((10 if config.use_output_gate else 9) * config.num_layers + -(-tokens // 15))
     assert 0 < abs(last) < math.inf
     with FlopCounterMode(display=False) as counter:
-        alone.step(1)
+        alone.step()
     flops = spec_of(config).flops_per_token(tokens)
     assert counter.get_total_flops() == tokens * (flops.linear + flops.head)
     assert products.product_flops(config).total == flops.linear + flops.head
@@ -86,7 +86,7 @@ def test_products_use_random_operands_and_little_memory() -> None:
     assert loss_module._CHUNK_TOKENS["cuda"] == products.CHUNK_TOKENS
     alone = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
     again = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
-    assert alone.step(0) == again.step(0)
+    assert alone.step() == again.step()
     for a, b, result in [*alone._forward["gla"], *alone._head, *alone._backward["gla"]]:
         assert a.std() > 0.01
         assert b.std() > 0.01
@@ -95,8 +95,8 @@ def test_products_use_random_operands_and_little_memory() -> None:
         assert result.untyped_storage().data_ptr() not in read
     large = ModelConfig().run_config(ModelSettings(heads=16)).model
     with FakeTensorMode():
-        contender = products_contender(large, 16_384, torch.bfloat16, torch.device("cpu"), 0)
-    assert 1 < contender.held_gb < 1.5
+        held = Products(large, 16_384, torch.bfloat16, torch.device("cpu"), 0).held_bytes
+    assert 1e9 < held < 1.5e9
 
 
 def test_products_memory_is_subtracted_from_other_rows() -> None:
@@ -105,7 +105,7 @@ def test_products_memory_is_subtracted_from_other_rows() -> None:
     session.device = torch.device("cpu")
     session.target = Target.of(session.device)
     measurement = _Measurement(config.run_config(ModelSettings(heads=2)), config, session, mock.Mock())
-    ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
+    ceiling = Products(SMALL, 30, torch.float32, torch.device("cpu"), 0).contender(times=1)
     ceiling.held_gb = 1.5
     both = [Contender(Variant("dp", "dp"), mock.Mock()), ceiling]
     for contender in both:

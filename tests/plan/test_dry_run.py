@@ -73,19 +73,6 @@ def test_any_rank_has_its_place_and_its_nodes() -> None:
     assert any(text.endswith("over 32 ranks: lane by gloo") for text in messages), messages
 
 
-@pytest.mark.slow
-def test_layers_beside_scans_run_too() -> None:
-    check_layers(["model=mamba2_tiny"])
-
-
-def check_layers(model: list[str]) -> None:
-    """Halos of convolutions, or softmax attention over ranks, and documents."""
-    small = ["world_size=32", "sp.size=32", "data.seq_len=32768", "data.global_batch=1"]
-    arguments = [*model, *small, "data.reset_state_at_document=true"]
-    scans = count_scans(make_case(*CPU, *arguments))
-    assert run(*arguments, rank=17)[0].scans == (scans.forward, scans.backward)
-
-
 def _command(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
     dist.destroy_process_group()
     return command(*arguments)

@@ -99,17 +99,6 @@ def test_settings_owned_by_script_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-def test_checkpoints_of_another_run_are_not_deleted(tmp_path: Path) -> None:
-    kept = tmp_path / "dp" / "checkpoints" / "step_00000001"
-    kept.mkdir(parents=True)
-    run = compare_backends(tmp_path, BACKENDS="dp")
-    assert run.returncode != 0
-    assert "RUN_DIR:" in run.stderr
-    assert kept.exists()
-
-
-@pytest.mark.processes
 def test_missing_packages_are_reported(tmp_path: Path) -> None:
     # A stub of python without any packages.
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")

@@ -169,13 +169,6 @@ def three_runs(folder: Path) -> list[Path]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("rendered")
-def test_hostile_names_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "PANEL_DPI", 60)
-    report(tmp_path, three_runs(tmp_path)[1])
-
-
 def test_page_is_complete_and_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = report(tmp_path, *three_runs(tmp_path))
     throughput, losses = page.tables

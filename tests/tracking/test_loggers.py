@@ -11,28 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.support.commands import REPOSITORY, check_line, train_here
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError
-from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
+from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.tracking.loggers import ExperimentLogger, TensorBoardLogger, WandbLogger, build_logger
 from zeco_train.tracking.starts import Layout, Start, length_name
 
 LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
-
-
-@pytest.mark.parametrize("name", ["none", "wandb", "tensorboard"])
-def test_logger_yaml_matches_schema(name: str) -> None:
-    composed = OmegaConf.merge(
-        OmegaConf.structured(LoggerConfig), OmegaConf.load(REPOSITORY / "configs" / "logger" / f"{name}.yaml")
-    )
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, LoggerConfig)
-    config.validate()
-    assert config.kind is LoggerKind[name]
-    assert config.mode is LoggerMode.offline
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.tracking.test_metrics import metrics
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.system.numbers import compact
+from zeco_train.tracking import progress
 from zeco_train.tracking.progress import ProgressDisplay, summary_line
 
 
@@ -28,9 +29,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_lines_without_terminal() -> None:
-    stream, now = io.StringIO(), [0.0]
-    display = ProgressDisplay(100, stream=stream, clock=lambda: now[0])
+def test_progress_lines_without_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    display = ProgressDisplay(100)
     display.advance(1)
     display.report(metrics(1, step_seconds=2.0).as_dict())
     # 40 s for 10 steps, including validation and checkpoints: the 89 remaining steps take 356 s.
@@ -39,7 +41,7 @@ def test_progress_lines_without_terminal() -> None:
     display.report(row.as_dict(), "of 16 sequences, 1,008 tokens")
     display.note("checkpoint → step 11")
     display.close()
-    assert stream.getvalue().splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "step   1/100  loss 5.0000  grad_norm 1.5  lr 3.00e-04  12.3k tokens/s  ETA 0:03:18",
         "step  11/100  loss 5.0000  val_loss 5.1000 (of 16 sequences, 1,008 tokens)  grad_norm 1.5  lr 3.00e-04"
         "  12.3k tokens/s (job 195)  3.3 GB  mfu 41.2%  hfu 45.7%  ETA 0:05:56",
@@ -47,9 +49,10 @@ def test_progress_lines_without_terminal() -> None:
     ]
 
 
-def test_progress_bar_on_terminal() -> None:
+def test_progress_bar_on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
-    display = ProgressDisplay(100, step=40, stream=stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    display = ProgressDisplay(100, step=40)
     display.report(metrics(41, 3.21, mfu=0.412, hfu=0.456).as_dict())
     display.note("a line of its own")
     display.advance(100)

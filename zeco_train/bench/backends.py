@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, DataSplit
 from models.parameters import parameter_rules
@@ -179,11 +180,11 @@ class Backends:
     def weights(self) -> dict[str, Tensor]:
         """All parameters, unsharded, on the host, in the compute dtype. Collective."""
         dtype = self._run.train.dtype.compute
-        whole = {}
-        for name, parameter in self.model.named_parameters():
-            tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            whole[name] = tensor.detach().to("cpu", dtype)
-        return whole
+        return {
+            # One after the other: all of them together need not fit the device.
+            name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().to("cpu", dtype)
+            for name, parameter in self.model.named_parameters()
+        }
 
     def _training_step(
         self, exchange: Exchange, alone: bool, tokens: RandomTokens, graphs: StepGraphs | None = None

@@ -39,7 +39,7 @@ from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.peer import Peer, Weights, check_peer
-from zeco_train.bench.products import product_flops, products_contender
+from zeco_train.bench.products import Products, product_flops
 from zeco_train.bench.session import Row, Session, check_results, choice_of, gradient_norms, marked
 from zeco_train.bench.timing import Contender, Subject, time_in_turns
 from zeco_train.bench.variants import PRODUCTS, Variant, gathered_exchange
@@ -251,9 +251,9 @@ class _Measurement:
     def _contender(self, ours: Backends, variant: Variant, tokens: RandomTokens) -> Contender:
         # A backend after one forward and backward pass, with its loss; or the products.
         if variant.kind == PRODUCTS:
-            run = self._run
-            dtype, device = run.train.dtype.compute, self._session.device
-            return products_contender(run.model, tokens.count, dtype, device, run.seed, times=tokens.micro_batches)
+            run, device = self._run, self._session.device
+            products = Products(run.model, tokens.count, run.train.dtype.compute, device, run.seed)
+            return products.contender(times=tokens.micro_batches)
         contender = ours.contender(variant, tokens)
         started = time.perf_counter()
         contender.loss, _ = ours.gradient(ours.exchange_of(variant), tokens, alone=variant.is_dp, keep=False)

@@ -36,20 +36,6 @@ CHUNK_TOKENS = 8192
 _Product = tuple[Tensor, Tensor, Tensor]
 
 
-def products_contender(
-    config: LanguageModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int, times: int = 1
-) -> Contender:
-    """The products for this many tokens per rank, so many `times` a step, which returns one result, not a loss."""
-    products = Products(config, tokens, dtype, device, seed)
-
-    def step(number: int) -> Tensor:
-        for _ in range(times):
-            result = products.step(number)
-        return result
-
-    return Contender(Variant(PRODUCTS, PRODUCTS), step, held_gb=products.held_bytes / 1e9)
-
-
 def product_flops(config: LanguageModelConfig) -> TokenFLOPs:
     """FLOPs of the products per token: the model's, less the operator's."""
     return replace(spec_of(config).flops_per_token(seq_len=1), operator=0.0)
@@ -92,8 +78,16 @@ class Products:
             for name, groups in weights.items()
         }
 
-    def step(self, number: int) -> Tensor:
-        """All products of step `number`; all steps are equal. Returns an element of the last result."""
+    def contender(self, times: int) -> Contender:
+        """These products, so many `times` a step, which returns one result, not a loss."""
+
+        def step(number: int) -> Tensor:
+            return [self.step() for _ in range(times)][-1]
+
+        return Contender(Variant(PRODUCTS, PRODUCTS), step, held_gb=self.held_bytes / 1e9)
+
+    def step(self) -> Tensor:
+        """All products of a step. Returns an element of the last result."""
         forward = (self._forward[name] for name in self._layers)
         backward = (self._backward[name] for name in reversed(self._layers))
         for a, b, result in itertools.chain(*forward, self._head, *backward):

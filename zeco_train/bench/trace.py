@@ -23,7 +23,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,10 @@ class Overlap:
     hidden_us: float
     compute_us: float
     kernels: tuple[str, ...]
-    idle_us: float = 0.0
-    longest_idle_us: float = 0.0
-    num_kernels: int = 0
-    parts: Mapping[str, float] = field(default_factory=dict)
+    idle_us: float
+    longest_idle_us: float
+    num_kernels: int
+    parts: Mapping[str, float]
 
     @property
     def idle(self) -> str:
@@ -203,21 +203,19 @@ def record(subject: Subject, path: Path, session: Session, *, replayed: bool = F
     busy = torch.empty(256 << 20, dtype=torch.uint8, device=session.device)
     token = torch.zeros(1, device=session.device)
     own = path if session.mesh.is_main else path.with_name(f"{path.stem}_rank{session.rank}{path.suffix}")
-    overlap = Overlap(0.0, 0.0, 0.0, ())
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     # Twice: the profiler's first step includes its startup.
-    for last in (False, True):
+    for _ in range(2):
         subject.prepare()
         torch.cuda.synchronize()
         dist.barrier()
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             _issue(subject, busy, token)
-        if last:
-            own.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(own))
-            overlap = overlap_of(json.loads(own.read_text(encoding="utf-8"))["traceEvents"], replayed=replayed)
-            if own != path:
-                own.unlink()
+    own.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(own))
+    overlap = overlap_of(json.loads(own.read_text(encoding="utf-8"))["traceEvents"], replayed=replayed)
+    if own != path:
+        own.unlink()
     return session.gather(overlap)
 
 

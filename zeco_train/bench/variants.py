@@ -14,7 +14,7 @@ fla[:no_optimizer][:compile]    of its model: forward and backward alone, with b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,20 +93,18 @@ class Variant:
         return SPConfig(Backend[self.kind], all_scan=config)
 
 
-def _in_one_kernel() -> Iterator[str]:
-    for scan in (scan for scan in ALL_SCANS if scan.kernel):
-        yield f"zeco:{scan.name}:symmetric"
-        if scan.best_blocks:
-            yield f"zeco:{scan.name}:symmetric:paper"
-
-
 ANCHORS = ("all_gather", "all_reduce")
 # Defaults of the cases.
 SCAN_VARIANTS = (
     *ANCHORS,
     *(name for name in SHARING if not BACKENDS[name].section),
     *(f"zeco:{scan.name}:p2p" for scan in ALL_SCANS),
-    *_in_one_kernel(),
+    *(
+        f"zeco:{scan.name}:symmetric{blocks}"
+        for scan in ALL_SCANS
+        for blocks in ("", ":paper")
+        if scan.kernel and (scan.best_blocks or not blocks)
+    ),
     *(name for name in SHARING if BACKENDS[name].section),
 )
 OPERATOR_VARIANTS = ("dp", "copy", *SHARING, "fla")

@@ -7,8 +7,9 @@ The way, from `Case.measured`:
 2. A block that training compiles is traced by torch's compiler up to the partitioner, which cuts the graph in two: what
    the forward graph hands to the backward graph is kept. What each of them has in memory meanwhile, fused as by
    Inductor, is in `graph_memory.py`. A block that is not compiled runs, and `allocations.py` sees each of its tensors.
-3. `train.recompute` follows from the same trace: `selective` keeps all but what the MLP and its norm keep, `full` the
-   block's input and the states from other ranks. What is not kept exists again when the backward pass begins.
+3. `train.recompute` of a compiled block follows from the same trace: `selective` keeps all but what the MLP and its
+   norm keep, `full` the block's input and the states from other ranks. What is not kept exists again when the backward
+   pass begins. A block that is not compiled runs in the mode itself.
 
 It runs with a prime number of chunks: memory whose size that number divides grows with the tokens, the rest is fixed.
 """

@@ -245,16 +245,9 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
 def _machine(request: Request, gpu: Gpu) -> Machine:
     """The device, with the overrides of the command line."""
     settings, known = request.settings, machine(gpu)
-    overrides: dict[str, Any] = {
-        field: given * 1e9
-        for field, given in (
-            ("memory", settings.memory_gb),
-            ("bandwidth", settings.bandwidth_gbps),
-            ("link", settings.link_gbps),
-            ("node_link", settings.node_gbps),
-        )
-        if given is not None
-    }
+    gigabytes = {"memory": settings.memory_gb, "bandwidth": settings.bandwidth_gbps}
+    gigabytes |= {"link": settings.link_gbps, "node_link": settings.node_gbps}
+    overrides: dict[str, Any] = {field: given * 1e9 for field, given in gigabytes.items() if given is not None}
     if settings.matmul_tflops is not None:
         overrides["flops"] = dict.fromkeys(known.flops, settings.matmul_tflops * 1e12)
     alphas = settings.scan_alpha_us, settings.scan_node_alpha_us

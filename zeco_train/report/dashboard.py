@@ -360,15 +360,8 @@ def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity
         results = comparison.benchmarks[measurement.name]
         tracker = WandbLogger(config, run_dir)
         tracker.begin({"benchmark": results["config"]}, Start(0, layout, results["environment"]), None)
-        row = {
-            RATE: measurement.rate.median,
-            "step_seconds": measurement.step_seconds,
-            "comm_exposed_seconds": measurement.exposed_seconds,
-            "memory_gb": measurement.memory_gb,
-            "mfu": measurement.mfu,
-            "hfu": measurement.hfu,
-            "loss": measurement.loss,
-        }
+        row = {name: getattr(measurement, name) for name in ("step_seconds", "memory_gb", "mfu", "hfu", "loss")}
+        row |= {RATE: measurement.rate.median, "comm_exposed_seconds": measurement.exposed_seconds}
         tracker.log(measurement.rate.count, {key: value for key, value in row.items() if value is not None})
         tracker.finish()
     return len(comparison.measurements)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from textwrap import indent
 from typing import Any
 
 from zeco_train.errors import ConfigError
@@ -60,7 +61,8 @@ class TensorBoardLogger(ExperimentLogger):
             # Events of earlier files from `purge_step` on are discarded.
             self._writer = SummaryWriter(str(self.folder), purge_step=start.step + 1)
         for name, value in (("config", config), ("layout", start.layout.as_dict()), ("environment", start.environment)):
-            self._writer.add_text(name, _as_markdown(value), start.step)
+            # Indented, it is code in Markdown.
+            self._writer.add_text(name, indent(json.dumps(value, indent=2, default=str), " " * 4), start.step)
         return run_id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -90,10 +92,6 @@ class TensorBoardLogger(ExperimentLogger):
         # The writer's thread has ended: further events would be lost silently.
         self._writer = None
         _warn("TensorBoard", what, error, " without it")
-
-
-def _as_markdown(value: Mapping[str, Any]) -> str:
-    return "\n".join(f"    {line}" for line in json.dumps(value, indent=2, default=str).splitlines())
 
 
 RATE = "tokens_per_second_per_device"

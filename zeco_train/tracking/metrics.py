@@ -133,7 +133,7 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Peak dense matmul throughput of a device for a dtype, in FLOP/s; None if unknown.
 
     bf16 only: fp32 matmuls run partly on tensor cores, as tf32 products, so no single peak applies.
@@ -143,7 +143,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), None)
 
 
-def utilisation(flops_per_second: float, device: torch.device, dtype: torch.dtype | None) -> float | None:
+def utilisation(flops_per_second: float, device: torch.device, dtype: torch.dtype) -> float | None:
     """Part of its peak that a GPU reaches; None if the peak is unknown, and on CPUs."""
     peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     return None if peak is None else flops_per_second / peak

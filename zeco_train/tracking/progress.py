@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import median
@@ -29,21 +29,12 @@ class ProgressDisplay:
     """Shows the steps of a run on stdout, whether or not it is a terminal.
 
     If the output breaks (closed pipe, lost terminal), a warning is logged and the display is disabled; the run goes on.
-    `step`: already done, in a resumed run; `enabled`: False on ranks > 0; `clock`: seconds, for the ETA.
+    `step`: already done, in a resumed run; `enabled`: False on ranks > 0.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        step: int = 0,
-        *,
-        enabled: bool = True,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, total_steps: int, step: int = 0, *, enabled: bool = True) -> None:
         self.total_steps = total_steps
-        self._stream = (sys.stdout if stream is None else stream) if enabled else None
-        self._clock = clock
+        self._stream: TextIO | None = sys.stdout if enabled else None
         self._first: tuple[int, float] | None = None
         self._bar: tqdm | None = None
         if self._stream is not None and self._stream.isatty():
@@ -97,7 +88,7 @@ class ProgressDisplay:
 
     def _seconds_left(self, row: Mapping[str, Any]) -> float:
         # At the pace since the first report, which excludes start-up in the first steps.
-        step, now = row["step"], self._clock()
+        step, now = row["step"], time.monotonic()
         if self._first is None or step <= self._first[0]:
             self._first = (step, now)
             seconds_per_step = row["step_seconds"]

@@ -55,8 +55,7 @@ class StepResult:
 class Recorder:
     """Averages times over the steps between two rows, and writes the rows.
 
-    FLOPs per token are the model's, for MFU, and with recomputation, for HFU; `dtype` is that of the matmuls. What is
-    None is not reported.
+    FLOPs per token are the model's, for MFU, and with recomputation, for HFU; `dtype` is that of the matmuls.
 
     Attributes:
         exit_code: passed to the tracker at the end; 1, a failure, until the run has completed.
@@ -70,8 +69,8 @@ class Recorder:
         total_steps: int,
         tokens_per_step: int,
         flops_per_token: float,
-        hardware_flops_per_token: float | None = None,
-        dtype: torch.dtype | None = None,
+        hardware_flops_per_token: float,
+        dtype: torch.dtype,
     ) -> None:
         self._run_dir, self._mesh, self._tracker = run_dir, mesh, tracker
         self._total_steps, self._tokens_per_step = total_steps, tokens_per_step
@@ -139,7 +138,7 @@ class Recorder:
         since, self._row_written = self._row_written, time.monotonic()
         seconds = sum(s.seconds for s in steps) / len(steps)
         rate = self._tokens_per_step / seconds
-        per_device, hardware = rate / self._mesh.world_size, self._hardware_flops
+        per_device = rate / self._mesh.world_size
         extra: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
         if steps[-1].nonfinite is not None:
             extra["nonfinite"] = steps[-1].nonfinite
@@ -154,7 +153,7 @@ class Recorder:
             job_tokens_per_second=len(steps) * self._tokens_per_step / (self._row_written - since),
             val_loss=None if validation is None else validation.mean,
             mfu=utilisation(per_device * self._flops, device, self._dtype),
-            hfu=None if hardware is None else utilisation(per_device * hardware, device, self._dtype),
+            hfu=utilisation(per_device * self._hardware_flops, device, self._dtype),
             **longest,
             extra=extra | _of_validation(validation),
         )

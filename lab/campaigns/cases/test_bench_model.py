@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,8 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.bench.test_decode import QUICK as DECODE
 from tests.support.bench_settings import QUICK
+from tests.support.commands import run_here
 from tests.support.distributed import run_distributed
+from zeco_train.bench import __main__ as command
 from zeco_train.bench import model, timing
 from zeco_train.bench.backends import RandomTokens
 from zeco_train.bench.case import Report
@@ -18,9 +23,11 @@ from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
 from zeco_train.bench.session import Session, WrongResultError
 from zeco_train.bench.timing import Contender
-from zeco_train.bench.variants import LocalCopyScan, Variant, over_all_ranks
+from zeco_train.bench.variants import LocalCopyScan, Variant, backend_variant, gathered_exchange, over_all_ranks
 from zeco_train.lifecycle.join import Launch
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.exchange import local_exchange
+from zeco_train.system.numbers import relative_error
 
 pytestmark = pytest.mark.campaign
 
@@ -117,3 +124,43 @@ def test_backend_with_wrong_gradients_is_not_timed(tmp_path: Path) -> None:
         assert len(found) == 2
         assert all("lasp2 is wrong, nothing is timed: gradient on rank" in line for line in found)
     assert list(tmp_path.iterdir()) == []
+
+
+def _gathered_scan_is_right(rank: int, world_size: int) -> None:
+    config = ModelConfig.load(QUICK)
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    generator = torch.Generator().manual_seed(rank)
+    state = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=generator)
+    log_decay = -torch.rand(1, 2, 3, dtype=torch.float64, generator=generator)
+    matrices = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator)
+    carry_in = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    exchanges = gathered_exchange(), session.exchange(backend_variant("lasp1"), 24)
+    for each in exchanges:
+        assert (each.is_first, each.is_last) == (rank == 0, rank == world_size - 1)
+    # A view, as of an adjoint: its strides are not those of a new tensor.
+    for reverse, transition in itertools.product((False, True), (log_decay, matrices, matrices.mT)):
+        results = []
+        for each in exchanges:
+            pending = each.states.launch(ScanRequest(state, transition, reverse, carry_in, want_carry=True))
+            received = pending.wait()
+            pending.finish()
+            results.append((received, pending.carry_out()))
+        for found, expected in zip(*results, strict=True):
+            assert relative_error(found, expected) < 1e-14
+    session.drain()
+
+
+def test_gathered_scan_equals_lasp1() -> None:
+    run_distributed(_gathered_scan_is_right, 3)
+
+
+def test_states_of_a_hybrid_include_its_caches(tmp_path: Path) -> None:
+    """With the capacity of the context and the steps after it."""
+    hybrid = ["contexts=[70]", "check_tokens=70", "model.attn.every=2", "model.attn.num_kv_heads=2"]
+    outcome = run_here(command.main, "decode", *DECODE, *hybrid, f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
+        assert row["relative_error"] < 1e-12
+        # One linear layer; and k and v of one softmax layer, with 2 heads of 8 and a warm-up of 1 and 4 steps.
+        of_one = 4 * 4 * 8 * 8 + 2 * 2 * 8 * (row["context"] + 5) * 8
+        assert row["state_mb"] == pytest.approx(row["batch"] * of_one / 1e6)

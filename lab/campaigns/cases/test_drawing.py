@@ -11,14 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.report.test_report import DP, RESULTS, ZECO, write_run
+from tests.report.test_report import DP, RESULTS, ZECO, report, three_runs, write_run
 from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
 from tests.support.waiting import ENOUGH
+from tests.tracking.test_metrics import metrics, write_rows
 from zeco_train.report import panels
 from zeco_train.report.__main__ import main
 from zeco_train.report.measurements import read
 from zeco_train.system.figures import new_figure
+from zeco_train.tracking.charts import plot_run
 
 pytestmark = pytest.mark.campaign
 
@@ -108,3 +110,27 @@ def test_many_runs_leave_room_for_their_curves(tmp_path: Path) -> None:
         if title == "Throughput by length":
             # Odd runs are of dp, even ones of zeco: the medians of 101, 103, … and of 100, 102, …
             assert {107.0, 106.0} <= {float(np.ravel(line.get_ydata())[0]) for line in axes.lines}
+
+
+@pytest.mark.usefixtures("rendered")
+def test_plot_is_redrawn_with_new_rows(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    assert plot_run(tmp_path) is None
+    path = write_rows(tmp_path / "metrics.jsonl", metrics(1))
+    sizes = []
+    more = [metrics(step, 5 - step / 100, val_loss=4.0 if step % 50 == 0 else None) for step in range(1, 401)]
+    for rows in ([], [metrics(2, float("nan"))], [metrics(2, 4.0), metrics(1, 4.9)], more):
+        write_rows(path, *rows)
+        picture = plot_run(tmp_path)
+        assert picture == tmp_path / "loss.png"
+        assert imread(picture).std() > 0.01
+        sizes.append(picture.read_bytes())
+    assert len(set(sizes)) == len(sizes)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+@pytest.mark.usefixtures("rendered")
+def test_hostile_names_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "PANEL_DPI", 60)
+    report(tmp_path, three_runs(tmp_path)[1])

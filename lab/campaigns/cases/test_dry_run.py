@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plan.test_dry_run import check_layers, check_rank_0
+from tests.plan.test_dry_run import CPU, check_rank_0, run
+from tests.support.planning import make_case
+from zeco_train.plan.traffic import count_scans
 
 pytestmark = pytest.mark.campaign
 
@@ -23,5 +25,10 @@ def test_rank_0_of_256_has_the_planned_shards(arguments: list[str]) -> None:
     check_rank_0(arguments)
 
 
-def test_softmax_layers_run_too() -> None:
-    check_layers(["model=gla_tiny", "model.attn.layers=[1]"])
+@pytest.mark.parametrize("model", [["model=mamba2_tiny"], ["model=gla_tiny", "model.attn.layers=[1]"]])
+def test_layers_beside_scans_run_too(model: list[str]) -> None:
+    """Halos of convolutions, or softmax attention over ranks, and documents."""
+    small = ["world_size=32", "sp.size=32", "data.seq_len=32768", "data.global_batch=1"]
+    arguments = [*model, *small, "data.reset_state_at_document=true"]
+    scans = count_scans(make_case(*CPU, *arguments))
+    assert run(*arguments, rank=17)[0].scans == (scans.forward, scans.backward)
