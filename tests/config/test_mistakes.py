@@ -27,7 +27,7 @@ from zeco_train.training.checks import join_ranks
 CONFIG = ConfigError.exit_code
 
 
-@pytest.mark.few(quick=17)
+@pytest.mark.few(quick=15)
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -61,14 +61,9 @@ CONFIG = ConfigError.exit_code
         ("seed=-1", ["seed=-1: must be ≥ 0"]),
         ("name=", ["name=: must not be empty"]),
         ("train.steps=10000000000", ["train.steps=10000000000: must be ≤ 1000000000"]),
-        ("train.profile='4:3'", ["train.profile=4:3: must be START:STOP"]),
         ("checkpoint.every=-1", ["checkpoint.every=-1: must be ≥ 0"]),
         ("parallel.timeout_seconds=0", ["parallel.timeout_seconds=0.0: must be "]),
         ("sp.all_scan.blocks=0", ["sp.all_scan.blocks=0: must be ≥ 1 and ≤ "]),
-        ("model.num_layers=1000000000000", ["model=gla_tiny: ", "this machine has"]),
-        ("data.seq_len=0", ["data.seq_len=0: must be positive", "nearest legal value: 1"]),
-        ("data.micro_batch=3", ["data.global_batch=4: ", "1 × 3 = 3; nearest legal values: 3, 6"]),
-        ("train.profile=2:1001", ["train.profile=2:1001: STOP must be ≤ train.steps=1000"]),
         # Conflicting settings.
         ("data=tokens", ["data.path=", "needs the folder of a token store"]),
         ("data.stores=[{path:a}]", ["data.stores=a: data=embedded takes none; use data=mixture"]),
@@ -109,21 +104,13 @@ def test_mixture_store_is_overridden_by_index() -> None:
         load_config(["data=mixture", "data.stores=[{path:a},{path:b}]", "data.stores.2.weight=3"])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("train: {steps: 3\n", r"bad\.yaml.*line 2"),
-    ],
-)
-def test_invalid_experiment_file_is_reported(
-    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_experiment_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = shutil.copytree(composing.CONFIG_DIR, tmp_path / "configs")
-    (configs / "experiment" / "bad.yaml").write_text(text)
+    (configs / "experiment" / "bad.yaml").write_text("train: {steps: 3\n")
     monkeypatch.setattr(composing, "CONFIG_DIR", configs)
     with pytest.raises(ConfigError) as caught:
         load_config(["+experiment=bad"])
-    assert re.search(expected, str(caught.value))
+    assert re.search(r"bad\.yaml.*line 2", str(caught.value))
     assert "\n" not in str(caught.value)
 
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from models.attn import AttnConfig
 from models.formats.format_registry import FORMATS as ALL_FORMATS
-from models.mixers.retnet import RetNetConfig
 from tests.hf.logits import error, our_logits
 from tests.support.commands import train_here
 from tests.support.few import one_of
@@ -196,11 +195,3 @@ def test_continuation_compares_layers_and_names_overrides(tmp_path: Path) -> Non
         check_continuation(tmp_path, dataclasses.replace(found, attn=AttnConfig()))
     assert "it takes: model.attn.layers=[1] model.attn.num_heads=4 model.attn.num_kv_heads=2" in caught.value.line
     assert to_plain(found)["attn"]["layers"] == [1]
-
-
-def test_heads_of_retnet_are_bounded_in_fla() -> None:
-    """Why we do not export wider ones."""
-    kind, model = fla_classes("retnet")
-    wide = RetNetConfig(hidden_size=1024, num_heads=2)
-    with torch.device("meta"), pytest.raises(AssertionError, match="less than or equal to 256"):
-        model(kind(hidden_size=wide.hidden_size, num_heads=wide.num_heads, num_hidden_layers=1))

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from models.mixers.retnet import RetNetConfig
 from tests.hf import test_fla_checkpoints as fla_gate
 from tests.hf import test_transformers_models as gate
-from tests.hf.test_fla_checkpoints import ATTENTION, GATED, UNFUSED, with_attention
-from tests.hf.test_transformers_models import MAMBA, OLMO, QWEN, ROPE, WIDTH
+from tests.hf.test_fla_checkpoints import ATTENTION, GATED, UNFUSED, fla_classes, with_attention
+from tests.hf.test_transformers_models import MAMBA, OLMO, QWEN, ROPE, WIDTH, exported
+from tests.support.model_card import run_snippet
 
-# A fixture.
-__all__ = ["with_attention"]
+# Fixtures.
+__all__ = ["exported", "with_attention"]
 pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
 OF_FLA: dict[str, tuple[str, dict[str, Any]]] = {
     "gla, unfused, groups": ("gla", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "fuse_norm": False}),
@@ -105,3 +108,16 @@ def test_training_on_keeps_the_weights(name: str, tmp_path: Path, monkeypatch: p
 def test_model_of_transformers_gives_its_logits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gate.CHECKPOINTS, case, OF_TRANSFORMERS[case])
     gate.test_model_of_transformers_gives_its_logits(case, tmp_path)
+
+
+def test_heads_of_retnet_are_bounded_in_fla() -> None:
+    """Why we do not export wider ones."""
+    kind, model = fla_classes("retnet")
+    wide = RetNetConfig(hidden_size=1024, num_heads=2)
+    with torch.device("meta"), pytest.raises(AssertionError, match="less than or equal to 256"):
+        model(kind(hidden_size=wide.hidden_size, num_heads=wide.num_heads, num_hidden_layers=1))
+
+
+def test_lines_of_the_model_card_run(exported: tuple[str, Path, Path]) -> None:
+    """With the byte tokenizer, and without a GPU although fla is installed."""
+    assert run_snippet(exported[2]).startswith("Once")
