@@ -27,47 +27,32 @@ from zeco_train.training.checks import join_ranks
 CONFIG = ConfigError.exit_code
 
 
-@pytest.mark.few(quick=15)
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
         # Unknown keys, groups and options.
         ("train.step=3", ["train.step=3: unknown key", "did you mean train.steps?"]),
         ("steps=3", ["steps=3: unknown key", "did you mean train.steps?"]),
-        ("train={stepz:3}", ["train.stepz=3: unknown key", "did you mean train.steps?"]),
         ("hydra.run.dir=x", ["hydra.run.dir=x: ", "no hydra settings"]),
-        ("sp=nonsense", ["sp=nonsense: must be one of dp, lasp1, lasp2, zeco"]),
         ("+experiment=nope", [f"experiment=nope: must be one of {', '.join(group_options()['experiment'])}"]),
-        ("+sp=zeco", ["write sp=zeco"]),
         ("+train.steps=4", ["+train.steps=4: the key exists; write train.steps=4"]),
-        ("train=3", ["train=3: is a section; set its keys, such as train.steps"]),
         # Syntax.
         ("", ["must be KEY=VALUE"]),
-        ("logger.tags=[a(]", ["logger.tags=[a(]: must be a list [text, …]; text with special characters needs quotes"]),
         (
             "data.stores=[{path:a(}]",
             ["data.stores=[{path:a(}]: must be a list ", "; text with special characters needs"],
         ),
-        ("train.steps=1,2", ["train.steps=1,2: takes one value"]),
         # Types.
         ("train.steps=1.5", ["train.steps=1.5: must be a whole number"]),
-        ("train.steps=99999999999999999999", ["must fit into 64 bits"]),
         ("optim.lr=nan", ["optim.lr=nan: must be finite"]),
-        ("logger.tags=fast", ["logger.tags=fast: must be a list [text, …]"]),
         ("data.stores=[a]", ["data.stores=[a]: must be a list [{path:…}, …] of sections with path, weight, name, "]),
-        ("data.stores=[{pth:a}]", ["data.stores.0.pth=a: unknown key; allowed: path, weight, name, "]),
         ("data.stores=[{path:1e3}]", ["data.stores.0.path=1000.0: is a number; text that looks like one needs quotes"]),
         # Ranges.
-        ("seed=-1", ["seed=-1: must be ≥ 0"]),
         ("name=", ["name=: must not be empty"]),
-        ("train.steps=10000000000", ["train.steps=10000000000: must be ≤ 1000000000"]),
         ("checkpoint.every=-1", ["checkpoint.every=-1: must be ≥ 0"]),
-        ("parallel.timeout_seconds=0", ["parallel.timeout_seconds=0.0: must be "]),
         ("sp.all_scan.blocks=0", ["sp.all_scan.blocks=0: must be ≥ 1 and ≤ "]),
         # Conflicting settings.
-        ("data=tokens", ["data.path=", "needs the folder of a token store"]),
         ("data.stores=[{path:a}]", ["data.stores=a: data=embedded takes none; use data=mixture"]),
-        ("train.compile=always", ["train.compile=always: needs a C++ compiler on CPUs, and no-compiler is not there"]),
     ],
 )
 def test_invalid_override_prints_one_error_line(
