@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.loader import SequenceLoader, Source
+from data.loader.loader import SequenceLoader
+from data.loader.sequences import Source
 from data.store import TokenStore
 from data.store.documents import Documents
 from models.parameters import parameter_rules

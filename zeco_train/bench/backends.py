@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import Batch, DataSplit
+from data.loader.batches import Batch, DataSplit
 from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.session import Session

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from data.config import DataKind, check_seq_len
-from data.loader import for_task
 from data.loader.opening import open_held_out
+from data.loader.sequences import for_task
 from data.tokenizer import BYTES
 from zeco_train.config.rules import check_documents
 from zeco_train.distributed.mesh import main_first

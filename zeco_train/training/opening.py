@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from data.config import DataKind
-from data.loader import DataSplit, SequenceLoader, for_task
-from data.loader.batches import OpenedData, SequenceSource
+from data.loader.batches import DataSplit, OpenedData, SequenceSource
+from data.loader.loader import SequenceLoader
 from data.loader.opening import open_data
+from data.loader.sequences import for_task
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
 from zeco_train.config.rules import check_documents

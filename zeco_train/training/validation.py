@@ -7,8 +7,8 @@ from itertools import islice
 
 import torch
 
-from data.loader import validation_batches
 from data.loader.batches import DataSplit, Reader, SequenceSource
+from data.loader.loader import validation_batches
 from zeco_train.tracking.positions import PositionLosses, PositionSums, ValidationLoss, weighted
 from zeco_train.training.forward import SequenceForward
 
