@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import spec_of
+from zeco_train.config.overrides import is_of
 from zeco_train.distributed.config import resolve_sp_size
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError, DataError
@@ -211,7 +212,10 @@ def parse(arguments: Sequence[str]) -> Options:
     if given.json is not None:
         check_output_file("--json", given.json)
     for text in given.overrides:
-        _check_setting(text)
+        key, is_setting, value = text.lstrip("+").partition("=")
+        if is_setting and not is_of(key, *_SETTINGS):
+            allowed = f"would be ignored; of train.py's settings these count here: {', '.join(_SETTINGS)}"
+            raise ConfigError(key, value, allowed)
     same = ("run", "overrides", "prompts", "control_strings", "samples", "stream", "json", "prefill_tokens", "batch")
     values = {name: getattr(given, name) for name in (*same, "cuda_graph")}
     return Options(sampling=sampling, limits=limits, **values)
@@ -237,13 +241,6 @@ def _check_text(name: str, text: str | Path) -> None:
     except UnicodeEncodeError as error:
         allowed = f"is not UTF-8 text (character {error.start + 1}); --prompt-file reads files"
         raise ConfigError(name, ascii(str(text)), allowed) from error
-
-
-def _check_setting(text: str) -> None:
-    key, is_setting, value = text.lstrip("+").partition("=")
-    if is_setting and not any(key == name or key.startswith(f"{name}.") for name in _SETTINGS):
-        allowed = f"would be ignored; of train.py's settings these count here: {', '.join(_SETTINGS)}"
-        raise ConfigError(key, value, allowed)
 
 
 def _parser() -> argparse.ArgumentParser:
