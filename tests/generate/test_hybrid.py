@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
@@ -17,15 +14,15 @@ from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.mixer_registry import MIXERS
 from models.spec import ModelSpec
+from tests.generate.test_generate import mesh, mesh_of
 from tests.support.distributed import run_distributed
-from zeco_train.distributed.mesh import ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.generate import generator as generator_module
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.softmax.attention import extend
@@ -33,6 +30,9 @@ from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice
 from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.sp.of_model import connect_model
+
+# A fixture.
+__all__ = ["mesh"]
 
 pytestmark = pytest.mark.numeric
 
@@ -78,18 +78,6 @@ def texts() -> list[Tensor]:
     """Token ids of prompts with the `STEPS` tokens after them."""
     random = torch.Generator().manual_seed(1)
     return [torch.randint(256, (length + STEPS,), generator=random) for length in LENGTHS]
-
-
-def mesh_of(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
-    return init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=30))
-
-
-@pytest.fixture
-def mesh() -> Any:
-    try:
-        yield mesh_of(0, 1, 1)
-    finally:
-        dist.destroy_process_group()
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
