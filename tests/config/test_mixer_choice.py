@@ -107,19 +107,6 @@ def test_model_files_decide_the_configuration_class(toys: Path) -> None:
     assert type(load_config(["model=toy_1b"])) is Config
 
 
-@pytest.mark.slow
-def test_mixer_takes_its_file_of_the_chosen_size(toys: Path) -> None:
-    tiny = load_config(["model.mixer=toy"]).model
-    assert tiny == ToyConfig(key_width=1.0)
-    assert _model("model.mixer=toy", "model=gla_1b") == (ToyConfig, "toy", "toy_1b")
-    assert _model("model=toy_1b", "model.mixer=toy") == (ToyConfig, "toy", "toy_1b")
-    assert _model("model=toy_box_tiny", "model.mixer=toy") == (ToyConfig, "toy", "toy_tiny")
-    assert load_config(["model={mixer:toy,key_width:0.25}"]).model == ToyConfig(key_width=0.25)
-    assert _model("model.mixer=toy", "model.mixer=gla") == (GLAConfig, "gla", "gla_tiny")
-    wide = load_config(["model=toy_wide", "model.mixer=toy"]).model
-    assert (wide.name, wide.hidden_size) == ("toy_wide", 256)
-
-
 def test_keys_of_the_command_line_apply_to_the_chosen_mixer(toys: Path) -> None:
     model = load_config(["model.mixer=toy", "model=gla_1b", "model.slots=32", "model.num_layers=3"]).model
     assert isinstance(model, ToyConfig)

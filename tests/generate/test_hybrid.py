@@ -113,20 +113,6 @@ def test_pieces_and_steps_equal_the_whole_sequence(mesh: ProcessMesh, name: str,
     )
 
 
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_steps_from_the_first_token_equal_the_whole_sequence(name: str) -> None:
-    model = build(name)
-    ids = torch.stack([text[:80] for text in texts()[:1] * 2])
-    ids[1] = ids[1].flip(0)
-    states = model.zero_states(2, ids.device, capacity=80)
-    before = [state.data_ptr() for state in states]
-    steps = [model.step(column, states, torch.full_like(column, t)) for t, column in enumerate(ids.T)]
-    assert relative_error(torch.stack(steps, 1), whole_logits(model, ids)) <= TOLERANCE
-    assert [state.data_ptr() for state in states] == before
-
-
 def _over_ranks(rank: int, world_size: int, names: list[str]) -> dict[tuple[str, str], Tensor]:
     mesh = mesh_of(rank, world_size, world_size)
     found = {}
