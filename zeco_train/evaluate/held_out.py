@@ -21,7 +21,7 @@ from zeco_train.lifecycle.join import check_same
 from zeco_train.system.numbers import length_name
 from zeco_train.tracking.charts import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.tracking.positions import PositionLosses, ValidationLoss
-from zeco_train.training.validation import Validation
+from zeco_train.training.validation import Validation, split_of
 
 _ALL = 1 << 62
 
@@ -98,20 +98,10 @@ class HeldOut:
 
     def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
         config = evaluation.config
-        data, segments = config.data, config.train.segments
         # One token more than the length: the label of the last.
         fitting = [source for source in self._sources if source.documents.num_tokens > length]
-        validation = Validation(
-            for_task(fitting, config.task, config.model.vocab_size),
-            evaluation.mesh.split(
-                length,
-                data.micro_batch,
-                documents=data.reset_state_at_document,
-                segments=segments,
-                labels_across_documents=data.has_labels_across,
-            ),
-            self.sequences or _ALL,
-        )
+        sources = for_task(fitting, config.task, config.model.vocab_size)
+        validation = Validation(sources, split_of(config, evaluation.mesh, length), self.sequences or _ALL)
         short = [source.documents for source in self._sources if source not in fitting]
         left_out = [
             f"{documents.store.path}: left out: its {documents.num_tokens:,} tokens are no sequence of {length:,}"

@@ -265,9 +265,8 @@ def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
     if different:
         overrides = " ".join(f"model.{key}={as_override(theirs[key])}" for key in different)
         value = as_override(_trained_fields(model).get(different[0]))
-        raise ConfigError(
-            f"model.{different[0]}", value, f"the model in {folder} is another one; it takes: {overrides}"
-        )
+        allowed = f"the model in {folder} is another one; it takes: {overrides}"
+        raise ConfigError(f"model.{different[0]}", value, allowed)
 
 
 def _trained_fields(model: LanguageModelConfig) -> dict[str, Any]:
