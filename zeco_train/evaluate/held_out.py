@@ -51,14 +51,9 @@ class HeldOut:
             task = config.data.synthetic.task.value
             allowed = f"data=synthetic holds no text out; take --tasks={task}, or data=tokens data.path=STORE"
             raise ConfigError("--tasks", "validation", allowed)
+        size, folders = trained.model.vocab_size, trained.folders
         self._sources = main_first(
-            mesh,
-            lambda: open_held_out(
-                config.data,
-                vocab_size=trained.model.vocab_size,
-                tokenizer=_tokenizer(trained),
-                folders=trained.folders,
-            ),
+            mesh, lambda: open_held_out(config.data, vocab_size=size, tokenizer=_tokenizer(trained), folders=folders)
         )
         digests = {
             source.name or "held-out tokens": source.documents.store.meta.tokens_sha256 for source in self._sources
