@@ -42,9 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status; problems are one line on stderr."""
     parser = Parser(prog="python -m data.inspect", description="What is in a token store.")
     parser.add_argument("store", type=user_path, metavar="STORE")
-    parser.add_argument(
-        "--png", type=user_path, metavar="FILE", help="draw a histogram of the documents' lengths there"
-    )
+    drawn = "draw a histogram of the documents' lengths there"
+    parser.add_argument("--png", type=user_path, metavar="FILE", help=drawn)
     parser.add_argument("--document", type=int, metavar="N", help="which document to show (default: one by --seed)")
     parser.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="how much of it (default: 200)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample and of the timed reads, ≥ 0")

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from data.loader import Batch, DataSplit, SequenceLoader, Source
+from data.loader.batches import Batch, DataSplit
+from data.loader.loader import SequenceLoader
+from data.loader.sequences import Source
 from data.store import TokenStore
 from data.store.documents import Documents
 from data.store.writer import StoreWriter

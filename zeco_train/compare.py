@@ -41,9 +41,8 @@ _MOST_INSIDE, _MOST_IN_A_COLUMN = 8, 24
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m zeco_train.compare", description=docstring(sys.modules[__name__]))
-    parser.add_argument(
-        "runs", nargs="+", type=user_path, metavar="RUN_DIR", help="folders of runs; the first is the measure"
-    )
+    runs = "folders of runs; the first is the measure"
+    parser.add_argument("runs", nargs="+", type=user_path, metavar="RUN_DIR", help=runs)
     parser.add_argument("--max-difference", type=float, metavar="X", help="fail if a loss differs by more, relatively")
     parser.add_argument("--out", type=user_path, metavar="FOLDER", help="for compare.png and compare.json")
     parsed = parser.parse_args(arguments)

@@ -46,7 +46,7 @@ def cached_tokenizer(name: str, eos: str | None, download: bool = False) -> Toke
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options of a preparation."""
+    """Options of a preparation; `python -m data.prepare --help` explains those that it has."""
 
     sources: tuple[Path, ...]  # files and folders, or one folder written by save_to_disk of `datasets`
     out: Path  # the store's folder
@@ -56,10 +56,8 @@ class PrepareOptions:
     eos: str | None = None  # end-of-document token; None: the tokenizer's own
     control_strings: str = "text"  # what control strings in a document become, such as "</s>"; or "ids", control ids
     text_field: str = "text"  # of .jsonl lines, column of .parquet and .arrow files and of data sets
-    # The last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
     validation_fraction: float = 0.0
-    # Processes; None for one per CPU (one for a small corpus). The result does not depend on it.
-    workers: int | None = None
+    workers: int | None = None  # one per CPU, one for a small corpus
     min_tokens: int = 1  # shorter documents, end of sequence not counted, are dropped
     # Documents with more bytes of UTF-8 are left out; in .jsonl files, lines with more bytes.
     max_document_bytes: int = DOCUMENT_BYTES

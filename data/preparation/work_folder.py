@@ -12,7 +12,6 @@ A process owns it while it holds the lock on `.NAME.preparing.lock`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from zeco_train.errors import DataError
 from zeco_train.system.files import (
     make_parent,
     move_into_place,
+    sha256_of,
     sync_file,
     sync_folder,
     take_lock,
@@ -213,7 +213,6 @@ def _locked(out: Path, path: Path) -> Iterator[None]:
 
 def meta_sha256(store: Path) -> str:
     """Digest of a store's meta.json; "" if there is none."""
-    try:
-        return hashlib.sha256((store / META_FILE).read_bytes()).hexdigest()
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return sha256_of(store / META_FILE)
+    return ""

@@ -144,6 +144,7 @@ class StoreWriter:
         np.lib.format.write_array_header_1_0(self._offsets, header)
         assert self._offsets.tell() == _HEADER_BYTES
         digests = self._full_shards + ([self._sha256.hexdigest()] if self._shard is not None else [])
+        sizes = [min(self.shard_tokens, self.num_tokens - i * self.shard_tokens) for i in range(len(digests))]
         self.checkpoint()
         self.close()
         meta = StoreMeta(
@@ -151,12 +152,7 @@ class StoreWriter:
             **self._ids,
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
-            shards=tuple(
-                ShardMeta(
-                    shard_name(index), min(self.shard_tokens, self.num_tokens - index * self.shard_tokens), sha256
-                )
-                for index, sha256 in enumerate(digests)
-            ),
+            shards=tuple(ShardMeta(shard_name(i), *of) for i, of in enumerate(zip(sizes, digests, strict=True))),
             doc_offsets_sha256=sha256_of(self.folder / OFFSETS_FILE),
             sources_sha256=sources_sha256,
             created_by=f"zeco-train {__version__}",

@@ -27,52 +27,32 @@ from zeco_train.training.checks import join_ranks
 CONFIG = ConfigError.exit_code
 
 
-@pytest.mark.few(quick=17)
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
         # Unknown keys, groups and options.
         ("train.step=3", ["train.step=3: unknown key", "did you mean train.steps?"]),
         ("steps=3", ["steps=3: unknown key", "did you mean train.steps?"]),
-        ("train={stepz:3}", ["train.stepz=3: unknown key", "did you mean train.steps?"]),
         ("hydra.run.dir=x", ["hydra.run.dir=x: ", "no hydra settings"]),
-        ("sp=nonsense", ["sp=nonsense: must be one of dp, lasp1, lasp2, zeco"]),
         ("+experiment=nope", [f"experiment=nope: must be one of {', '.join(group_options()['experiment'])}"]),
-        ("+sp=zeco", ["write sp=zeco"]),
         ("+train.steps=4", ["+train.steps=4: the key exists; write train.steps=4"]),
-        ("train=3", ["train=3: is a section; set its keys, such as train.steps"]),
         # Syntax.
         ("", ["must be KEY=VALUE"]),
-        ("logger.tags=[a(]", ["logger.tags=[a(]: must be a list [text, …]; text with special characters needs quotes"]),
         (
             "data.stores=[{path:a(}]",
             ["data.stores=[{path:a(}]: must be a list ", "; text with special characters needs"],
         ),
-        ("train.steps=1,2", ["train.steps=1,2: takes one value"]),
         # Types.
         ("train.steps=1.5", ["train.steps=1.5: must be a whole number"]),
-        ("train.steps=99999999999999999999", ["must fit into 64 bits"]),
         ("optim.lr=nan", ["optim.lr=nan: must be finite"]),
-        ("logger.tags=fast", ["logger.tags=fast: must be a list [text, …]"]),
         ("data.stores=[a]", ["data.stores=[a]: must be a list [{path:…}, …] of sections with path, weight, name, "]),
-        ("data.stores=[{pth:a}]", ["data.stores.0.pth=a: unknown key; allowed: path, weight, name, "]),
         ("data.stores=[{path:1e3}]", ["data.stores.0.path=1000.0: is a number; text that looks like one needs quotes"]),
         # Ranges.
-        ("seed=-1", ["seed=-1: must be ≥ 0"]),
         ("name=", ["name=: must not be empty"]),
-        ("train.steps=10000000000", ["train.steps=10000000000: must be ≤ 1000000000"]),
-        ("train.profile='4:3'", ["train.profile=4:3: must be START:STOP"]),
         ("checkpoint.every=-1", ["checkpoint.every=-1: must be ≥ 0"]),
-        ("parallel.timeout_seconds=0", ["parallel.timeout_seconds=0.0: must be "]),
         ("sp.all_scan.blocks=0", ["sp.all_scan.blocks=0: must be ≥ 1 and ≤ "]),
-        ("model.num_layers=1000000000000", ["model=gla_tiny: ", "this machine has"]),
-        ("data.seq_len=0", ["data.seq_len=0: must be positive", "nearest legal value: 1"]),
-        ("data.micro_batch=3", ["data.global_batch=4: ", "1 × 3 = 3; nearest legal values: 3, 6"]),
-        ("train.profile=2:1001", ["train.profile=2:1001: STOP must be ≤ train.steps=1000"]),
         # Conflicting settings.
-        ("data=tokens", ["data.path=", "needs the folder of a token store"]),
         ("data.stores=[{path:a}]", ["data.stores=a: data=embedded takes none; use data=mixture"]),
-        ("train.compile=always", ["train.compile=always: needs a C++ compiler on CPUs, and no-compiler is not there"]),
     ],
 )
 def test_invalid_override_prints_one_error_line(
@@ -109,21 +89,13 @@ def test_mixture_store_is_overridden_by_index() -> None:
         load_config(["data=mixture", "data.stores=[{path:a},{path:b}]", "data.stores.2.weight=3"])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("train: {steps: 3\n", r"bad\.yaml.*line 2"),
-    ],
-)
-def test_invalid_experiment_file_is_reported(
-    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_experiment_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = shutil.copytree(composing.CONFIG_DIR, tmp_path / "configs")
-    (configs / "experiment" / "bad.yaml").write_text(text)
+    (configs / "experiment" / "bad.yaml").write_text("train: {steps: 3\n")
     monkeypatch.setattr(composing, "CONFIG_DIR", configs)
     with pytest.raises(ConfigError) as caught:
         load_config(["+experiment=bad"])
-    assert re.search(expected, str(caught.value))
+    assert re.search(r"bad\.yaml.*line 2", str(caught.value))
     assert "\n" not in str(caught.value)
 
 

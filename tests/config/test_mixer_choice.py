@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -15,12 +14,9 @@ import yaml
 from models.config import LanguageModelConfig
 from models.mixer_registry import MIXERS
 from models.mixers.gla import GatedLinearAttention, GLAConfig
-from tests.support.commands import train_here
 from zeco_train.config import composing
 from zeco_train.config.schema import Config, config_of, describe, load_config, read_config, to_plain
-from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.export import ExportSettings, export
-from zeco_train.hf.trained import check_continuation, find_trained
+from zeco_train.errors import ConfigError
 
 
 @dataclass
@@ -111,19 +107,6 @@ def test_model_files_decide_the_configuration_class(toys: Path) -> None:
     assert type(load_config(["model=toy_1b"])) is Config
 
 
-@pytest.mark.slow
-def test_mixer_takes_its_file_of_the_chosen_size(toys: Path) -> None:
-    tiny = load_config(["model.mixer=toy"]).model
-    assert tiny == ToyConfig(key_width=1.0)
-    assert _model("model.mixer=toy", "model=gla_1b") == (ToyConfig, "toy", "toy_1b")
-    assert _model("model=toy_1b", "model.mixer=toy") == (ToyConfig, "toy", "toy_1b")
-    assert _model("model=toy_box_tiny", "model.mixer=toy") == (ToyConfig, "toy", "toy_tiny")
-    assert load_config(["model={mixer:toy,key_width:0.25}"]).model == ToyConfig(key_width=0.25)
-    assert _model("model.mixer=toy", "model.mixer=gla") == (GLAConfig, "gla", "gla_tiny")
-    wide = load_config(["model=toy_wide", "model.mixer=toy"]).model
-    assert (wide.name, wide.hidden_size) == ("toy_wide", 256)
-
-
 def test_keys_of_the_command_line_apply_to_the_chosen_mixer(toys: Path) -> None:
     model = load_config(["model.mixer=toy", "model=gla_1b", "model.slots=32", "model.num_layers=3"]).model
     assert isinstance(model, ToyConfig)
@@ -207,21 +190,3 @@ def test_stored_configurations_name_their_mixer(toys: Path, tmp_path: Path) -> N
     stored.write_text(yaml.safe_dump({**plain, "model": {**plain["model"], "expand_k": 1.0}}))
     with pytest.raises(ConfigError, match="Key 'expand_k' not in 'ToyConfig'"):
         read_config(stored)
-
-
-@pytest.mark.slow
-def test_mixer_of_an_export_must_be_known_and_that_of_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert train_here(f"run_dir={run}", "train.steps=1", "train.eval_sequences=0").code == 0
-    export(str(run), tmp_path / "export", ExportSettings())
-    origin = tmp_path / "export" / "zeco_train.json"
-    record = json.loads(origin.read_text())
-    record["config"]["model"]["mixer"] = "lstm"
-    origin.write_text(json.dumps(record))
-    with pytest.raises(
-        CheckpointError, match=rf"cannot be read: model.mixer=lstm: must be one of {', '.join(MIXERS)}$"
-    ):
-        find_trained(str(tmp_path / "export"))
-    # Training on from an export needs the same mixer, and the refusal lists the overrides.
-    with pytest.raises(ConfigError, match=r"^model.mixer=toy: .* it takes: model.mixer=gla .*model.expand_k=0.5"):
-        check_continuation(tmp_path / "export", ToyConfig())

@@ -18,7 +18,6 @@ from data import preparation
 from data.prepare import main
 from data.sources.hugging_face import RECIPES, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
-from tests.data.test_prepare import write_marked
 from tests.data.test_resume import Stopped, stop_before
 from tests.support.commands import check_line, run_here
 from tests.support.stores import documents
@@ -75,16 +74,6 @@ def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) ->
     # The same files, read without the library.
     assert prepare(folder, "--out", tmp_path / "plain", "--workers", "1") == 0
     assert documents(tmp_path / "plain") == TEXTS
-
-
-@pytest.mark.parametrize(("kind", "streaming"), [("parquet", "--streaming"), ("jsonl.gz", "--no-streaming")])
-def test_nulls_and_byte_order_marks_as_in_files(
-    kind: str, streaming: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_marked(tmp_path / "corpus", kind)
-    assert prepare("--dataset", folder, streaming, "--out", tmp_path / "store", "--workers", "1") == 0
-    assert documents(tmp_path / "store") == ["a", "b\ufeffc"]
-    assert "left out 1 documents that are null, 1 documents without text\n" in capsys.readouterr().out
 
 
 def test_changed_dataset_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

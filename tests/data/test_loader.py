@@ -24,8 +24,10 @@ from data.config import (
     check_config,
     check_seq_len,
 )
-from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
+from data.loader.batches import Batch, DataSplit
+from data.loader.loader import PrefetchingLoader, SequenceLoader, validation_batches
 from data.loader.opening import StorePaths, locate_stores
+from data.loader.sequences import SequenceReader, Source
 from data.store import TokenStore, shard_name
 from data.store.documents import Documents
 from tests.support.stores import write_numbered_store

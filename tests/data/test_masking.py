@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from data.config import Shuffle
-from data.loader import DataSplit, SequenceLoader, Source, for_task, validation_batches
-from data.loader.batches import SequenceSource
+from data.loader.batches import DataSplit, SequenceSource
+from data.loader.loader import SequenceLoader, validation_batches
 from data.loader.masking import MaskIds, SequenceMasks, TaskConfig, TaskName, find_mask_ids
+from data.loader.sequences import Source, for_task
 from data.store import TokenStore
 from data.store.documents import Documents
 from tests.support.stores import write_store

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from data.config import Shuffle
-from data.loader import Batch, DataSplit, Mixture, SequenceLoader, Source
-from data.loader.loader import as_integers
+from data.loader.batches import Batch, DataSplit
+from data.loader.loader import Mixture, SequenceLoader, as_integers
+from data.loader.sequences import Source
 from data.randomness import Permutation
 from data.store import TokenStore
 from data.store.documents import Documents

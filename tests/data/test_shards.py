@@ -15,7 +15,9 @@ import torch
 
 from data import store as store_module
 from data.inspect import check_shard
-from data.loader import DataSplit, SequenceLoader, Source
+from data.loader.batches import DataSplit
+from data.loader.loader import SequenceLoader
+from data.loader.sequences import Source
 from data.store import META_FILE, TokenStore, shard_name
 from data.store.documents import Documents
 from data.store.writer import StoreWriter, WriterState

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig, DataKind
-from data.loader import SequenceLoader, validation_batches
 from data.loader.batches import DataSplit
+from data.loader.loader import SequenceLoader, validation_batches
 from data.loader.opening import open_data
 from data.synthetic import FIRST_SYMBOL, SyntheticConfig, Task
 from data.synthetic.example import Example

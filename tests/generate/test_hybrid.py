@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
@@ -17,21 +14,24 @@ from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.mixer_registry import MIXERS
 from models.spec import ModelSpec
+from tests.generate.test_generate import mesh, mesh_of
 from tests.support.distributed import run_distributed
-from zeco_train.distributed.mesh import ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.generate import generator as generator_module
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.softmax.attention import extend
 from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice
 from zeco_train.sp.backend_registry import Backend, SPConfig
 from zeco_train.sp.exchange import connect_model, local_exchange
+
+# A fixture.
+__all__ = ["mesh"]
 
 pytestmark = pytest.mark.numeric
 
@@ -79,18 +79,6 @@ def texts() -> list[Tensor]:
     return [torch.randint(256, (length + STEPS,), generator=random) for length in LENGTHS]
 
 
-def mesh_of(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
-    return init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=30))
-
-
-@pytest.fixture
-def mesh() -> Any:
-    try:
-        yield mesh_of(0, 1, 1)
-    finally:
-        dist.destroy_process_group()
-
-
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
@@ -122,20 +110,6 @@ def test_pieces_and_steps_equal_the_whole_sequence(mesh: ProcessMesh, name: str,
         relative_error(logits_of(model, Prefill(model, mesh, local_exchange(), tokens)), expected_logits(model))
         <= TOLERANCE
     )
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_steps_from_the_first_token_equal_the_whole_sequence(name: str) -> None:
-    model = build(name)
-    ids = torch.stack([text[:80] for text in texts()[:1] * 2])
-    ids[1] = ids[1].flip(0)
-    states = model.zero_states(2, ids.device, capacity=80)
-    before = [state.data_ptr() for state in states]
-    steps = [model.step(column, states, torch.full_like(column, t)) for t, column in enumerate(ids.T)]
-    assert relative_error(torch.stack(steps, 1), whole_logits(model, ids)) <= TOLERANCE
-    assert [state.data_ptr() for state in states] == before
 
 
 def _over_ranks(rank: int, world_size: int, names: list[str]) -> dict[tuple[str, str], Tensor]:

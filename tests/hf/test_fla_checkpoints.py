@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from models.attn import AttnConfig
 from models.formats.format_registry import FORMATS as ALL_FORMATS
-from models.mixers.retnet import RetNetConfig
 from tests.hf.logits import error, our_logits
 from tests.support.commands import train_here
 from tests.support.few import one_of
@@ -26,7 +25,6 @@ from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.export import main
 from zeco_train.hf.config_json import from_config_json
-from zeco_train.hf.folder import INDEX_FILE
 from zeco_train.hf.trained import check_continuation
 from zeco_train.training.config import Dtype
 
@@ -45,9 +43,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "retnet",
         {"num_heads": 4, "num_kv_heads": 4, "expand_k": 0.5, "expand_v": 1.5, "attn_mode": "parallel", **UNFUSED},
     ),
-    "retnet": ("retnet", {"num_heads": 4}),
     "gated_deltanet": ("gated_deltanet", {**GATED, "fuse_norm": False, "norm_eps": 1e-3}),
-    "hgrn2 by width": ("hgrn2", {"expand_ratio": 12}),
     "hybrid of gla, window and groups": ("gla", {"num_heads": 4, "attn": ATTENTION}),
 }
 
@@ -131,24 +127,6 @@ def test_checkpoint_of_fla_gives_its_logits(case: str, tmp_path: Path, monkeypat
         assert error(our_logits(tmp_path, tokens()), expected) > 1e-3
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", ["retnet", "hgrn2 by width"])
-def test_bf16_checkpoint_in_several_files_gives_its_logits(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rounded weights are computed with in fp64 on both sides."""
-    name, settings = CHECKPOINTS[case]
-    theirs = fla_model(name, settings).bfloat16()
-    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert (tmp_path / INDEX_FILE).is_file()
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    expected = their_logits(name, theirs, Dtype.fp64, monkeypatch)
-    assert error(our_logits(tmp_path, tokens(), Dtype.fp64), expected) <= 1e-12
-    # Rounding of activations.
-    assert error(our_logits(tmp_path, tokens(), Dtype.bf16), expected) <= 4e-2
-
-
 # fla's settings, and ours of the same model.
 TRAINED_ON: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gla": (
@@ -196,11 +174,3 @@ def test_continuation_compares_layers_and_names_overrides(tmp_path: Path) -> Non
         check_continuation(tmp_path, dataclasses.replace(found, attn=AttnConfig()))
     assert "it takes: model.attn.layers=[1] model.attn.num_heads=4 model.attn.num_kv_heads=2" in caught.value.line
     assert to_plain(found)["attn"]["layers"] == [1]
-
-
-def test_heads_of_retnet_are_bounded_in_fla() -> None:
-    """Why we do not export wider ones."""
-    kind, model = fla_classes("retnet")
-    wide = RetNetConfig(hidden_size=1024, num_heads=2)
-    with torch.device("meta"), pytest.raises(AssertionError, match="less than or equal to 256"):
-        model(kind(hidden_size=wide.hidden_size, num_heads=wide.num_heads, num_hidden_layers=1))

@@ -16,7 +16,6 @@ from models.spec import spec_of
 from tests.hf.logits import error, our_logits
 from tests.hf.test_config_json import small, written
 from tests.support.commands import train_here
-from tests.support.model_card import run_snippet
 from tests.support.transformers_alone import in_transformers
 from zeco_train.errors import CheckpointError
 from zeco_train.export import main
@@ -181,12 +180,6 @@ def test_our_export_gives_our_logits_in_transformers(exported: tuple[str, Path, 
     Path(logits).replace(tmp_path / "bf16" / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match=r"backbone\.layers\.1\.mixer\.D is missing"):
         checked_model(tmp_path / "bf16")
-
-
-@pytest.mark.campaign
-def test_lines_of_the_model_card_run(exported: tuple[str, Path, Path]) -> None:
-    """With the byte tokenizer, and without a GPU although fla is installed."""
-    assert run_snippet(exported[2]).startswith("Once")
 
 
 @pytest.mark.slow

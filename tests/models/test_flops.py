@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from data.loader import Batch
+from data.loader.batches import Batch
 from models import language_model
 from models.mixers import gla
 from models.mixers.gla import GLAConfig

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import Batch
+from data.loader.batches import Batch
 from models.mixer_registry import MIXERS
 from models.mixers.mamba2 import Mamba2Config
 from models.parameters import parameter_rules

@@ -143,21 +143,17 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Process id of the launcher."""
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, or None while running."""
         return self._process.poll()
 
     @property
     def out(self) -> str:
-        """The content of stdout so far."""
         return _contents(self._out)
 
     @property
     def err(self) -> str:
-        """The content of stderr so far."""
         return _contents(self._err)
 
     def ranks(self) -> dict[int, int]:
@@ -166,7 +162,6 @@ class Command:
         return self._ranks
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the launcher alone, as `kill` and batch systems do."""
         self._process.send_signal(number)
 
     def warn(self) -> None:

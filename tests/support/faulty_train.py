@@ -98,7 +98,6 @@ _FAULTS = {
 
 
 def main() -> int:
-    """Train, with the fault."""
     meet()
     if os.environ["RANK"] != _RANK:
         return cli.main(sys.argv[1:])

@@ -104,7 +104,6 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -119,7 +118,6 @@ class Loaded:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def start(self, start: Start, out: int, err: int) -> Forked:
@@ -132,7 +130,6 @@ class Loaded:
         return Forked(int(answer))
 
     def close(self) -> None:
-        """End it."""
         self._channel.close()
         self._process.wait()
 
@@ -355,7 +352,6 @@ def _run(command: list[str]) -> int:
 
 
 def _status(code: object) -> int:
-    """The exit code of a `SystemExit`."""
     if code is None:
         return 0
     if isinstance(code, int):

@@ -94,7 +94,6 @@ def in_dtype(name: str, values: dict[str, Tensor], dtype: torch.dtype) -> dict[s
 
 
 def tokens_of(name: str, values: dict[str, Tensor], start: int, stop: int) -> list[Tensor]:
-    """The operands of the tokens [start, stop)."""
     return [x[:, start:stop] if has_tokens(name, key) else x for key, x in operands_of(name, values).items()]
 
 

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import DataSplit, SequenceLoader, Source
+from data.loader.batches import DataSplit
+from data.loader.loader import SequenceLoader
+from data.loader.sequences import Source
 from data.store import TokenStore
 from data.store.documents import Documents
 from models.config import LanguageModelConfig

@@ -17,7 +17,6 @@ from zeco_train.system.files import sha256_of
 
 
 def documents(path: Path) -> list[str]:
-    """The texts of a byte store."""
     opened = TokenStore.open(path)
     verify(opened)
     ids = [opened.read(start, stop) for start, stop in itertools.pairwise(opened.doc_offsets.tolist())]
@@ -57,7 +56,6 @@ def write_tokens(
     preparation: dict[str, Any] | None = None,
     **options: Any,
 ) -> Path:
-    """A store of documents of these lengths."""
     with StoreWriter(folder, vocab_size=vocab_size, eos_id=1, tokenizer={"kind": kind}, **options) as writer:
         writer.append(tokens, lengths)
         writer.finish("sources", preparation)

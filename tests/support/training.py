@@ -86,7 +86,6 @@ def _load_once(rank: int, world_size: int, arguments: list[str]) -> Config:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Unshard a tensor. Collective."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from data.loader import SequenceLoader
+from data.loader.loader import SequenceLoader
 from data.store import OFFSETS_FILE, shard_name
 from tests.support.distributed import run_distributed
 from tests.support.stores import write_tokens

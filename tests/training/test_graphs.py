@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.loader import Batch
+from data.loader.batches import Batch
 from models.parameters import parameter_rules
 from tests.support.distributed import run_distributed
 from tests.support.replays import REPLAYS_BEGIN

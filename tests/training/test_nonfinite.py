@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.loader import Batch
+from data.loader.batches import Batch
 from models.language_model import LanguageModel
 from tests.support.distributed import run_distributed
 from tests.support.training import SMALL, train

@@ -145,17 +145,6 @@ def test_damaged_and_other_files_are_refused(change: Callable[[Path], str], part
 
 
 @pytest.mark.slow
-def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
-    path = run.store / shard_name(0)
-    times = path.stat()
-    flip(path)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert run.start().code == 0
-    line = f"{path}: its contents differ from what was prepared; copy the store again or prepare it again\n"
-    assert run.start(VERIFY).err == f"error: {line}"
-
-
-@pytest.mark.slow
 def test_run_without_record_resumes_and_records_data(run: Run) -> None:
     """As after a kill before the first record."""
     (run.run / RECORD_FILE).unlink()

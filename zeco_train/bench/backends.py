@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from data.loader import Batch, DataSplit
+from data.loader.batches import Batch, DataSplit
 from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.session import Session

@@ -83,6 +83,11 @@ def as_override(value: Any) -> str:
     return str(value).translate({ord(character): None for character in " '"})
 
 
+def is_of(key: str, *names: str) -> bool:
+    """Whether a key is one of these, or lies in a section among them."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
 def check_groups(
     overrides: Sequence[str],
     groups: Mapping[str, Collection[str]],

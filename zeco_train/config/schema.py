@@ -31,7 +31,7 @@ from zeco_train.config.composing import (
     stored_class,
 )
 from zeco_train.config.help import Key, describe_groups, keys_of
-from zeco_train.config.overrides import apply_overrides, check_groups, find_value, of_groups
+from zeco_train.config.overrides import apply_overrides, check_groups, find_value, is_of, of_groups
 from zeco_train.config.rules import check_attention, check_task
 from zeco_train.config.rules import needs as attention_needs
 from zeco_train.distributed.config import ParallelConfig
@@ -147,12 +147,15 @@ def load_given(overrides: list[str], base: Config | None = None) -> tuple[Config
 
 
 def unmet_need(key: str, config: Config) -> str | None:
-    """The missing setting without which a key has no effect, by the `needs` of its section; None if none is missing."""
+    """The missing setting without which a key has no effect; None if none is missing.
+
+    A section's `needs` yields (key or section in it, setting that it depends on, whether that is set).
+    """
     section = key.partition(".")[0]
     needs = getattr(getattr(config, section, None), "needs", tuple)
     of_section = ((f"{section}.{name}", needed, is_met) for name, needed, is_met in needs())
     for name, needed, is_met in (*attention_needs(config.model), *of_section):
-        if (key == name or key.startswith(f"{name}.")) and not is_met:
+        if is_of(key, name) and not is_met:
             return needed
     return None
 
@@ -252,7 +255,7 @@ def describe(arguments: list[str]) -> str:
     keys = [*keys_of(config)]
     names = [text for text in arguments if text not in overrides]
     for name in names:
-        if not any(_is_within(key.name, name) for key in keys):
+        if not any(is_of(key.name, name) for key in keys):
             sections = ", ".join(section.name for section in dataclasses.fields(Config))
             raise ConfigError("--help", name, f"must be a section or a key, {sections}, or KEY=VALUE")
     if not names:
@@ -260,7 +263,7 @@ def describe(arguments: list[str]) -> str:
     texts = [describe_mixer(config.model.mixer)] * ("model" in names)
     for name in names:
         section = name.partition(".")[0]
-        texts.append("\n".join(key.whole for key in keys if _is_within(key.name, name)))
+        texts.append("\n".join(key.whole for key in keys if is_of(key.name, name)))
         if name == section and section in groups:
             texts.append(f"Files of configs/{section}:\n{describe_groups({section: groups[section]})}")
         texts += _choices(name)
@@ -286,14 +289,10 @@ def _describe_all(config: Config, keys: list[Key], groups: dict[str, list[str]])
     ]
     for section in dataclasses.fields(config):
         value = getattr(config, section.name)
-        of_section = [key.brief for key in keys if _is_within(key.name, section.name)]
+        of_section = [key.brief for key in keys if is_of(key.name, section.name)]
         if dataclasses.is_dataclass(value):
             title = docstring(type(value)).partition("\n")[0]
             texts += ["\n".join([f"{section.name}: {title}", *of_section]), *_choices(section.name)]
         else:
             texts[-1] += "\n\nThe run:" * (section.name == "name") + f"\n{of_section[0]}"
     return "\n\n".join(texts)
-
-
-def _is_within(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")

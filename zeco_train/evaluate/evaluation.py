@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeco_train.config.overrides import as_override, set_keys
+from zeco_train.config.overrides import as_override, is_of, set_keys
 from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
@@ -72,7 +72,7 @@ def check_read(overrides: Sequence[str]) -> None:
         key, _, value = text.lstrip("+").partition("=")
         if key == "experiment":
             raise ConfigError("+experiment", value, "is of a training; set single keys")
-        if key in _NOT_READ or not any(key == name or key.startswith(f"{name}.") for name in READ):
+        if key in _NOT_READ or not is_of(key, *READ):
             allowed = f"an evaluation does not read it, but {', '.join(READ)} and a task's own keys"
             raise ConfigError(key, value, allowed)
 

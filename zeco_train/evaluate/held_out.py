@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from data.config import DataKind, check_seq_len
-from data.loader import for_task
 from data.loader.opening import open_held_out
+from data.loader.sequences import for_task
 from data.tokenizer import BYTES
 from zeco_train.config.rules import check_documents
 from zeco_train.distributed.mesh import main_first
@@ -21,7 +21,7 @@ from zeco_train.lifecycle.join import check_same
 from zeco_train.system.numbers import length_name
 from zeco_train.tracking.charts import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.tracking.positions import PositionLosses, ValidationLoss
-from zeco_train.training.validation import Validation
+from zeco_train.training.validation import Validation, split_of
 
 _ALL = 1 << 62
 
@@ -51,14 +51,9 @@ class HeldOut:
             task = config.data.synthetic.task.value
             allowed = f"data=synthetic holds no text out; take --tasks={task}, or data=tokens data.path=STORE"
             raise ConfigError("--tasks", "validation", allowed)
+        size, folders = trained.model.vocab_size, trained.folders
         self._sources = main_first(
-            mesh,
-            lambda: open_held_out(
-                config.data,
-                vocab_size=trained.model.vocab_size,
-                tokenizer=_tokenizer(trained),
-                folders=trained.folders,
-            ),
+            mesh, lambda: open_held_out(config.data, vocab_size=size, tokenizer=_tokenizer(trained), folders=folders)
         )
         digests = {
             source.name or "held-out tokens": source.documents.store.meta.tokens_sha256 for source in self._sources
@@ -98,20 +93,10 @@ class HeldOut:
 
     def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
         config = evaluation.config
-        data, segments = config.data, config.train.segments
         # One token more than the length: the label of the last.
         fitting = [source for source in self._sources if source.documents.num_tokens > length]
-        validation = Validation(
-            for_task(fitting, config.task, config.model.vocab_size),
-            evaluation.mesh.split(
-                length,
-                data.micro_batch,
-                documents=data.reset_state_at_document,
-                segments=segments,
-                labels_across_documents=data.has_labels_across,
-            ),
-            self.sequences or _ALL,
-        )
+        sources = for_task(fitting, config.task, config.model.vocab_size)
+        validation = Validation(sources, split_of(config, evaluation.mesh, length), self.sequences or _ALL)
         short = [source.documents for source in self._sources if source not in fitting]
         left_out = [
             f"{documents.store.path}: left out: its {documents.num_tokens:,} tokens are no sequence of {length:,}"

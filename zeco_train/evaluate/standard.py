@@ -85,10 +85,7 @@ class StandardTasks:
             limit=self.limit,
             task_manager=self._tasks,
             log_samples=False,
-            random_seed=self.seed,
-            numpy_random_seed=self.seed,
-            torch_random_seed=self.seed,
-            fewshot_random_seed=self.seed,
+            **{f"{name}random_seed": self.seed for name in ("", "numpy_", "torch_", "fewshot_")},
         )
         assert results is not None
         return results

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import spec_of
+from zeco_train.config.overrides import is_of
 from zeco_train.distributed.config import resolve_sp_size
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError, DataError
@@ -211,7 +212,10 @@ def parse(arguments: Sequence[str]) -> Options:
     if given.json is not None:
         check_output_file("--json", given.json)
     for text in given.overrides:
-        _check_setting(text)
+        key, is_setting, value = text.lstrip("+").partition("=")
+        if is_setting and not is_of(key, *_SETTINGS):
+            allowed = f"would be ignored; of train.py's settings these count here: {', '.join(_SETTINGS)}"
+            raise ConfigError(key, value, allowed)
     same = ("run", "overrides", "prompts", "control_strings", "samples", "stream", "json", "prefill_tokens", "batch")
     values = {name: getattr(given, name) for name in (*same, "cuda_graph")}
     return Options(sampling=sampling, limits=limits, **values)
@@ -239,13 +243,6 @@ def _check_text(name: str, text: str | Path) -> None:
         raise ConfigError(name, ascii(str(text)), allowed) from error
 
 
-def _check_setting(text: str) -> None:
-    key, is_setting, value = text.lstrip("+").partition("=")
-    if is_setting and not any(key == name or key.startswith(f"{name}.") for name in _SETTINGS):
-        allowed = f"would be ignored; of train.py's settings these count here: {', '.join(_SETTINGS)}"
-        raise ConfigError(key, value, allowed)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m zeco_train.generate",
@@ -257,20 +254,10 @@ def _parser() -> argparse.ArgumentParser:
     add("run", metavar="RUN", help="a run's folder, a checkpoint, or an export")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="see below")
     add("--prompt", action="append", dest="prompts", default=[], metavar="TEXT", help="may be given several times")
-    add(
-        "--prompt-file",
-        action="append",
-        type=user_path,
-        dest="prompts",
-        metavar="FILE",
-        help="a file's whole text as prompt; - is stdin; may be given several times",
-    )
-    add(
-        "--control-strings",
-        choices=("text", "ids"),
-        default="text",
-        help="what </s> and the like in a prompt become (default text)",
-    )
+    whole = "a file's whole text as prompt; - is stdin; may be given several times"
+    add("--prompt-file", action="append", type=user_path, dest="prompts", metavar="FILE", help=whole)
+    control = "what </s> and the like in a prompt become (default text)"
+    add("--control-strings", choices=("text", "ids"), default="text", help=control)
     add("--samples", type=int, default=1, metavar="N", help="texts for each prompt; the n-th has seed + n (default 1)")
     add("--max-tokens", type=int, default=256, metavar="N", help="tokens of a text at most (default 256)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be given several times")
@@ -282,13 +269,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
     add("--no-stream", action="store_false", dest="stream", help="show texts once they are complete")
     add("--json", type=user_path, metavar="FILE", help="write texts, token ids and speed to FILE, too")
-    add(
-        "--prefill-tokens",
-        type=int,
-        default=16_384,
-        metavar="N",
-        help="of prompts at once on a rank, less take less memory (default 16384)",
-    )
+    at_once = "of prompts at once on a rank, less take less memory (default 16384)"
+    add("--prefill-tokens", type=int, default=16_384, metavar="N", help=at_once)
     add("--batch", type=int, default=32, metavar="N", help="texts at once on a rank (default 32)")
     add("--no-cuda-graph", action="store_false", dest="cuda_graph", help="launch a step's kernels one by one")
     return parser

@@ -61,9 +61,8 @@ def checked_tensors(folder: Path) -> tuple[StoredModel, list[StoredTensors]]:
     found = _by_own_names(folder, parsed, stored_weights(folder))
     if parsed.model.num_layers > len(found):
         # Before the model is built, whose number of layers a stranger may have chosen.
-        raise CheckpointError(
-            f"{folder}: {len(found)} tensors are no model of the {parsed.model.num_layers} layers of {CONFIG_FILE}"
-        )
+        layers = f"{parsed.model.num_layers} layers of {CONFIG_FILE}"
+        raise CheckpointError(f"{folder}: {len(found)} tensors are no model of the {layers}")
     if parsed.model.tie_word_embeddings:
         found.pop(_HEAD, None)
     shapes, tensors = spec_of(parsed.model).parameter_shapes, []

@@ -22,7 +22,7 @@ from models.parameters import cast
 from models.spec import spec_of
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
 from zeco_train.config.composing import stored_class
-from zeco_train.config.overrides import as_override
+from zeco_train.config.overrides import as_override, is_of
 from zeco_train.config.schema import Config, config_of, defaults_of, load_config, read_config, to_plain
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import Device, ProcessMesh, find_device, host_group, join_alike
@@ -103,7 +103,7 @@ class Trained:
         """
         for text in overrides:
             key, _, value = text.lstrip("+").partition("=")
-            if key == "model" or key.startswith("model."):
+            if is_of(key, "model"):
                 raise ConfigError(key, value, f"is decided by the trained model in {self.path}; leave it out")
         base = self.config if self.config is not None else load_config(["name=trained"])
         # Chosen anew: other ranks than those of the training may use the model.
@@ -265,9 +265,8 @@ def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
     if different:
         overrides = " ".join(f"model.{key}={as_override(theirs[key])}" for key in different)
         value = as_override(_trained_fields(model).get(different[0]))
-        raise ConfigError(
-            f"model.{different[0]}", value, f"the model in {folder} is another one; it takes: {overrides}"
-        )
+        allowed = f"the model in {folder} is another one; it takes: {overrides}"
+        raise ConfigError(f"model.{different[0]}", value, allowed)
 
 
 def _trained_fields(model: LanguageModelConfig) -> dict[str, Any]:

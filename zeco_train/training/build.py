@@ -28,10 +28,11 @@ from zeco_train.system.command import quick_imports
 from zeco_train.training.config import Compile, CudaGraphs, TrainConfig
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
-from zeco_train.training.opening import OpenedRun, read_batches, split_of, start_recorder
+from zeco_train.training.opening import OpenedRun, read_batches, start_recorder
 from zeco_train.training.optim.optimizer_registry import build_optimizer
 from zeco_train.training.step import TrainingStep
 from zeco_train.training.trainer import Trainer
+from zeco_train.training.validation import split_of
 
 logger = logging.getLogger(__name__)
 

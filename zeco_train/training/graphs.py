@@ -117,9 +117,8 @@ class StepGraphs(StepLauncher):
         self._passes.clear()
         if self._step == WARM_UP + 2:
             # The step before was captured, and replayed; batches of another form may add graphs.
-            logger.info(
-                "train.cuda_graphs: steps are replayed from now on; CUDA graphs so far: %d", len(self._captured)
-            )
+            line = "train.cuda_graphs: steps are replayed from now on; CUDA graphs so far: %d"
+            logger.info(line, len(self._captured))
         return bool(self._gradients)
 
     def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

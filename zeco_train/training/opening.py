@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from data.config import DataKind
-from data.loader import DataSplit, SequenceLoader, for_task
-from data.loader.batches import OpenedData, SequenceSource
+from data.loader.batches import DataSplit, OpenedData, SequenceSource
+from data.loader.loader import SequenceLoader
 from data.loader.opening import open_data
+from data.loader.sequences import for_task
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
 from zeco_train.config.rules import check_documents
@@ -132,26 +133,18 @@ def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
         if problem is not None:
             logger.warning("checkpoint.load=%s: %s", load, problem)
     if folder.lock_problem is not None:
-        logger.warning(
-            "run_dir=%s: this file system has no locks (%s), so a second start of the run would not be noticed",
-            folder.path,
-            folder.lock_problem,
-        )
+        line = "run_dir=%s: this file system has no locks (%s), so a second start of the run would not be noticed"
+        logger.warning(line, folder.path, folder.lock_problem)
     rules = {name: store.meta.control_strings for name, store in data.stores().items()}
     if len(set(rules.values())) > 1:
         text = ", ".join(f"{name}: {rule}" for name, rule in rules.items())
         logger.warning("the data's stores differ in what control strings of their texts became (%s)", text)
     if data.unvalidated:
         of = f" of {', '.join(data.unvalidated)}" if len(data.train) > 1 else ""
-        larger = (
-            "data.validation_fraction" if config.data.kind is DataKind.embedded else "--validation-fraction of prepare"
-        )
-        logger.warning(
-            "no validation loss%s: too little is held out for a sequence of data.seq_len=%d; a larger %s helps",
-            of,
-            config.data.seq_len,
-            larger,
-        )
+        is_embedded = config.data.kind is DataKind.embedded
+        larger = "data.validation_fraction" if is_embedded else "--validation-fraction of prepare"
+        line = "no validation loss%s: too little is held out for a sequence of data.seq_len=%d; a larger %s helps"
+        logger.warning(line, of, config.data.seq_len, larger)
 
 
 def _open_data(config: Config, mesh: ProcessMesh) -> OpenedData:
@@ -173,18 +166,6 @@ class RunData(NamedTuple):
 
     loader: SequenceLoader
     validation: Validation
-
-
-def split_of(config: Config, mesh: ProcessMesh) -> DataSplit:
-    """This rank's part of each batch."""
-    data = config.data
-    return mesh.split(
-        data.seq_len,
-        data.micro_batch,
-        documents=data.reset_state_at_document,
-        segments=config.train.segments,
-        labels_across_documents=data.has_labels_across,
-    )
 
 
 def read_batches(config: Config, data: OpenedData, split: DataSplit, consumed: int, mesh: ProcessMesh) -> RunData:

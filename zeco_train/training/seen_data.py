@@ -165,9 +165,8 @@ def _compare(name: str, now: SeenStore, before: SeenStore, views: Sequence[str] 
     if is_moved and not name.startswith(TRAINING):
         return
     if others := [what for what in ("tokens", "documents") if getattr(before, what) != getattr(now, what)]:
-        problem = (
-            f"gives other {' and '.join(others)} than at the run's last start (a store prepared again, or replaced)"
-        )
+        what = " and ".join(others)
+        problem = f"gives other {what} than at the run's last start (a store prepared again, or replaced)"
         remedy = "bring back the earlier store, or start another run with checkpoint.load=RUN"
         raise DataError(Path(now.path, META_FILE), problem, remedy)
     if views is None:

@@ -12,8 +12,8 @@ from signal import Signals
 import torch
 import torch.distributed as dist
 
-from data.loader import PrefetchingLoader
 from data.loader.batches import Batch
+from data.loader.loader import PrefetchingLoader
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config

@@ -7,10 +7,24 @@ from itertools import islice
 
 import torch
 
-from data.loader import validation_batches
 from data.loader.batches import DataSplit, Reader, SequenceSource
+from data.loader.loader import validation_batches
+from zeco_train.config.schema import Config
+from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.tracking.positions import PositionLosses, PositionSums, ValidationLoss, weighted
 from zeco_train.training.forward import SequenceForward
+
+
+def split_of(config: Config, mesh: ProcessMesh, seq_len: int | None = None) -> DataSplit:
+    """This rank's part of each batch of sequences, by default as long as `data.seq_len`."""
+    data = config.data
+    return mesh.split(
+        data.seq_len if seq_len is None else seq_len,
+        data.micro_batch,
+        documents=data.reset_state_at_document,
+        segments=config.train.segments,
+        labels_across_documents=data.has_labels_across,
+    )
 
 
 class Validation:

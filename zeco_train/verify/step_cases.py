@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from data.loader import DataSplit, SequenceLoader, Source, for_task
-from data.loader.batches import SequenceSource
+from data.loader.batches import DataSplit, SequenceSource
+from data.loader.loader import SequenceLoader
 from data.loader.masking import TaskConfig, TaskName
+from data.loader.sequences import Source, for_task
 from data.store import TokenStore
 from data.store.documents import Documents
 from data.store.writer import StoreWriter

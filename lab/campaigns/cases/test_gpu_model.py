@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.loader import Batch
+from data.loader.batches import Batch
 from models.language_model import LanguageModel
 from models.parameters import parameter_rules
 from models.spec import spec_of

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from models.mixers.retnet import RetNetConfig
 from tests.hf import test_fla_checkpoints as fla_gate
 from tests.hf import test_transformers_models as gate
-from tests.hf.test_fla_checkpoints import ATTENTION, GATED, UNFUSED, with_attention
-from tests.hf.test_transformers_models import MAMBA, OLMO, QWEN, ROPE, WIDTH
+from tests.hf.logits import error, our_logits
+from tests.hf.test_fla_checkpoints import (
+    ATTENTION,
+    GATED,
+    UNFUSED,
+    fla_classes,
+    fla_model,
+    their_logits,
+    tokens,
+    with_attention,
+)
+from tests.hf.test_transformers_models import MAMBA, OLMO, QWEN, ROPE, WIDTH, exported
+from tests.support.model_card import run_snippet
+from zeco_train.hf.folder import INDEX_FILE
+from zeco_train.training.config import Dtype
 
-# A fixture.
-__all__ = ["with_attention"]
+# Fixtures.
+__all__ = ["exported", "with_attention"]
 pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
 OF_FLA: dict[str, tuple[str, dict[str, Any]]] = {
+    "retnet": ("retnet", {"num_heads": 4}),
+    "hgrn2 by width": ("hgrn2", {"expand_ratio": 12}),
     "gla, unfused, groups": ("gla", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "fuse_norm": False}),
     "gla, no gate, tied": ("gla", {"use_output_gate": False, "clamp_min": -0.3, "tie_word_embeddings": True}),
     "retnet, tied": ("retnet", {"num_heads": 2, "tie_word_embeddings": True, "hidden_ratio": None}),
@@ -105,3 +123,33 @@ def test_training_on_keeps_the_weights(name: str, tmp_path: Path, monkeypatch: p
 def test_model_of_transformers_gives_its_logits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gate.CHECKPOINTS, case, OF_TRANSFORMERS[case])
     gate.test_model_of_transformers_gives_its_logits(case, tmp_path)
+
+
+def test_heads_of_retnet_are_bounded_in_fla() -> None:
+    """Why we do not export wider ones."""
+    kind, model = fla_classes("retnet")
+    wide = RetNetConfig(hidden_size=1024, num_heads=2)
+    with torch.device("meta"), pytest.raises(AssertionError, match="less than or equal to 256"):
+        model(kind(hidden_size=wide.hidden_size, num_heads=wide.num_heads, num_hidden_layers=1))
+
+
+def test_lines_of_the_model_card_run(exported: tuple[str, Path, Path]) -> None:
+    """With the byte tokenizer, and without a GPU although fla is installed."""
+    assert run_snippet(exported[2]).startswith("Once")
+
+
+@pytest.mark.parametrize("case", ["retnet", "hgrn2 by width"])
+def test_bf16_checkpoint_in_several_files_gives_its_logits(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounded weights are computed with in fp64 on both sides."""
+    name, settings = OF_FLA[case]
+    theirs = fla_model(name, settings).bfloat16()
+    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert (tmp_path / INDEX_FILE).is_file()
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    expected = their_logits(name, theirs, Dtype.fp64, monkeypatch)
+    assert error(our_logits(tmp_path, tokens(), Dtype.fp64), expected) <= 1e-12
+    # Rounding of activations.
+    assert error(our_logits(tmp_path, tokens(), Dtype.bf16), expected) <= 4e-2

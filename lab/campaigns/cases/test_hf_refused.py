@@ -1,4 +1,4 @@
-"""More settings of config.json that are refused, by key and value: other keys of the same mechanisms."""
+"""More settings that are refused, of config.json and of exports: other keys of the same mechanisms."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from models.attn import AttnConfig
+from models.config import LanguageModelConfig
+from models.mixers.gla import GLAConfig
 from tests.hf import test_config_json as gate
-from tests.hf.test_config_json import INFINITY, LIST
+from tests.hf.test_config_json import INFINITY, LIST, OLMO, QWEN, small
 
 pytestmark = pytest.mark.campaign
 # Format, a changed key and its value, and a part of the line.
@@ -60,8 +63,41 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("olmo_hybrid", "linear_value_head_dim", -1, "model.expand_v=-0.125: must be finite and > 0"),
     ("olmo_hybrid", "num_attention_heads", 0, "must be a whole number ≥ 1"),
 ]
+REFUSED += [
+    ("gla", "attn", {"layers": [1], "num_heads": 4, **change}, problem)
+    for change, problem in [
+        ({"layers": None}, "attn.layers=None: must be a list of layers"),
+        ({"layers": [-1]}, "attn.layers=-1: must be a whole number ≥ 0"),
+        ({"layers": [True]}, "attn.layers=True: must be a whole number ≥ 0"),
+        ({"num_heads": None}, "attn.num_heads=None: must be a whole number ≥ 1"),
+        ({"window_size": 0}, "attn.window_size=0: must be a whole number ≥ 1"),
+        ({"rope_theta": None}, "attn.rope_theta=None: must be finite and > 1"),
+        ({"rope_theta": 10**400}, "must be finite and > 1"),
+    ]
+]
+NOT_EXPORTED: list[tuple[LanguageModelConfig, str | None, str]] = [
+    *(
+        (GLAConfig(attn=AttnConfig(every=2, **change)), None, f"attn.{line}: ")
+        for change, line in [
+            ({"gate": True}, "gate=true"),
+            ({"norm_after": True}, "norm_after=true"),
+            ({"head_dim": 64}, "head_dim=64"),
+            ({"rotary_dim": 2}, "rotary_dim=2"),
+        ]
+    ),
+    (small(OLMO, use_gate=False), OLMO, "use_gate=false: "),
+    (small(OLMO, attn={"window": 8}), OLMO, "attn.window=8: "),
+    (small(OLMO, attn={"rotary_dim": 2}), OLMO, "attn.rotary_dim=2: "),
+    (small(QWEN, zero_centred_norms=False), QWEN, "zero_centred_norms=false: "),
+    (small(QWEN, o_norm_eps=1e-5), QWEN, "o_norm_eps=1e-05: "),
+]
 
 
 @pytest.mark.parametrize(("name", "key", "value", "problem"), REFUSED, ids=lambda value: f"{value!s:.20}")
 def test_unsupported_settings_are_refused_by_name(name: str, key: str, value: Any, problem: str) -> None:
     gate.test_unsupported_settings_are_refused_by_name(name, key, value, problem)
+
+
+@pytest.mark.parametrize(("model", "kind", "line"), NOT_EXPORTED, ids=[line[:30] for _, _, line in NOT_EXPORTED])
+def test_what_a_class_cannot_say_is_not_exported(model: LanguageModelConfig, kind: str | None, line: str) -> None:
+    gate.test_what_a_class_cannot_say_is_not_exported(model, kind, line)

@@ -1,4 +1,4 @@
-"""Interrupted preparations of data sets; tests/data/test_resume.py has those of files."""
+"""Interruptions, nulls and byte-order marks of data sets; tests/data has those of files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from data import preparation
 from data.prepare import prepare_store
-from tests.data.test_hugging_face import TEXTS, cache, write_dataset
+from tests.data.test_hugging_face import TEXTS, cache, prepare, write_dataset
+from tests.data.test_prepare import write_marked
 from tests.data.test_resume import options, prepare_with_stops
 from tests.support.commands import snapshot
 from tests.support.stores import documents
@@ -36,3 +37,13 @@ def test_workers_and_interruptions_do_not_change_the_store(
     assert snapshot(tmp_path / "store") == snapshot(tmp_path / "unbroken")
     kept = documents(tmp_path / "store") + documents(tmp_path / "store" / "validation")
     assert kept == [text for text in TEXTS if len(text.encode()) >= 20]
+
+
+@pytest.mark.parametrize(("kind", "streaming"), [("parquet", "--streaming"), ("jsonl.gz", "--no-streaming")])
+def test_nulls_and_byte_order_marks_as_in_files(
+    kind: str, streaming: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_marked(tmp_path / "corpus", kind)
+    assert prepare("--dataset", folder, streaming, "--out", tmp_path / "store", "--workers", "1") == 0
+    assert documents(tmp_path / "store") == ["a", "b\ufeffc"]
+    assert "left out 1 documents that are null, 1 documents without text\n" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""More mistakes about mixers."""
+"""More mistakes about mixers, and more ways to choose one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from models.mixers.gla import GLAConfig
 from tests.config import test_mixer_choice as gate
-from tests.config.test_mixer_choice import (
-    NAMES,
-    configs,
-    toys,
-)
+from tests.config.test_mixer_choice import NAMES, ToyConfig, _model, configs, toys
+from zeco_train.config.schema import load_config
 
 # Fixtures.
 __all__ = ["configs", "toys"]
@@ -33,3 +31,15 @@ pytestmark = pytest.mark.campaign
 )
 def test_mistakes_name_field_value_and_allowed(overrides: list[str], line: str, toys: Path) -> None:
     gate.test_mistakes_name_field_value_and_allowed(overrides, line, toys)
+
+
+def test_mixer_takes_its_file_of_the_chosen_size(toys: Path) -> None:
+    tiny = load_config(["model.mixer=toy"]).model
+    assert tiny == ToyConfig(key_width=1.0)
+    assert _model("model.mixer=toy", "model=gla_1b") == (ToyConfig, "toy", "toy_1b")
+    assert _model("model=toy_1b", "model.mixer=toy") == (ToyConfig, "toy", "toy_1b")
+    assert _model("model=toy_box_tiny", "model.mixer=toy") == (ToyConfig, "toy", "toy_tiny")
+    assert load_config(["model={mixer:toy,key_width:0.25}"]).model == ToyConfig(key_width=0.25)
+    assert _model("model.mixer=toy", "model.mixer=gla") == (GLAConfig, "gla", "gla_tiny")
+    wide = load_config(["model=toy_wide", "model.mixer=toy"]).model
+    assert (wide.name, wide.hidden_size) == ("toy_wide", 256)

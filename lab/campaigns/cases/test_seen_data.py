@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +98,13 @@ def test_synthetic_task_writes_no_record(tmp_path: Path) -> None:
     settings = ["data=synthetic", "data.synthetic.facts=2", "data.seq_len=64", f"run_dir={tmp_path / 'run'}"]
     assert train_here(*settings, "train.steps=1").code == 0
     assert not (tmp_path / "run" / RECORD_FILE).exists()
+
+
+def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
+    path = run.store / shard_name(0)
+    times = path.stat()
+    flip(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert run.start().code == 0
+    line = f"{path}: its contents differ from what was prepared; copy the store again or prepare it again\n"
+    assert run.start(VERIFY).err == f"error: {line}"
