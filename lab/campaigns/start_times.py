@@ -1,9 +1,9 @@
 """Question: where do the seconds before the first step and after the last one go, for train, generate and evaluate?
 Command: python -m lab.campaigns.start_times [COMMIT|FOLDER …] [--commands train,generate,evaluate]
     [--caches empty,warm] [--place FOLDER] [KEY=VALUE of train.py …]
-Date: –
-Answer: a table for each command, whose columns are versions with empty and warm caches; tests/gpu_results.md has those
-    of GPUs.
+Date: 27 November 2026, one H100 (d5edbaf9).
+Answer: a table for each command, whose columns are versions with empty and warm caches; docs/benchmarks.md has that of
+    `gla_1b`.
 
 Of each version in turn (default: this one): a run of 3 steps, which ends with a checkpoint; a text and a validation of
 it. Empty are the caches of compiled code (Triton's, Inductor's, the driver's) and of matplotlib's fonts; warm are the
