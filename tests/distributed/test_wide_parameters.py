@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from lab.exactness_matrix import tiny
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
-from models.mixers import delta_net, mamba2
+from models.mixers import base
 from models.mixers.mamba2 import Mamba2Config, Mamba2Decay
 from models.parameters import cast
 from models.spec import ModelSpec
@@ -107,7 +107,7 @@ def _log_decays(model: LanguageModel, ids: Tensor) -> list[Tensor]:
             found.append(operands[3].detach())
         return mix_at(operator, operands, *rest)
 
-    with mock.patch.object(mamba2, "mix_at", noted), mock.patch.object(delta_net, "mix_at", noted):
+    with mock.patch.object(base, "mix_at", noted):
         model(ids[:, :-1], SequencePosition((0, ids.shape[1] - 1), exchange=exchange), ids[:, 1:]).backward()
     return found
 

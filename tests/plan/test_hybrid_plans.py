@@ -52,7 +52,7 @@ def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int
 
     with (
         counted(dist, "all_to_all_single", parts_of_others, add),
-        counted(Wire, "exchange", lambda _, messages, __: sum(each.tensor.nbytes for each in messages), add),
+        counted(Wire, "send_and_receive", lambda _, messages, __: sum(each.tensor.nbytes for each in messages), add),
     ):
         for name, spec in METHODS.items():
             for window in (None, 5, 30):

@@ -209,12 +209,13 @@ class _Staged:
 
     def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
         data = self._planner.resolve_data(item)
-        return self.staged(data.detach()) if isinstance(data, Tensor) and data.is_cuda and data.numel() else data
+        is_remote = isinstance(data, Tensor) and data.device.type == "cuda" and data.numel() > 0
+        return self.staged(data.detach()) if is_remote else data
 
     def staged(self, data: Tensor) -> Tensor:
         # A tensor with a storage of its size, as torch would otherwise copy it again; valid until the next call.
         if data.nbytes > len(self._memory):
-            self._memory = torch.empty(data.nbytes, dtype=torch.uint8, pin_memory=data.is_cuda)
+            self._memory = torch.empty(data.nbytes, dtype=torch.uint8, pin_memory=data.device.type == "cuda")
         memory = torch.frombuffer(self._memory.numpy(), dtype=data.dtype, count=data.numel())
         return memory.view(data.shape).copy_(data)
 

@@ -154,7 +154,7 @@ def _costs(load: AttentionLoad) -> MethodCosts:
 
 ULYSSES = MethodSpec(
     name="ulysses",
-    description="every rank gets some heads of the whole sequence; needs as many heads as ranks",
+    description="every rank gets some heads of the whole sequence; the ranks must divide the heads",
     build=Ulysses,
     heads_problem=_heads_problem,
     costs=_costs,
