@@ -163,6 +163,16 @@ def not_printed(line: str) -> list[str]:
     return [part for part in kept or [max(parts, key=len)] if part not in printed()]
 
 
+def test_names_on_the_pages_about_the_code_are_in_it() -> None:
+    files = (path for folder in _FOLDERS.split("|") for path in (REPOSITORY / folder).rglob("*.py*"))
+    read = [path for path in files if path.suffix in (".py", ".pyi")]
+    known = set(re.findall(r"\w+", " ".join(path.read_text() for path in read))) | {path.stem for path in read}
+    for page in ("architecture", "extending"):
+        spans = re.findall(r"`(_?[a-zA-Z][\w.]*[_.]\w+)(?:\(.*?\))?`", (REPOSITORY / f"docs/{page}.md").read_text())
+        names = {name for span in spans if not span.startswith("adam") for name in span.split(".")}
+        assert not names - known - {"py", "md", "yaml"}, page
+
+
 def test_lines_of_the_page_of_failures_are_those_of_the_code() -> None:
     lines = _QUOTED.findall((REPOSITORY / "docs/failures.md").read_text(encoding="utf-8"))
     assert len(lines) > 60
