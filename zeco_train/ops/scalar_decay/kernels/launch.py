@@ -27,8 +27,9 @@ from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segment
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
+from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
-from zeco_train.ops.scalar_decay.kernels.walk import summaries_kernel, walk_kernel
+from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
 # Largest K and V: a kernel holds one of the state's two dims whole, in shared memory.
 _DEPTH = 256
@@ -45,7 +46,10 @@ class ScalarDecayTuning:
         chunk: C, tokens of a chunk.
         span: chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error
             is 3e-3 for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
-        programs: number of programs of a walk that saturates the chip, all at once.
+        programs: number of programs that saturates the chip, all at once.
+        states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
+            at once; None: walks compute outputs and gradients, each with states of its own.
+        rows: tokens of a chunk that one program computes then.
     """
 
     summaries: TileOptions = _SUMMARIES
@@ -57,6 +61,8 @@ class ScalarDecayTuning:
     chunk: int = 64
     span: int = 4
     programs: int = 264
+    states: TileOptions | None = None
+    rows: int = 64
 
 
 def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs: int = 264) -> ScalarDecayTuning:
@@ -131,8 +137,11 @@ class ScalarDecayKernels(SegmentKernels):
         self.flags |= {"C": tuning.chunk, "FIXED": fixed}
         self.num_chunks = triton.cdiv(self.T, tuning.chunk)
         # As many segments as fill the chip at once; a few programs more would take twice as long.
-        _, columns = self._tile(tuning.outputs, self.K, self.V)
-        segments = max(1, tuning.programs // (triton.cdiv(self.V, columns) * self.BH))
+        if tuning.states is None:
+            columns = triton.cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
+        else:
+            columns = self._state_tiles(*self._tile(tuning.states, self.K, self.V))
+        segments = max(1, tuning.programs // (columns * self.BH))
         self.num_spans = triton.cdiv(self.num_chunks, tuning.span)
         self.segment_chunks = triton.cdiv(self.num_spans, min(segments, self.num_spans)) * tuning.span
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
@@ -142,49 +151,87 @@ class ScalarDecayKernels(SegmentKernels):
 
     def summaries(self, keys: Tensor, values: Tensor, *, reverse: bool) -> Segments:
         """Walk each segment from zero, then join the segments: of k and v, or in reverse of q and do."""
-        (found, segment_decays), options = self._new_segments(), self.tuning.summaries
-        BK, BV = self._tile(options, self.K, self.V)
-        summaries_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
-            keys, values, self.decays, self.doc_ids, found.starts, segment_decays, self.scale,
-            self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, REVERSE=reverse, **self.flags, **options.launch,
-        )  # fmt: skip
+        found, segment_decays = self._new_segments()
+        self._states(self.tuning.summaries, keys, values, found.starts, segment_decays, reverse=reverse)
         self._join(found, segment_decays, reverse)
         return found
 
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        """o, [B, T, H, V], from the true states that segments start from."""
-        return self._walk(self.tuning.outputs, q, k, v, starts, reverse=False)
+    def true_states(
+        self, keys: Tensor, values: Tensor, starts: Tensor, *, reverse: bool, others: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What outputs and gradients are computed from, given the true states that segments start from.
+
+        Those, where walks do it, else [N + 1, B, H, K, V] in the dtype of the tokens, the states at all boundaries, or
+        in reverse their gradients; and then with `others`, the states, also [tiles, N / span, B, H] fp32, <S, dS>.
+        """
+        if (options := self.tuning.states) is None:
+            return starts, None
+        terms, states = None, self._new(self.num_chunks + 1, *starts.shape[1:], dtype=self.dtype)
+        if others is not None:
+            tiles = self._state_tiles(*self._tile(options, self.K, self.V))
+            terms = self._new(tiles, self.num_spans, self.B, self.H)
+        self._states(options, keys, values, starts, None, states, others, terms, reverse=reverse)
+        return states, terms
+
+    def _states(
+        self,
+        options: TileOptions,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        segment_decays: Tensor | None,
+        *written: Tensor | None,
+        reverse: bool,
+    ) -> None:
+        BK, BV = self._tile(options, self.K, self.V)
+        states, others, terms = written or (None, None, None)
+        states_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
+            keys, values, self.decays, self.doc_ids, starts, segment_decays, states, others, terms, self.scale,
+            self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
+            BK=BK, BV=BV, SPAN=self.tuning.span, REVERSE=reverse, BOUNDARIES=states is not None,
+            TERMS=terms is not None, **self.flags, **options.launch,
+        )  # fmt: skip
+
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
+        """o, [B, T, H, V], from the `true_states`, as are the gradients."""
+        return self._apply(self.tuning.outputs, q, k, v, states, reverse=False)
 
     def value_grads(self, q: Tensor, k: Tensor, do: Tensor, grads: Tensor) -> Tensor:
-        """dv, [B, T, H, V], from the true gradients at the segments' ends."""
-        return self._walk(self.tuning.value_grads, k, q, do, grads, reverse=True)
+        """dv, [B, T, H, V]."""
+        return self._apply(self.tuning.value_grads, k, q, do, grads, reverse=True)
 
     def query_grads(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, starts: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, states: Tensor
     ) -> tuple[Tensor, DecayTerms | None]:
         """dq, [B, T, G, K]; unless decays are fixed also the terms of dg that it yields."""
-        terms = None
+        options, terms = self.tuning.query_grads, None
         if not self.fixed:
-            terms = DecayTerms(
-                self._new(self.num_spans, self.B, self.H, self.V, self.K, dtype=self.dtype),
-                self._row_sums(self.tuning.query_grads),
-            )
-        walked = self.tuning.query_grads, do, v, k, starts
-        dq = self._walk(*walked, reverse=False, turned=True, extra=q, terms=terms)
+            borders = states
+            if self.tuning.states is None:
+                borders = self._new(self.num_spans, self.B, self.H, self.V, self.K, dtype=self.dtype)
+            terms = DecayTerms(borders, self._row_sums(options))
+        dq = self._apply(options, do, v, k, states, reverse=False, turned=True, extra=q, terms=terms)
         return sum_heads(dq, self.G), terms
 
     def key_grads(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, grads: Tensor, terms: DecayTerms | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        grads: Tensor,
+        terms: DecayTerms | None,
+        boundary_terms: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """dk, [B, T, G, K]; unless decays are fixed also dg, [B, T, H]."""
-        walked = self.tuning.key_grads, v, do, q, grads
-        if terms is None:
-            return sum_heads(self._walk(*walked, reverse=True, turned=True), self.G), None
-        sums, state_sums = (self._row_sums(self.tuning.key_grads) for _ in range(2))
-        own = DecayTerms(terms.borders, sums, state_sums, self._new(sums.shape[0], self.num_spans, self.B, self.H))
-        dk = self._walk(*walked, reverse=True, turned=True, extra=k, terms=own)
-        return sum_heads(dk, self.G), self._decay_grads(terms, own)
+        options, own = self.tuning.key_grads, None
+        if terms is not None:
+            sums, state_sums = (self._row_sums(options) for _ in range(2))
+            if boundary_terms is None:
+                boundary_terms = self._new(sums.shape[0], self.num_spans, self.B, self.H)
+            own = DecayTerms(terms.borders, sums, state_sums, boundary_terms)
+        dk = self._apply(options, v, do, q, grads, reverse=True, turned=True, extra=k, terms=own)
+        return sum_heads(dk, self.G), None if own is None else self._decay_grads(terms, own)
 
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
         dg = self._new(self.B, self.T, self.H)
@@ -192,7 +239,8 @@ class ScalarDecayKernels(SegmentKernels):
         decay_grads_kernel[(self.num_spans, self.B, triton.cdiv(self.H, heads))](
             of_queries.sums, of_keys.sums, of_keys.state_sums, of_keys.boundary_terms, self.decays, self.doc_ids, dg,
             self.T, self.H, self.BH, self.num_spans, C=self.tuning.chunk, SPAN=self.tuning.span,
-            QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0], HEADS=heads,
+            QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0],
+            BORDER_TILES=of_keys.boundary_terms.shape[0], HEADS=heads,
             NEGLIGIBLE=_NEGLIGIBLE[self.dtype], DOCUMENTS=self.doc_ids is not None, num_warps=4,
         )  # fmt: skip
         return dg
@@ -200,30 +248,47 @@ class ScalarDecayKernels(SegmentKernels):
     def _row_sums(self, options: TileOptions) -> Tensor:
         return self._new(triton.cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
 
-    def _walk(
+    def _apply(
         self,
         options: TileOptions,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        starts: Tensor,
+        states: Tensor,
         *,
         reverse: bool,
         turned: bool = False,
         extra: Tensor | None = None,
         terms: DecayTerms | None = None,
     ) -> Tensor:
+        """[B, T, H, W], or fewer heads where a program adds up several."""
         (query_heads, depth), (value_heads, width) = queries.shape[2:], values.shape[2:]
-        outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
         BD, BW = self._tile(options, depth, width)
-        walk_kernel[(triton.cdiv(width, BW), self.BH, self.num_segments)](
-            queries, keys, values, extra, self.decays, self.doc_ids, starts, outputs, *(terms or (None,) * 4),
-            self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH,
-            self.num_chunks, self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span,
-            TURNED=turned, REVERSE=reverse, TERMS=terms is not None,
-            **self.flags, **options.launch,
+        tiles, sizes = triton.cdiv(width, BW), (self.T, self.H, query_heads, value_heads, depth, width, self.BH)
+        flags = {"BD": BD, "BW": BW, "TURNED": turned, "REVERSE": reverse, "TERMS": terms is not None}
+        flags |= self.flags | options.launch
+        if self.tuning.states is None:
+            outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
+            walk_kernel[(tiles, self.BH, self.num_segments)](
+                queries, keys, values, extra, self.decays, self.doc_ids, states, outputs, *(terms or (None,) * 4),
+                self.scale, *sizes, self.num_chunks, self.segment_chunks, SPAN=self.tuning.span, **flags,
+            )  # fmt: skip
+            return outputs
+        rows = min(self.tuning.rows, self.tuning.chunk)
+        blocks = tiles * self.num_chunks * (self.tuning.chunk // rows)
+        heads = self._joined_heads(blocks) if turned else 1
+        outputs = self._new(self.B, self.T, self.H // heads, width, dtype=self.dtype)
+        chunks_kernel[(blocks, self.BH // heads)](
+            queries, keys, values, extra, self.decays, self.doc_ids, states, outputs, *(terms or (None,) * 4)[1:3],
+            self.scale, *sizes, ROWS=rows, HEADS=heads, **flags,
         )  # fmt: skip
         return outputs
+
+    def _joined_heads(self, blocks: int) -> int:
+        """Heads of a group whose gradients one program adds up: as many as leave enough programs."""
+        group = self.H // self.G
+        fitting = (n for n in range(group, 1, -1) if group % n == 0 and blocks * self.BH // n >= self.tuning.programs)
+        return next(fitting, 1)
 
 
 def decay_sums(g: Tensor, chunk: int) -> Tensor:
@@ -251,8 +316,9 @@ class _KernelForward(ForwardBase):
         self._launcher.correct(self._segments, incoming_state, "incoming_state")
         starts = self._segments.starts
         self.saved = (starts,) if self.fixed else (self._decays.transpose(1, 2), starts)
-        # The walk computes its scores, too: nothing overlaps the scan.
-        return self._launcher.outputs(self._q, self._k, self._v, starts)
+        # Scores are computed with the outputs: nothing overlaps the scan.
+        states, _ = self._launcher.true_states(self._k, self._v, starts, reverse=False)
+        return self._launcher.outputs(self._q, self._k, self._v, states)
 
 
 class _FixedForward(_KernelForward):
@@ -275,13 +341,16 @@ class _KernelBackward(BackwardBase):
 
     def overlap(self) -> None:
         # dq needs no gradients of states.
-        self._dq, self._terms = self._launcher.query_grads(self._q, self._k, self._v, self._do, self._starts)
+        states, _ = self._launcher.true_states(self._k, self._v, self._starts, reverse=False)
+        self._dq, self._terms = self._launcher.query_grads(self._q, self._k, self._v, self._do, states)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, do = self._q, self._k, self._v, self._do
         self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
-        grads = self._segments.starts
-        dk, dg = self._launcher.key_grads(self._q, self._k, self._v, self._do, grads, self._terms)
-        dv = self._launcher.value_grads(self._q, self._k, self._do, grads)
+        others, starts = None if self._terms is None else self._terms.borders, self._segments.starts
+        grads, boundary_terms = self._launcher.true_states(q, do, starts, reverse=True, others=others)
+        dk, dg = self._launcher.key_grads(q, k, v, do, grads, self._terms, boundary_terms)
+        dv = self._launcher.value_grads(q, k, do, grads)
         return self._dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
 
 

@@ -1,0 +1,149 @@
+"""All chunks at once, from the states at their boundaries: o, dq, dk and dv by one kernel.
+
+The same sums as of a walk (`zeco_train.ops.scalar_decay.kernels.walk`), for the letters of its table:
+
+    y_i = scale · Σ_j L_ij (x_i · w_j) z_j         tokens of the same chunk as they are, all others by the state Σ w zᵀ
+
+A program computes some rows of a chunk and BW columns of y; x, w and the state are read BD columns at a time, so that
+head dims have no limit. Where heads share z, as they share queries and keys, its program adds up their y in the order
+of heads, and the products with z are one: Σ_h (L_h ⊙ x_h w_hᵀ) z. `states_kernel` of the walks writes the states.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_tile, state_pointers, store_tile
+from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums, load_sums_of
+
+
+@triton.jit
+def _load_state(states, index, D, W, first, first_column, BD: tl.constexpr, BW: tl.constexpr, TURNED: tl.constexpr):
+    """[BD, BW] of a state, or with TURNED of its transpose."""
+    if TURNED:
+        pointers, inside = state_pointers(states, index, W, D, first_column, first, BW, BD)
+        return tl.trans(tl.load(pointers, mask=inside, other=0.0))
+    pointers, inside = state_pointers(states, index, D, W, first, first_column, BD, BW)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _row_sums(query, other, state, PRECISION: tl.constexpr):
+    """The sums of other ⊙ (query · state) along rows; thus other need not lie in registers beside the product."""
+    return tl.sum(query.to(tl.float32) * tl.dot(other, tl.trans(state), input_precision=PRECISION), axis=1)
+
+
+@triton.jit
+def chunks_kernel(
+    queries,  # [B, T, QUERY_HEADS, D]: x
+    keys,  # [B, T, QUERY_HEADS, D]: w
+    values,  # [B, T, VALUE_HEADS, W]: z
+    extra,  # [B, T, VALUE_HEADS, W]: q for dq, k for dk, read with TERMS
+    decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks, or in reverse their gradients
+    outputs,  # [B, T, H / HEADS, W], written
+    row_sums,  # [W / BW, B, H, T] fp32, written with TERMS: of extra ⊙ a head's outputs, over these columns
+    row_state_sums,  # [W / BW, B, H, T] fp32, written with TERMS in reverse: of those outputs' part from the state
+    scale,
+    T,
+    H: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BH,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    HEADS: tl.constexpr,
+    TURNED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    TERMS: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program computes [ROWS, BW] of one chunk, the sum over HEADS heads of one group.
+
+    TURNED: the state here is the transpose of the one in `states`.
+    """
+    tiles: tl.constexpr = (W + BW - 1) // BW
+    tile = tl.program_id(0) % tiles
+    first_column = tile * BW
+    block = tl.program_id(0) // tiles
+    chunk = block // (C // ROWS)
+    start = chunk * C
+    offset = (block % (C // ROWS)) * ROWS
+    first_row = start + offset
+    head_set = tl.program_id(1)
+    first_head = head_set * HEADS
+    values += key_head_offset(first_head, T, H, VALUE_HEADS, W)
+    outputs += head_offset(head_set, T, H // HEADS, W)
+    rows = offset + tl.arange(0, ROWS)
+    columns = tl.arange(0, C)
+    visible = rows[:, None] <= columns[None, :] if REVERSE else rows[:, None] >= columns[None, :]
+    if DOCUMENTS:
+        own = tl.load(doc_ids + start + rows, mask=start + rows < T, other=-1)
+        others = tl.load(doc_ids + start + columns, mask=start + columns < T, other=-1)
+        if REVERSE:
+            border = tl.load(doc_ids + tl.minimum(start + C, T) - 1)
+        else:
+            border = tl.load(doc_ids + start - 1, mask=start > 0, other=0)
+        visible = visible & (own[:, None] == others[None, :])
+        sees_state = own == border
+    if TERMS:
+        extra += key_head_offset(first_head, T, H, VALUE_HEADS, W)
+        other = load_tile(extra, first_row, T, VALUE_HEADS, W, first_column, ROWS, BW)
+        value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
+        pairs = tl.dot(other, tl.trans(value), input_precision=PRECISION)
+    total = tl.zeros([ROWS, BW], tl.float32)
+    total_weights = tl.zeros([ROWS, C], tl.float32)
+    for number in range(HEADS):
+        batch_head = first_head + number
+        offset_of_head = key_head_offset(batch_head, T, H, QUERY_HEADS, D)
+        index = (chunk + 1 if REVERSE else chunk).to(tl.int64) * BH + batch_head
+        rate = load_rate(decays, batch_head, H, FIXED)
+        sums, last = load_sums(decays, rate, batch_head, start, T, C, FIXED)
+        own_sums = load_sums_of(decays, rate, batch_head, start, rows, T, C, FIXED)
+        weights = tl.zeros([ROWS, C], tl.float32)
+        carried = tl.zeros([ROWS, BW], tl.float32)
+        of_state = tl.zeros([ROWS], tl.float32)
+        if D <= BD:
+            query = load_tile(queries + offset_of_head, first_row, T, QUERY_HEADS, D, 0, ROWS, BD)
+            key = load_tile(keys + offset_of_head, start, T, QUERY_HEADS, D, 0, C, BD)
+            state = _load_state(states, index, D, W, 0, first_column, BD, BW, TURNED)
+            weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        else:
+            for first in range(0, D, BD):
+                query = load_tile(queries + offset_of_head, first_row, T, QUERY_HEADS, D, first, ROWS, BD)
+                key = load_tile(keys + offset_of_head, start, T, QUERY_HEADS, D, first, C, BD)
+                state = _load_state(states, index, D, W, first, first_column, BD, BW, TURNED)
+                weights = tl.dot(query, tl.trans(key), weights, input_precision=PRECISION)
+                carried = tl.dot(query, state, carried, input_precision=PRECISION)
+                if TERMS:
+                    of_state += _row_sums(query, other, state, PRECISION)
+        exponents = sums[None, :] - own_sums[:, None] if REVERSE else own_sums[:, None] - sums[None, :]
+        weights *= decay(tl.where(visible, exponents, float("-inf"))) * scale
+        total_weights += weights
+        from_state = decay(last - own_sums) if REVERSE else decay(own_sums) * scale
+        if DOCUMENTS:
+            from_state = tl.where(sees_state, from_state, 0.0)
+        if TERMS:
+            row_sum = tl.sum(pairs * weights, axis=1)
+            if D <= BD:
+                of_state = _row_sums(query, other, state, PRECISION)
+            of_state *= from_state
+            place = (tile * BH + batch_head).to(tl.int64) * T + start + rows
+            tl.store(row_sums + place, row_sum + of_state, mask=start + rows < T)
+            if REVERSE:
+                tl.store(row_state_sums + place, of_state, mask=start + rows < T)
+        if D <= BD:
+            # Only now: each product is added up before the next, so that few lie in registers at once.
+            carried = tl.dot(query, state, input_precision=PRECISION)
+        total += carried * from_state[:, None]
+    value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
+    result = tl.dot(total_weights.to(value.dtype), value, total, input_precision=PRECISION)
+    store_tile(outputs, result, first_row, T, H // HEADS, W, first_column, ROWS, BW)
