@@ -6,8 +6,8 @@ of mamba2 (5.34, 5.11: 1.045). Before, `full` was up to 1.19: it had all gathere
 that one rank does not make, in the first block's backward pass.
 
 On one GPU each case trains five steps by `train.py`, whose metrics have the peak of torch's allocator, and is planned
-for the same GPU. A line for each: case, recompute mode, planned GB, measured GB, their ratio. Without CUDA graphs: the
-allocator does not see what a replay uses (`bench model` adds it; tests/plan/test_measured.py has those figures).
+for the same GPU. A line for each: case, recompute mode, planned GB, measured GB, their ratio. Without CUDA graphs;
+lab/campaigns/cases/test_measured.py has whole models with them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ def test_memory_by_kind_matches_formula() -> None:
     assert memory.kinds["weights"] == pytest.approx(numbers * (4 / 4 + 2), rel=1e-3)
     assert memory.kinds["optimizer"] == pytest.approx(numbers * 8 / 4, rel=1e-3)
     assert memory.peak == sum(memory.kinds.values()) == max(sum(kinds.values()) for kinds in memory.phases.values())
-    assert memory.usable == pytest.approx(memory.available * 0.95 - calibration.OUTSIDE_BYTES)
+    # The gradients of this rank, which split the memory of CUDA graphs.
+    assert memory.fragments == pytest.approx(numbers * 4 / 4, rel=1e-3)
+    assert memory.usable == pytest.approx(memory.available * 0.95 - calibration.OUTSIDE_BYTES - memory.fragments)
     tighter = plan_memory(make_case(*GLA_1B, "world_size=4", "data.seq_len=65536"), headroom=0.5)
     assert tighter.usable < memory.usable
     assert tighter.peak == memory.peak

@@ -95,7 +95,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "bytes": memory.kinds,
             "phases": memory.phases,
             "phase": memory.phase,
-            **{f"{name}_bytes": getattr(memory, name) for name in ("peak", "usable", "available", "outside")},
+            **{
+                f"{name}_bytes": getattr(memory, name)
+                for name in ("peak", "usable", "available", "outside", "fragments")
+            },
             "headroom": memory.headroom,
             "fits": memory.fits,
         },
@@ -170,8 +173,9 @@ def _memory(plan: Plan) -> list[str]:
     lines += [f"  {kind:<14}{memory.kinds[kind] / 1e9:>9.2f}" for kind in KINDS]
     verdict = "fits" if memory.fits else f"does not fit, {(memory.peak - memory.usable) / 1e9:.3g} GB too much"
     lines.append(f"  {'in all':<14}{memory.peak / 1e9:>9.2f}    {verdict}")
-    outside = f" and {memory.outside / 1e9:.3g} outside of torch" if memory.outside else ""
-    free = f"{memory.available / 1e9:.4g} less {memory.headroom:.0%} headroom{outside}"
+    less = {"outside of torch": memory.outside, "for fragments of CUDA graphs' memory": memory.fragments}
+    free = f"{memory.available / 1e9:.4g} less {memory.headroom:.0%} headroom"
+    free += "".join(f" and {size / 1e9:.3g} {name}" for name, size in less.items() if size)
     lines.append(f"  {'usable':<14}{memory.usable / 1e9:>9.2f}    {free}")
     return lines
 
