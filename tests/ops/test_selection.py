@@ -31,7 +31,7 @@ from zeco_train.sp.exchange import local_exchange
 
 CPU, GPU = Target("cpu"), Target("cuda")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-LIMITED = ("scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
+LIMITED = ("delta", "gated_delta", "kda")
 
 
 # Of each operator and target: K, V, dtype of the tokens and of decays and strengths, and whether kernels serve it.
@@ -47,7 +47,10 @@ CASES = [
 OF_WIDE = [(64, 64, BF16, FP64, False), (64, 64, FP32, BF16, False)]
 WIDE_HEADS = [(64, 257, BF16, FP32), (257, 64, FP32, FP32), (512, 512, BF16, FP32)]
 TABLE = {
-    **{name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)] for name in ("gla", "hgrn")},
+    **{
+        name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)]
+        for name in ("gla", "scalar_decay", "fixed_decay", "hgrn")
+    },
     "short_conv": CASES,
     "unmasked": [(*case[:4], False) for case in CASES],
     **{name: [*CASES, *OF_WIDE, *((*case, False) for case in WIDE_HEADS)] for name in LIMITED},

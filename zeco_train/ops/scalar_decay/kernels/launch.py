@@ -15,7 +15,7 @@ Options change only the order of sums, but `chunk` and `span` also between which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
-# Largest K and V: a kernel holds one of the state's two dims whole, in shared memory.
+# Largest K and V of walks: one holds one of the state's two dims whole, in shared memory.
 _DEPTH = 256
 _SUMMARIES = TileOptions(_DEPTH, 64, 4, 3)
 _WALK = TileOptions(_DEPTH, 64, 4, 2)
@@ -69,13 +69,25 @@ def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs:
     return ScalarDecayTuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
 
 
+def _by_chunks(
+    states: TileOptions, grads: TileOptions, outputs: TileOptions, chunk: int, programs: int = 264
+) -> ScalarDecayTuning:
+    alike = ScalarDecayTuning(states, outputs, grads, outputs, grads, states=states, chunk=chunk, programs=programs)
+    return replace(alike, span=256 // chunk)
+
+
 _WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
 KEPT: dict[Key, ScalarDecayTuning] = {
     ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
     ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
+    ((9, 0), torch.bfloat16, 512): _by_chunks(
+        TileOptions(128, 64, 4, 2), TileOptions(64, 128, 8, 2), TileOptions(64, 128, 8, 3), 128
+    ),
     (None, torch.bfloat16, 128): _alike(TileOptions(_DEPTH, 64, 4, 2), TileOptions(_DEPTH, 64, 4, 1)),
+    (None, torch.bfloat16, 512): _by_chunks(*[TileOptions(64, 64, 4, 1)] * 3, 64),
     ((9, 0), torch.float32, 128): _alike(TileOptions(_DEPTH, 32, 4, 2), TileOptions(_DEPTH, 32, 4, 1)),
     ((9, 0), torch.float32, 256): _alike(_NARROW, _NARROW, chunk=32, programs=132),
+    ((9, 0), torch.float32, 512): _by_chunks(*[TileOptions(32, 32, 4, 1)] * 3, 32),
 }
 
 _OPTIONS = KeptOptions("kernels of scalar decays", KEPT)
