@@ -27,7 +27,7 @@ from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segment
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
-from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel
+from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, shared_kernel
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
@@ -109,6 +109,8 @@ def options_for(k: Tensor, v: Tensor) -> ScalarDecayTuning:
 
 
 _HEADS_OF_SUMS, _HEADS_OF_GRADS = 16, 8
+# Heads of a program that computes the products of queries and keys once for all of them.
+_SHARING = 8
 # A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than
 # the error of the difference that it is computed as. With a decay of 2^-9 a chunk, emulated, 2^-12 has twice the error.
 _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
@@ -288,7 +290,15 @@ class ScalarDecayKernels(SegmentKernels):
             return outputs
         rows = min(self.tuning.rows, self.tuning.chunk)
         blocks = tiles * self.num_chunks * (self.tuning.chunk // rows)
-        heads = self._joined_heads(blocks) if turned else 1
+        if not turned and query_heads < self.H and depth <= BD:
+            outputs, heads = self._new(self.B, self.T, self.H, width, dtype=self.dtype), self._heads(blocks, _SHARING)
+            del flags["TURNED"], flags["TERMS"]
+            shared_kernel[(blocks, self.BH // heads)](
+                queries, keys, values, self.decays, self.doc_ids, states, outputs, self.scale, self.T, self.H,
+                query_heads, depth, width, self.BH, ROWS=rows, HEADS=heads, **flags,
+            )  # fmt: skip
+            return outputs
+        heads = self._heads(blocks, self.H) if turned else 1
         outputs = self._new(self.B, self.T, self.H // heads, width, dtype=self.dtype)
         chunks_kernel[(blocks, self.BH // heads)](
             queries, keys, values, extra, self.decays, self.doc_ids, states, outputs, *(terms or (None,) * 4)[1:3],
@@ -296,11 +306,11 @@ class ScalarDecayKernels(SegmentKernels):
         )  # fmt: skip
         return outputs
 
-    def _joined_heads(self, blocks: int) -> int:
-        """Heads of a group whose gradients one program adds up: as many as leave enough programs."""
+    def _heads(self, blocks: int, most: int) -> int:
+        """Heads of a group that one program computes: as many as leave enough programs."""
         group = self.H // self.G
-        fitting = (n for n in range(group, 1, -1) if group % n == 0 and blocks * self.BH // n >= self.tuning.programs)
-        return next(fitting, 1)
+        counts = (n for n in range(min(group, most), 1, -1) if group % n == 0)
+        return next((n for n in counts if blocks * self.BH // n >= self.tuning.programs), 1)
 
 
 def decay_sums(g: Tensor, chunk: int) -> Tensor:
