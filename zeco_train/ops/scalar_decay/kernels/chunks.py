@@ -6,7 +6,7 @@ The same sums as of a walk (`zeco_train.ops.scalar_decay.kernels.walk`), for the
 
 A program computes some rows of a chunk and BW columns of y; x, w and the state are read BD columns at a time, so that
 head dims have no limit. Where heads share z, as they share queries and keys, its program adds up their y in the order
-of heads, and the products with z are one: Σ_h (L_h ⊙ x_h w_hᵀ) z. `states_kernel` of the walks writes the states.
+of heads. `states_kernel` of the walks writes the states.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def chunks_kernel(
     if TERMS:
         extra += key_head_offset(first_head, T, H, VALUE_HEADS, W)
         other = load_tile(extra, first_row, T, VALUE_HEADS, W, first_column, ROWS, BW)
-        turned_value = tl.trans(load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW))
     total = tl.zeros([ROWS, BW], tl.float32)
-    total_weights = tl.zeros([ROWS, C], tl.float32)
+    if HEADS > 1 or TERMS:
+        value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
     for number in range(HEADS):
         batch_head = first_head + number
         sums, last, own_sums = _load_decays(decays, batch_head, start, rows, T, H, C, FIXED)
@@ -158,11 +158,10 @@ def chunks_kernel(
                     of_state += _row_sums(query, other, state, PRECISION)
         of_pairs, from_state = _factors(sums, last, own_sums, rows, documents, scale, C, REVERSE, DOCUMENTS)
         weights *= of_pairs
-        total_weights += weights
         if TERMS:
-            # Computed anew for each head, by a sum that only seems to depend on it: the compiler would else keep it in
+            # Anew for each head, by a sum that only seems to depend on it: the compiler would else keep them in
             # registers, of which there are too few.
-            pairs = tl.dot(other, turned_value, weights * 0.0, input_precision=PRECISION)
+            pairs = tl.dot(other, tl.trans(value), weights * 0.0, input_precision=PRECISION)
             row_sum = tl.sum(pairs * weights, axis=1)
             if D <= BD:
                 of_state = _row_sums(query, other, state, PRECISION)
@@ -175,9 +174,10 @@ def chunks_kernel(
             # Only now: each product is added up before the next, so that few lie in registers at once.
             carried = tl.dot(query, state, input_precision=PRECISION)
         total += carried * from_state[:, None]
-    value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
-    result = tl.dot(total_weights.to(value.dtype), value, total, input_precision=PRECISION)
-    store_tile(outputs, result, first_row, T, H // HEADS, W, first_column, ROWS, BW)
+        if HEADS == 1 and not TERMS:
+            value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
+        total = tl.dot(weights.to(value.dtype), value, total, input_precision=PRECISION)
+    store_tile(outputs, total, first_row, T, H // HEADS, W, first_column, ROWS, BW)
 
 
 @triton.jit
