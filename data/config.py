@@ -17,6 +17,8 @@ from zeco_train.system.paths import check_path
 
 # Limit on steps and on sequences per step: keeps derived values, such as times and token counts, within 64 bits.
 LARGEST_COUNT = 10**9
+# Metadata of the settings that cannot change during the life of a run's folder: always, or where they are read.
+FIXED, FIXED_IF_READ = {"fixed": "always"}, {"fixed": "if read"}
 
 
 class DataKind(Enum):
@@ -90,20 +92,19 @@ class DataConfig:
     path: str | None = None
     validation_path: str | None = None
     stores: list[StoreConfig] = field(default_factory=list)
-    seq_len: int = 4096
-    global_batch: int = 8
+    seq_len: int = field(default=4096, metadata=FIXED)
+    global_batch: int = field(default=8, metadata=FIXED)
     micro_batch: int = 1
-    shuffle: Shuffle = Shuffle.sequences
+    shuffle: Shuffle = field(default=Shuffle.sequences, metadata=FIXED)
     min_document_tokens: int = 0
-    reset_state_at_document: bool = False
-    labels_across_documents: bool | None = None
+    reset_state_at_document: bool = field(default=False, metadata=FIXED)
+    labels_across_documents: bool | None = field(default=None, metadata=FIXED)
     validation_fraction: float = 0.05
     cache_dir: str | None = None
     verify: bool = False
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield (key, setting it depends on, whether that is set); a key stands for all keys below it."""
         is_embedded, is_synthetic = self.kind is DataKind.embedded, self.kind is DataKind.synthetic
         yield "validation_fraction", "data=embedded", is_embedded
         # Shuffled or filtered documents need an index. Each document has at least its end-of-sequence token, so a

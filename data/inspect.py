@@ -9,7 +9,6 @@ from __future__ import annotations
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
-    # Before the other imports, which take seconds.
     run_command("data.inspect")
 
 import argparse
@@ -108,7 +107,11 @@ def _inspect(options: argparse.Namespace) -> None:
         warn_of_replacing([options.png])
     lengths = np.diff(store.doc_offsets)
     _print_counts(store, lengths)
-    tokenizer = _tokenizer_of(store)
+    tokenizer: Tokenizer | DataError
+    try:
+        tokenizer = load_tokenizer(tokenizer_name(store.meta.tokenizer, store.path, store.path.parent))
+    except DataError as error:
+        tokenizer = error
     _print_sample(store, options, tokenizer)
     if options.png is not None:
         draw_lengths(lengths, options.png, str(options.store))
@@ -139,13 +142,6 @@ def _inspect(options: argparse.Namespace) -> None:
     shards = sum(part.num_shards for part in parts)
     speed = f"{compact(size, 'B')} in {clock(seconds)} ({compact(size / max(seconds, 1e-9), 'B/s')})"
     _show(f"integrity    {shards} shards, offsets and ends of documents are as prepared: {speed}")
-
-
-def _tokenizer_of(store: TokenStore) -> Tokenizer | DataError:
-    try:
-        return load_tokenizer(tokenizer_name(store.meta.tokenizer, store.path, store.path.parent))
-    except DataError as error:
-        return error
 
 
 def _show(text: str) -> None:

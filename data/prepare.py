@@ -9,7 +9,6 @@ from __future__ import annotations
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
-    # Before the other imports, which take seconds.
     run_command("data.prepare")
 
 import argparse
@@ -46,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _signals_interrupt():
             prepared = prepare_store(options)
     except ZecoError as error:
-        print("; ".join([error.line, *map(visible, _notes(error))]), file=sys.stderr)
+        notes = getattr(error, "__notes__", None) or getattr(error.__cause__, "__notes__", [])
+        print("; ".join([error.line, *map(visible, notes)]), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         tokens = kept_tokens(out.resolve()) if out is not None else 0
@@ -57,10 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + (interrupt.number if isinstance(interrupt, _Terminated) else signal.SIGINT)
     _report(options, prepared)
     return 0
-
-
-def _notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", None) or getattr(error.__cause__, "__notes__", [])
 
 
 def _report(options: PrepareOptions, prepared: Prepared) -> None:

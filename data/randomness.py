@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,48 +52,32 @@ class Permutation:
         """The items at positions `indices`, a one-dimensional array: as `__call__` on each, but much faster."""
         result = indices.astype(np.uint64)
         for start in range(0, len(result), _BLOCK):
-            # A view: `_encrypt_all` and the loop write into `result`.
+            # A view: the loop writes into `result`.
             places = result[start : start + _BLOCK]
-            self._encrypt_all(places)
+            places[:] = self._encrypt(places)
             while (outside := np.flatnonzero(places >= self.n)).size:
-                again = places[outside]
-                self._encrypt_all(again)
-                places[outside] = again
+                places[outside] = self._encrypt(places[outside])
         return result.view(np.int64)
 
-    def _encrypt(self, value: int) -> int:
+    # Of one number, or of an array of uint64.
+    def _encrypt(self, value: Any) -> Any:
         low = (1 << self._half) - 1
         left, right = value >> self._half, value & low
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & low)
         return left << self._half | right
 
-    def _encrypt_all(self, values: NDArray[np.uint64]) -> None:
-        # `_encrypt` of each, in place.
-        half, low = np.uint64(self._half), np.uint64((1 << self._half) - 1)
-        left, right = values >> half, values & low
-        for key in self._keys:
-            left, right = right, left ^ (_mix_words(right ^ np.uint64(key)) & low)
-        values[:] = left << half | right
 
-
-# The finalizer of splitmix64, of one number and of many: every input bit affects every output bit.
-def _mix(x: int) -> int:
-    x &= _MASK
+def _mix(x: Any) -> Any:
+    # The finalizer of splitmix64: every input bit affects every output bit. Arrays of uint64 wrap by themselves.
     x = (x ^ x >> 30) * _MULTIPLIERS[0] & _MASK
     x = (x ^ x >> 27) * _MULTIPLIERS[1] & _MASK
     return x ^ x >> 31
 
 
-def _mix_words(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        x = (x ^ x >> np.uint64(shift)) * np.uint64(multiplier)
-    return x ^ x >> np.uint64(31)
-
-
 def splitmix_words(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """64 random bits for each counter: splitmix64 (Steele et al. 2014) as a counter-based generator, modulo 2^64."""
-    return _mix_words(np.uint64(key) + counters * np.uint64(_GAMMA))
+    return _mix(np.uint64(key) + counters * np.uint64(_GAMMA))
 
 
 class Draws:
@@ -108,7 +93,6 @@ class Draws:
         return [order(place) for place in range(count)]
 
     def below(self, n: int, of: str) -> int:
-        """A number below `n`."""
         return self.pick(1, n, of)[0]
 
     def many_below(self, n: int, start: int, stop: int, of: str) -> NDArray[np.int64]:

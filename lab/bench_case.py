@@ -23,7 +23,8 @@ class LabCase(Case):
     def measure(self, config: CaseConfig, session: Session) -> Report:
         if self.keeps_log:
             return super().measure(config, session)
-        report = self.run(config, session)
+        report = Report(self.name, config, session, self.columns)
+        self.run(config, session, report)
         report.finish()
         return report
 
@@ -35,7 +36,5 @@ class LabCase(Case):
         if {"-h", "--help"}.isdisjoint(arguments):
             return self.start(arguments, job)
         if job.launch.rank == 0:
-            module = sys.modules[self.run.__module__]
-            name = module.__name__.removesuffix(".__main__").rpartition(".")[2]
-            print(f"{docstring(module)}\n\n{describe({name: self.config})}")
+            print(f"{docstring(sys.modules[self.run.__module__])}\n\n{describe({self.name: self.config})}")
         return 0

@@ -169,9 +169,9 @@ class _Loop:
         self._waited += time.perf_counter() - began
 
 
-def run(config: CheckpointConfig, session: Session) -> Report:
-    """Train, and save in both modes alternately; results are in the report's folder."""
-    report, job, mesh = Report("checkpoint", config, session, COLUMNS), session.job, session.mesh
+def run(config: CheckpointConfig, session: Session, report: Report) -> None:
+    """Train, and save in both modes alternately into the report."""
+    job, mesh = session.job, session.mesh
     assert job is not None
     run_config = config.run_config()
     opened = open_run(run_config, config.overrides, mesh)
@@ -196,7 +196,6 @@ def run(config: CheckpointConfig, session: Session) -> Report:
     if mesh.is_main:
         # All of it is of this benchmark, see `run_config`.
         shutil.rmtree(trainer.checkpointer.folder)
-    return report
 
 
 def _add_rows(report: Report, stalls: Stalls, first: Stalls, session: Session) -> None:
@@ -224,7 +223,7 @@ def _add_rows(report: Report, stalls: Stalls, first: Stalls, session: Session) -
         report.fail("an asynchronous save holds training up for too long")
 
 
-CASE = LabCase(CheckpointConfig, run, keeps_log=False)
+CASE = LabCase("checkpoint", CheckpointConfig, COLUMNS, run, keeps_log=False)
 main = CASE.main
 
 if __name__ == "__main__":

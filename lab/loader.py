@@ -61,9 +61,8 @@ class LoaderConfig(CaseConfig):
         check_least(self, tokens=1)
 
 
-def run(config: LoaderConfig, session: Session) -> Report:
-    """Measure on each rank; results are in the report's folder."""
-    report = Report("loader", config, session, COLUMNS)
+def run(config: LoaderConfig, session: Session, report: Report) -> None:
+    """Measure on each rank into the report."""
     tokens = np.random.default_rng(config.seed).integers(2, _VOCAB_SIZE, config.tokens + 1, dtype=np.uint16)
     with tempfile.TemporaryDirectory() as folder:
         store = Path(session.gather(folder)[0], "store")
@@ -86,7 +85,6 @@ def run(config: LoaderConfig, session: Session) -> Report:
         if row["ratio"] > LARGEST_RATIO:
             report.fail(f"rank {rank} requested {row['ratio']:.4f} × its tokens, more than {LARGEST_RATIO}")
     report.add(rows)
-    return report
 
 
 def make_store(folder: Path, tokens: NDArray[np.uint16]) -> None:
@@ -145,7 +143,7 @@ def _disk_bytes() -> int | None:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-CASE = LabCase(LoaderConfig, run, keeps_log=False)
+CASE = LabCase("loader", LoaderConfig, COLUMNS, run, keeps_log=False)
 main = CASE.main
 
 if __name__ == "__main__":

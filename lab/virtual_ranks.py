@@ -151,7 +151,7 @@ class VirtualWire(Wire):
         peer = self.group_rank(position)
         return _Transfer(lambda: self._network.take(into, peer, self.rank, tag))
 
-    def open_exchange(self, received: Sequence[Message], tag: int) -> Any:
+    def post_receives(self, received: Sequence[Message], tag: int) -> Any:
         return _VirtualExchange(self, self._network, received, tag)
 
     def broadcast(self, tensor: Tensor, position: int, what: str) -> Any:

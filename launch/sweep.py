@@ -28,7 +28,7 @@ from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.config import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.sp.backend_registry import BACKENDS
-from zeco_train.sp.of_model import check_softmax
+from zeco_train.sp.exchange import check_softmax
 from zeco_train.system.command import docstring, errors_in_a_line
 from zeco_train.system.files import METRICS_FILE, write_durably
 from zeco_train.system.terminal import format_table, show_any_text

@@ -83,21 +83,13 @@ class AttnConfig:
         if shape.heads % shape.key_heads:
             allowed = f"must divide the {shape.heads} heads of queries"
             raise ConfigError("model.attn.num_kv_heads", shape.key_heads, allowed)
-        if self.rope_theta is not None and not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
-            allowed = "must be finite and > 1, or null for no position embedding"
-            raise ConfigError("model.attn.rope_theta", self.rope_theta, allowed)
-        if self.rope_theta is not None and self.rotary_dim is None and shape.head_dim % 2:
-            allowed = f"rotates pairs of channels: heads must be of even width, not {shape.head_dim}; or null"
-            raise ConfigError("model.attn.rope_theta", self.rope_theta, allowed)
-        self._check_parts(shape)
-
-    def _check_parts(self, shape: AttnShape) -> None:
         if (rotated := self.rotary_dim) is not None:
             if self.rope_theta is None:
                 raise ConfigError("model.attn.rotary_dim", rotated, "needs model.attn.rope_theta")
             if rotated % 2 or not 2 <= rotated <= shape.head_dim:
                 allowed = f"must be even, from 2 to the {shape.head_dim} channels of a head, or null for all"
                 raise ConfigError("model.attn.rotary_dim", rotated, allowed)
+        check_rotation("model.attn.rope_theta", self.rope_theta, shape.head_dim if rotated is None else rotated)
         if self.qk_norm_all_heads and not self.qk_norm:
             raise ConfigError("model.attn.qk_norm_all_heads", "true", "needs model.attn.qk_norm=true")
 
@@ -115,6 +107,15 @@ class AttnConfig:
                 raise ConfigError("model.attn.offset", self.offset, "needs model.attn.every")
             if not 0 <= self.offset < self.every:
                 raise ConfigError("model.attn.offset", self.offset, f"must be from 0 to {self.every - 1}")
+
+
+def check_rotation(field: str, theta: float | None, width: int) -> None:
+    """Raise `ConfigError` if no frequencies of base `theta`, or None, rotate so many channels of a head."""
+    if theta is not None and not (math.isfinite(theta) and theta > 1):
+        raise ConfigError(field, theta, "must be finite and > 1, or null for no position embedding")
+    if theta is not None and width % 2:
+        allowed = f"rotates pairs of channels: heads must be of even width, not {width}; or null"
+        raise ConfigError(field, theta, allowed)
 
 
 @dataclass(frozen=True)

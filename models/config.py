@@ -98,16 +98,23 @@ class LanguageModelConfig:
     def _variants(self) -> list[str]:
         return []
 
-    def _require_positive(self, *fields: str) -> None:
+    def _require_positive(self, *fields: str, least: int = 1) -> None:
         for name in fields:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}", getattr(self, name), "must be a whole number ≥ 1")
+            if getattr(self, name) < least:
+                raise ConfigError(f"model.{name}", getattr(self, name), f"must be a whole number ≥ {least}")
 
     def _require_finite(self, *fields: str) -> None:
         for name in fields:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"model.{name}", value, "must be finite and > 0")
+
+    # Null: as many as heads.
+    def _require_divides_heads(self, field: str) -> None:
+        value = getattr(self, field)
+        if value is not None and (value < 1 or self.num_heads % value):
+            allowed = f"must divide num_heads={self.num_heads}: {', '.join(map(str, divisors(self.num_heads)))}"
+            raise ConfigError(f"model.{field}", value, allowed)
 
     # Total widths of all heads, by their names in the message.
     def _require_heads_divide(self, widths: Mapping[str, int]) -> None:
@@ -131,7 +138,6 @@ class ExpandedHeadsConfig(LanguageModelConfig):
     expand_v: float = 1.0
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_finite("expand_k", "expand_v")
         for name in ("expand_k", "expand_v"):

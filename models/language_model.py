@@ -39,7 +39,6 @@ class MLP(nn.Module):
         self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor, output_needed: bool = True) -> Tensor:
-        """See `Projection.forward` for `output_needed`."""
         inner = swiglu(*project(x, self.gate_proj, self.up_proj))
         return self.down_proj(inner, output_needed)
 
@@ -140,7 +139,6 @@ class Backbone(nn.Module):
                 self.register_parameter(shared.name, Parameter(torch.zeros(shared.shape(config))))
 
     def blocks(self) -> list[Block]:
-        """The layers, typed as `Block`."""
         return [cast(Block, layer) for layer in self.layers]
 
     def forward(self, input_ids: Tensor, position: SequencePosition, states: LayerStates | None = None) -> Tensor:
@@ -172,7 +170,6 @@ class Backbone(nn.Module):
         return self.norm(x, self.norm.weight.dtype if self.wide_residual else None)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """Rules of the shared parameters."""
         return {name: shared.rule for name, shared in self._shared.items()}
 
     def shared_parts(self) -> list[Tensor | None]:
@@ -197,7 +194,6 @@ class LMHead(nn.Linear):
     loss_parts = LossParts()
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """A matrix that is no projection."""
         return {"weight": MATRIX}
 
     def forward(  # type: ignore[override]
@@ -309,7 +305,6 @@ class LanguageModel(nn.Module):
         return units if self.config.tie_word_embeddings else [self.model.embeddings, *units, self.lm_head]
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """Set the recompute mode of every block."""
         for layer in self.model.blocks():
             layer.recompute = recompute
 

@@ -95,9 +95,8 @@ class RMSNormOfGated(_Norm):
         super().__init__(size, eps)
         self.groups = groups
 
-    def forward(self, o: Tensor, skip: Tensor, u: Tensor, gate: Tensor, decay: Tensor | None) -> Tensor:
+    def forward(self, o: Tensor, skip: Tensor, u: Tensor, gate: Tensor, decay: Tensor) -> Tensor:
         """Map o, skip [B, T, H, V], u, gate [B, T, H·V], decay [3, H] → [B, T, H·V], in the dtype of o."""
-        assert decay is not None
         return output(o, skip, u, gate, decay, self.weight, self.groups, self.eps)
 
 
@@ -134,7 +133,8 @@ def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """swish(gate) ⊙ up, for two tensors of one shape and dtype (Shazeer, 2020)."""
     if torch.compiler.is_compiling():
-        return (_swish(gate) * up).to(gate.dtype)
+        wide = gate.to(accumulation_dtype(gate.dtype))
+        return (wide * wide.sigmoid() * up).to(gate.dtype)
     return _SwiGLUFunction.apply(gate, up)
 
 
@@ -220,11 +220,6 @@ def _l2_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(accumulation_dtype(x.dtype))
     rnorm = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)
     return wide * rnorm, rnorm
-
-
-def _swish(gate: Tensor) -> Tensor:
-    wide = gate.to(accumulation_dtype(gate.dtype))
-    return wide * wide.sigmoid()
 
 
 # Positions are split at this power of two, see `_turns`.

@@ -6,7 +6,6 @@ into the sum (as addmm does). Both passes are custom ops: a compiler would copy 
 
 In fp8 x is rounded once for all its layers, and dx is one product: of all dy side by side, with one scale a token, and
 all weights, one above the other. Weights and gradients are as without fp8; only the operands are rounded.
-
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Projection(nn.Linear):
 
     def forward(self, x: Tensor, output_needed: bool = True) -> Tensor:
         """Map x [..., in] → [..., out]; with `output_needed=False` the output is NaN, and only the gradients valid."""
-        if not output_needed:
-            return unread_linear(x, self.weight, self.matmul)
-        return super().forward(x) if self.matmul is Matmul.bf16 else project(x, self)[0]
+        if output_needed and self.matmul is Matmul.bf16:
+            return super().forward(x)
+        return parallel_linear(x, self.weight, formats=(self.matmul,), output_needed=output_needed)[0]
 
 
 class StackedProjection(Projection):
@@ -47,7 +46,6 @@ class StackedProjection(Projection):
         self.rows = tuple(rows)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """A projection of several matrices."""
         return {"weight": PROJECTION._replace(rows=self.rows)}
 
 
@@ -64,19 +62,30 @@ def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
     return parallel_linear(x, *(layer.weight for layer in layers), formats=tuple(formats))
 
 
-def parallel_linear(x: Tensor, *weights: Tensor, formats: Sequence[Matmul] = ()) -> list[Tensor]:
+def parallel_linear(
+    x: Tensor, *weights: Tensor, formats: Sequence[Matmul] = (), output_needed: bool = True
+) -> list[Tensor]:
     """X weightᵀ, [..., N_i], for x [..., D] and each weight [N_i, D] of its dtype.
 
-    `formats` are those of the operands; empty: the dtype of x for all.
+    Args:
+        x: the input of all.
+        weights: in bf16, fp32 or fp64, as x.
+        formats: of the operands; empty: the dtype of x for all.
+        output_needed: False: the outputs are NaN, without a product, and only the gradients valid: for the last layer
+            of a block that is recomputed for its gradients.
     """
     in_fp8 = [matmul is Matmul.fp8 for matmul in formats or [Matmul.bf16] * len(weights)]
     # Outside of the custom op, so that a compiler rounds where it computes x.
-    rounded = [*quantise_rows(x.detach().flatten(0, -2))] if any(in_fp8) else []
-    return _parallel_linear(x, weights, in_fp8, rounded)
+    rounded = [*quantise_rows(x.detach().flatten(0, -2))] if any(in_fp8) and output_needed else []
+    return _parallel_linear(x, weights, in_fp8, rounded, output_needed)
 
 
 @custom_op("zeco::parallel_linear", mutates_args=())
-def _parallel_linear(x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor]) -> list[Tensor]:
+def _parallel_linear(
+    x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor], output_needed: bool
+) -> list[Tensor]:
+    if not output_needed:
+        return [x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan) for weight in weights]
     # Where `in_fp8` is set, of x in fp8: the `Fp8Rows` `rounded`.
     return [
         product(Fp8Rows(*rounded), quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
@@ -87,9 +96,7 @@ def _parallel_linear(x: Tensor, weights: list[Tensor], in_fp8: list[bool], round
 
 
 @_parallel_linear.register_fake
-def _parallel_linear_shapes(
-    x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor]
-) -> list[Tensor]:
+def _parallel_linear_shapes(x: Tensor, weights: list[Tensor], *settings: Any) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
@@ -119,48 +126,15 @@ def _parallel_linear_backward_shapes(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, ctx.in_fp8, ctx.rounded = *inputs[:3], len(inputs[3])
+    x, weights, ctx.in_fp8, rounded, _ = inputs
+    ctx.rounded = len(rounded)
     ctx.save_for_backward(x, *weights)
 
 
-def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor], None, list[None]]:
+def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor], None, list[None], None]:
     x, *weights = ctx.saved_tensors
     dx, *dweights = _parallel_linear_backward(dys, x, weights, ctx.in_fp8)
-    return dx, dweights, None, [None] * ctx.rounded
+    return dx, dweights, None, [None] * ctx.rounded, None
 
 
 register_autograd("zeco::parallel_linear", _backward, setup_context=_setup_context)
-
-
-def unread_linear(x: Tensor, weight: Tensor, matmul: Matmul = Matmul.bf16) -> Tensor:
-    """Backward pass of x weightᵀ without the forward product: the output is NaN. `matmul`: format of dx's operands.
-
-    For the last layer of a block that is recomputed for its gradients only.
-    """
-    return _unread_linear(x, weight, matmul is Matmul.fp8)
-
-
-@custom_op("zeco::unread_linear", mutates_args=())
-def _unread_linear(x: Tensor, weight: Tensor, in_fp8: bool) -> Tensor:
-    return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
-
-
-@_unread_linear.register_fake
-def _unread_linear_shape(x: Tensor, weight: Tensor, in_fp8: bool) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _setup_unread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, ctx.in_fp8 = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _unread_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight = ctx.saved_tensors
-    if ctx.in_fp8:
-        dx, dweight = _parallel_linear_backward([dy], x, [weight], [True])
-        return dx, dweight, None
-    return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2), None
-
-
-register_autograd("zeco::unread_linear", _unread_backward, setup_context=_setup_unread)

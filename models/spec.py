@@ -61,7 +61,6 @@ class TokenFLOPs:
 
     @property
     def total(self) -> float:
-        """All FLOPs of the token."""
         return self.linear + self.operator + self.head
 
     def __add__(self, other: TokenFLOPs) -> TokenFLOPs:
@@ -133,7 +132,6 @@ class BlockSpec:
 
     @property
     def products(self) -> Sequence[Sequence[Product]]:
-        """All linear layers."""
         return [*self.mixer_products, *self.mlp_products]
 
     @property
@@ -207,7 +205,6 @@ class ModelSpec:
 
     @property
     def parameters(self) -> Sequence[ParameterSpec]:
-        """The parameters of all units."""
         return [parameter for unit in self.units for parameter in unit]
 
     @property

@@ -95,8 +95,7 @@ COMPILING = {"models/test_layer_parts", "ops/test_gated_norm_kernel", "ops/test_
 COMPILING |= {"ops/test_selection", "ops/test_opcheck", "training/test_compile"}
 TOGETHER = dict.fromkeys(COMPILING, "compiling")
 # The first import of fla's models takes 5 s.
-FLA = {"checkpoint/test_earlier_versions", "hf/test_fla_checkpoints", "hf/test_hybrid_checkpoints"}
-TOGETHER |= dict.fromkeys({*FLA, "hf/test_linear_attention"}, "fla")
+TOGETHER |= dict.fromkeys({"checkpoint/test_earlier_versions", "hf/test_fla_checkpoints"}, "fla")
 
 
 @pytest.hookimpl(optionalhook=True)

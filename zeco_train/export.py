@@ -9,7 +9,6 @@ from __future__ import annotations
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
-    # Before the other imports, which take seconds.
     run_command("zeco_train.export")
 
 import dataclasses
@@ -64,7 +63,6 @@ class ExportSettings:
     model_type: str | None = None
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         check_least(self, shard_mb=1)
 
 

@@ -1,4 +1,4 @@
-"""Every operator as a differentiable function. Made by `zeco_train.sp.functions.stub`; do not edit."""
+"""Every operator as a differentiable function. Made by `python -m lab.functional_stub`; do not edit."""
 
 from collections.abc import Sequence
 

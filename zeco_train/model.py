@@ -16,7 +16,7 @@ from models.language_model import LanguageModel
 from models.mixer_registry import check_document
 from models.spec import spec_of
 from zeco_train.distributed.mesh import lone_mesh, pick_device
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.trained import Trained, find_trained, load_trained
@@ -122,8 +122,9 @@ class Model:
         rows = self._checked(text_or_ids, least=2)
         inputs, labels = rows[:, :-1], rows[:, 1:].contiguous()
         if documents is not None:
-            documents = _checked_documents(documents, rows)
-            documents = [_without_last(borders) for borders in documents]
+            # The last token is a label only.
+            last = inputs.shape[1]
+            documents = [borders.clamp(max=last) for borders in _checked_documents(documents, rows)]
         return float(self._run(inputs, documents, labels)) / labels.numel()
 
     def generate(
@@ -170,7 +171,7 @@ class Model:
         if samples < 1:
             raise ConfigError("samples", samples, "must be ≥ 1")
         ids = [self._generator.encode(text) for text in texts]
-        self._check_tokenizer(max(int(each.max()) for each in ids))
+        self._trained.check_ids(ids)
         sampling = Sampling(temperature, top_k, top_p, seed)
         limits = Limits(max_tokens, (stop,) if isinstance(stop, str) else tuple(stop), at_eos)
         with self._current():
@@ -198,11 +199,6 @@ class Model:
         on = self.device
         with self._current():
             return self.module(ids.to(on), position, None if labels is None else labels.to(on))
-
-    def _check_tokenizer(self, largest: int) -> None:
-        if largest >= self.vocab_size:
-            problem = f"its tokenizer gives id {largest}, and it has {self.vocab_size}"
-            raise DataError(self.path, problem, "the tokenizer is of another model")
 
     # [B, T] int64.
     def _checked(self, ids: Any, least: int = 1) -> Tensor:
@@ -234,12 +230,6 @@ def _checked_documents(documents: Any, ids: Tensor) -> list[Tensor]:
     except (TypeError, ValueError) as error:
         problem = f"must have for each of {batch} sequences borders that rise from 0 to {num_tokens}"
         raise ConfigError("documents", f"{documents!r:.100}", problem) from error
-
-
-def _without_last(borders: Sequence[int] | Tensor) -> list[int]:
-    # The last token is a label only.
-    found = [int(border) for border in borders]
-    return [min(border, found[-1] - 1) for border in found] if found else found
 
 
 def _dtype_of(dtype: str | torch.dtype | None, trained: Trained) -> Dtype:

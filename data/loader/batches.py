@@ -76,7 +76,6 @@ class DataSplit:
         return start, stop
 
     def position(self, segment: int, documents: Sequence[Tensor] | None = None) -> SequencePosition:
-        """The position of this rank's tokens of a segment."""
         return SequencePosition(
             self._bounds(segment, 0, self.sp_size),
             self.sp_rank,

@@ -69,7 +69,6 @@ class Mixture:
         return store, before[store] - before[store - 1] + slot - (after[store - 1] - before[store - 1])
 
     def _dealt(self, blocks: int) -> list[int]:
-        """Cumulative number of positions of stores 0 … j in the first `blocks` blocks, for each j."""
         return [blocks * self.block * partial // self._sums[-1] for partial in self._sums]
 
 
@@ -114,7 +113,6 @@ class SequenceLoader:
         self._step_labels = lru_cache(maxsize=2)(self._count_step_labels)
 
     def place(self, position: int) -> Place:
-        """The sequence at a position of the endless stream."""
         source, index = self.mixture.place(position)
         return Place(source, *self.readers[source].find(index))
 
@@ -137,7 +135,6 @@ class SequenceLoader:
         return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed))
 
     def reader_of(self, sequence_id: int) -> Reader:
-        """The reader of the store that holds a sequence."""
         return self.readers[bisect.bisect_right(self._first_ids, sequence_id) - 1]
 
     def _count_step_labels(self, consumed: int) -> int | None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.config import FIXED, FIXED_IF_READ
 from data.loader.batches import Reader, Shard
 from data.randomness import splitmix_words
 from data.store import StoreMeta
@@ -52,24 +53,21 @@ class TaskConfig:
         mask_token: id that hides a token; for `mlm` only. null: an id that the tokenizer never produces.
     """
 
-    name: TaskName = TaskName.lm
-    mask_fraction: float = 0.15
-    mask_token: int | None = None
+    name: TaskName = field(default=TaskName.lm, metadata=FIXED)
+    mask_fraction: float = field(default=0.15, metadata=FIXED_IF_READ)
+    mask_token: int | None = field(default=None, metadata=FIXED_IF_READ)
 
     @property
     def is_masked(self) -> bool:
-        """Whether tokens are masked."""
         return self.name is TaskName.mlm
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         if not 0 < self.mask_fraction <= 1:
             raise ConfigError("task.mask_fraction", self.mask_fraction, "must be > 0 and ≤ 1")
         if self.mask_token is not None and self.mask_token < 0:
             raise ConfigError("task.mask_token", self.mask_token, "is an id: must be ≥ 0")
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield (key, setting it depends on, whether that is set)."""
         yield "mask_fraction", "task=mlm", self.is_masked
         yield "mask_token", "task=mlm", self.is_masked
 
@@ -125,9 +123,7 @@ class SequenceMasks:
         return chosen
 
     def count(self, length: int) -> int:
-        """The number of chosen positions among the first `length`."""
-        blocks = range(0, length, _BLOCK)
-        return sum(int(self.chosen(start, min(start + _BLOCK, length)).sum()) for start in blocks)
+        return int(self.chosen(0, length).sum())
 
     def replace(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], ids: MaskIds) -> NDArray[np.int64]:
         """What the model reads in place of chosen tokens, given with their positions."""
@@ -152,11 +148,9 @@ class MaskedReader(Reader):
         self.is_endless, self.tokens_behind = reader.is_endless, reader.tokens_behind
 
     def find(self, index: int) -> tuple[int, int]:
-        """As the other reader."""
         return self._reader.find(index)
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """The other reader's shard, masked."""
         shard, (start, stop) = self._reader.shard(epoch, sequence, segment), self.split.range(segment)
         assert shard.counts is None, self.description
         masks = self._masks(epoch, sequence)
@@ -167,7 +161,6 @@ class MaskedReader(Reader):
         return shard._replace(tokens=tokens, labels=labels)
 
     def num_labels(self, epoch: int, sequence: int) -> int:
-        """Number of masked tokens in a whole sequence."""
         return self._masks(epoch, sequence).count(self.split.seq_len)
 
     def _masks(self, epoch: int, sequence: int) -> SequenceMasks:

@@ -27,7 +27,6 @@ class OpenedStores(OpenedData):
     validation: list[Source]
 
     def identity(self) -> dict[str, Any]:
-        """The properties of the stores and the mixture that determine the token order."""
         digests = [source.documents.store.meta.tokens_sha256 for source in self.train]
         shortest = [source.documents.min_tokens for source in self.train]
         is_one = len(self.train) == 1
@@ -39,12 +38,10 @@ class OpenedStores(OpenedData):
         }
 
     def tokenizer_files(self) -> Path | None:
-        """The folder of the tokenizer's files, beside the store or in it."""
         store = self.train[0].documents.store.path
         return tokenizer_files(store, store.parent)
 
     def stores(self) -> dict[str, TokenStore]:
-        """The token stores in use."""
         return {
             f"{use} store {number}": source.documents.store
             for use, sources in ((TRAINING, self.train), (VALIDATION, self.validation))
@@ -89,8 +86,6 @@ def open_held_out(
     """Open only the held-out stores of a configuration; the training stores may be missing.
 
     Args:
-        config: with the stores.
-        vocab_size: of the model.
         tokenizer: of the model, as `StoreMeta.tokenizer`; empty if unknown.
         folders: the runs or stores that may hold its files.
 

@@ -28,7 +28,6 @@ class Source(SequenceSource):
         return reader if self.masks is None else MaskedReader(reader, *self.masks, f"store {number}, seed {seed}")
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """Numbers of documents, tokens, sequences and epochs."""
         documents, store = self.documents, self.documents.store
         epoch = (documents.num_tokens - 1) // seq_len
         text = (
@@ -61,8 +60,6 @@ class SequenceReader(Reader):
     """Reads one sequence-parallel rank's shards of a store's sequences.
 
     Args:
-        documents: the store's documents.
-        split: this rank's part of the sequences.
         shuffle, seed: the order of documents and sequences in each epoch.
         number: the store's number in a mixture, so that stores of the same size have different orders.
 
@@ -89,14 +86,12 @@ class SequenceReader(Reader):
         self._streams: dict[int, DocumentStream] = {}
 
     def find(self, index: int) -> tuple[int, int]:
-        """Epoch of a sequence, and its number in it; each epoch has its own order."""
         epoch, place = super().find(index)
         if self._shuffle is Shuffle.none:
             return epoch, place
         return epoch, Permutation(self.num_sequences, self._seed, epoch, f"sequences{self._suffix}")(place)
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """This rank's shard of a segment of a sequence."""
         split, stream = self.split, self._stream(epoch)
         first, (start, stop) = sequence * split.seq_len, split.range(segment)
         start, stop = first + start, first + stop + 1

@@ -120,7 +120,6 @@ class _Preparation:
         work.start_anew()
 
     def run(self) -> None:
-        """Complete the store, starting from the saved phase."""
         work = self._work
         self.earlier_tokens = work.state.writer.num_tokens
         shard_tokens, state = self._options.shard_tokens, work.state.writer
@@ -132,7 +131,6 @@ class _Preparation:
             self._finish(writer)
 
     def facts(self) -> dict[str, Any]:
-        """This run's fields of `Prepared`."""
         found = {name: getattr(self, name) for name in ("earlier_tokens", "tokens", "seconds", "workers")}
         if isinstance(self.source, FileSource):
             found |= {"num_files": self.source.num_files, "skipped_files": self.source.skipped}
@@ -332,7 +330,6 @@ class Display:
         )
 
     def close(self) -> None:
-        """Close the bar, and leave it on the screen."""
         self._bar.close()
 
     def advance(self, amount: float, tokens: int) -> None:

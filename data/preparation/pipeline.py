@@ -192,8 +192,6 @@ def tokenize_units(
     generator and with this process, even if it is killed.
 
     Args:
-        job: what is the same for all units.
-        units: (number, unit), in order.
         workers: number of processes; 1: this process does the work.
         first: documents to skip in the first unit.
         made: parts in the job's folder, by name; matching parts of an earlier run are reused, and new ones are added.

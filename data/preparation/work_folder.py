@@ -64,7 +64,6 @@ class State:
 
     @property
     def is_new(self) -> bool:
-        """Whether no work has been done."""
         return self == State()
 
 
@@ -96,7 +95,6 @@ class WorkFolder:
             sync_folder(out.parent)
 
     def start_anew(self) -> None:
-        """Empty the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         for folder in (self.folder, self.store, self.parts):
             folder.mkdir()

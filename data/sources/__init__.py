@@ -84,9 +84,7 @@ class FileSource:
     """A source of files and folders; for formats see the module docstring.
 
     Args:
-        sources: the files and folders.
         text_field: field of lines, column of tables.
-        unit_bytes: size of a unit.
         most_bytes: larger text files, and longer lines, are left out.
 
     Attributes:
@@ -157,7 +155,6 @@ class FileSource:
             yield _unit_of(group, 0, 0, _size(group))
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """The documents of a unit."""
         return itertools.islice(self._read(unit), first, None)
 
     def _read(self, unit: Unit) -> Iterator[Document]:

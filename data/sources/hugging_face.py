@@ -109,12 +109,8 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
     if is_saved_dataset(Path(spec.name)):
         return _open_saved(library, spec, text_field, unit_bytes)
     announce_hub(spec.name)
-    options: dict[str, Any] = {
-        "name": spec.config,
-        "data_dir": spec.data_dir,
-        "data_files": spec.data_files,
-        "revision": spec.revision,
-    }
+    named = {key: getattr(spec, key) for key in ("data_dir", "data_files", "revision")}
+    options: dict[str, Any] = {"name": spec.config, **named}
     with _load_errors(spec):
         builder = library.load_dataset_builder(spec.name, **options)
         files = {str(split): files for split, files in (builder.config.data_files or {}).items()}
@@ -154,13 +150,11 @@ class RowSource:
         self._unit_rows = max(1, min(_ROWS_OF_A_UNIT, unit_bytes // size))
 
     def units(self) -> Iterator[Unit]:
-        """Ranges of rows."""
         for start in range(0, int(self.total), self._unit_rows):
             stop = min(start + self._unit_rows, int(self.total))
             yield Unit((), start, stop, stop - start, f"{self.manifest_sha256} {start} {stop}")
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """The documents of a range of rows."""
         # Workers are spawned, so each must silence the library's logging itself.
         _library()
         with _read_errors(self.name):
@@ -188,7 +182,6 @@ class StreamSource:
                 yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
 
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
-        """The documents of a part of a shard."""
         _library()
         row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
         with _read_errors(self.name):

@@ -171,7 +171,6 @@ class TokenStore:
         return stop - self.meta.shards[index].num_tokens, stop
 
     def shards_of(self, start: int, stop: int) -> range:
-        """The shards that hold tokens [start, stop)."""
         if start == stop:
             return range(0)
         first, last = np.searchsorted(self._shard_stops, [start, stop - 1], side="right").tolist()
@@ -203,7 +202,6 @@ class TokenStore:
         return tokens.astype(np.int64)
 
     def shard_path(self, index: int) -> Path:
-        """The file of a shard."""
         return self.path / self.meta.shards[index].name
 
     def close(self) -> None:

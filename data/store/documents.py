@@ -127,7 +127,6 @@ class DocumentStream:
     """Documents of a store as one stream of tokens.
 
     Args:
-        store: of the documents.
         kept: [n] the documents' numbers in the store, increasing; None: all.
         order: document i of the stream is kept[order(i)]; None: kept[i].
         load: returns the array that a function makes, or a cached one of this name.
@@ -228,7 +227,6 @@ class Documents:
 
     @property
     def description(self) -> str:
-        """Name in messages."""
         left = f" (its documents of {self.min_tokens} tokens or more)" if self.min_tokens > 1 else ""
         return f"the corpus {self.store.path}{left}"
 

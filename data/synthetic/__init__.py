@@ -78,17 +78,14 @@ class SyntheticConfig:
 
     @property
     def num_facts(self) -> int:
-        """`facts`, or the default."""
         return _FACTS[self.task][0] if self.facts is None else self.facts
 
     @property
     def num_queries(self) -> int:
-        """`queries`, or the default."""
         return self.num_facts if self.queries is None else self.queries
 
     @property
     def num_keys(self) -> int:
-        """`keys`, or the default."""
         return self.alphabet if self.keys is None else self.keys
 
     def validate(self, prefix: str = "data.synthetic") -> None:

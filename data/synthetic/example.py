@@ -74,7 +74,6 @@ class Example:
 
     @property
     def num_labels(self) -> int:
-        """Number of counted labels."""
         return sum(answer.stop - answer.start for answer in self.answers)
 
     @cached_property

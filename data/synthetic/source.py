@@ -24,8 +24,6 @@ class ExampleReader(Reader):
     Args:
         example: number → the example.
         count: of the examples; None: endless.
-        split: this rank's part of them.
-        description: name in messages.
     """
 
     has_labels = True
@@ -46,7 +44,6 @@ class ExampleReader(Reader):
         return Shard(padded, example.counts(start, stop))
 
     def num_labels(self, epoch: int, sequence: int) -> int:
-        """Number of counted labels of an example."""
         return self._example(sequence).num_labels
 
 
@@ -60,7 +57,6 @@ class SyntheticSource(SequenceSource):
 
     @property
     def description(self) -> str:
-        """Name in messages."""
         return f"the synthetic task {self.config.task.value}"
 
     def reader(
@@ -77,7 +73,6 @@ class SyntheticSource(SequenceSource):
         return ExampleReader(example, None, split, self.description)
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """Number and length of the sequences."""
         return f"{self.description}: {num_sequences:,.0f} different sequences of {seq_len:,} tokens"
 
 
@@ -89,7 +84,6 @@ class OpenedSynthetic(OpenedData):
     validation: list[SyntheticSource]
 
     def identity(self) -> dict[str, Any]:
-        """The task and its settings."""
         config = self.train[0].config
         settings = {
             "task": config.task.value,
@@ -103,7 +97,6 @@ class OpenedSynthetic(OpenedData):
         return {**own, "data.tokenizer": load_tokenizer(config.tokenizer).info}
 
     def tokenizer_files(self) -> Path | None:
-        """The folder of the texts' tokenizer."""
         folder = Path(self.train[0].config.tokenizer)
         return folder if folder.is_dir() else None
 

@@ -61,7 +61,6 @@ class ExampleMaker(ABC):
 
         Args:
             length: tokens of the sequence; must pass `check`.
-            draws: source of randomness.
             depth: from 0 to 1: relative position, in the part before the questions, of the (first) fact asked about;
                 None for a random position.
         """
@@ -74,7 +73,6 @@ class Noise:
         self._draws, self._first = draws, first
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Symbols [start, stop) of an endless sequence."""
         end = FIRST_SYMBOL + NUM_SYMBOLS
         return self._first + self._draws.many_below(end - self._first, start, stop, "noise")
 
@@ -102,7 +100,6 @@ class Recall(ExampleMaker):
         self.content = f"{self._pairs} pairs and {self._queries} queries of recall"
 
     def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
-        """An example of 2 tokens a pair, and noise."""
         half = length // 2
         if depth is None:
             places = [2 * slot for slot in sorted(draws.pick(self._pairs, half // 2, "pairs"))]
@@ -145,7 +142,6 @@ class Sentences:
         self.borders: list[int] = self._ends[self._ends >= 0].tolist()
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop)."""
         if start == stop:
             return np.empty(0, np.int64)
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
@@ -183,7 +179,6 @@ class Texts(ExampleMaker):
         self.content = f"what {config.task.value} tells and asks"
 
     def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
-        """An example whose facts lie between sentences."""
         script = self._script(draws)
         told, beside = self._encode(script.told), self._encode(script.beside)
         ending = self._encode(script.ending)

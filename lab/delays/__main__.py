@@ -78,18 +78,16 @@ _SUMMARY = {
 }
 
 
-def run(config: DelaysConfig, session: Session) -> Report:
-    """Measure all parts; results are in the report's folder. What fails is noted, and the rest is measured.
+def run(config: DelaysConfig, session: Session, report: Report) -> None:
+    """Measure all parts into the report. What fails is noted, and the rest is measured.
 
     Raises:
         ConfigError: not two ranks.
     """
     if session.world_size != 2:
         raise ConfigError("ranks", session.world_size, "this case is of two: torchrun --nproc-per-node 2")
-    report = Report("delays", config, session, COLUMNS)
     session.check_kernels(config.kernels, kernel_calls(config.run_config(config.strategies[0])))
     _Measurement(config, session, report).measure()
-    return report
 
 
 class _DelayedBackends(Backends):
@@ -389,7 +387,7 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-CASE = LabCase(DelaysConfig, run)
+CASE = LabCase("delays", DelaysConfig, COLUMNS, run)
 main = CASE.main
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from zeco_train.bench.session import Session
 from zeco_train.collectives.arena import Allocate, Arena, ArenaLayout, allocate_symmetric
-from zeco_train.collectives.one_kernel import CHAIN_KERNEL, FixedArguments
-from zeco_train.collectives.symmetric import INTERPRETED
+from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest
@@ -56,14 +55,8 @@ class TwoGpuChain:
         for position in range(own, ranks, 2):
             arena = Arena(group, False, device, cut.needed, lambda *_: (memory, addresses))
             self._arenas.append(arena)
-            self._arguments.append(
-                FixedArguments(
-                    *(arena, cut, position, ranks, mesh.timeout.total_seconds()),
-                    has_carry=False,
-                    want_carry=False,
-                    assembly=not INTERPRETED,
-                ).in_order()
-            )
+            seconds = mesh.timeout.total_seconds()
+            self._arguments.append(cut.arguments(arena, position, ranks, seconds, has_carry=False, want_carry=False))
 
     def run(self) -> Tensor:
         """What this GPU's last rank receives, [B, H, K, V]; valid until the next call."""

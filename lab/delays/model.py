@@ -75,7 +75,7 @@ class Predicted:
         )
         case = Case(config, ranks, ranks, machine(gpu_of(session)), gpus_per_node=ranks)
         (block,) = scanning_blocks(case)
-        choice = scan_choice(case, config.sp.spec)
+        choice = scan_choice(case)
         assert choice is not None, "states cross ranks"
         forward, backward = operator_seconds(case, block)
         windows = OVERLAPS[0] * forward, OVERLAPS[1] * backward

@@ -50,7 +50,7 @@ def noisy(alphas: tuple[float, ...] = (8.0, 25.0)) -> list[Noisy]:
         for gpus, tokens in SIZES:
             for alpha in alphas:
                 case = gla_1b(device, gpus, tokens, alpha)
-                choice = scan_choice(case, BACKENDS["zeco"])
+                choice = scan_choice(case.by(BACKENDS["zeco"]))
                 # A chain's later hops would count again for ranks that are late already.
                 assert choice is not None
                 assert not choice.scan.one_way
@@ -87,7 +87,7 @@ class Step:
     def of(cls, case: Case) -> Step:
         """The step of a model with one kind of blocks."""
         (block,) = scanning_blocks(case)
-        whole, (forward, backward) = plan_step(case, BACKENDS["dp"]), operator_seconds(case, block)
+        whole, (forward, backward) = plan_step(case.by(BACKENDS["dp"])), operator_seconds(case, block)
         optimizer = whole.seconds["optimizer"]
         windows = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
         forward = (whole.total - optimizer) / 3 / block.count

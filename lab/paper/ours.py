@@ -121,18 +121,18 @@ def predicted() -> list[Predicted]:
 
 def _rows(device: str, gpus: int, tokens: int, alpha: float) -> Iterator[Predicted]:
     case = gla_1b(device, gpus, tokens, alpha)
-    of_dp = plan_step(case, BACKENDS["dp"]).per_device
+    of_dp = plan_step(case.by(BACKENDS["dp"])).per_device
     if alpha == ALPHA:
-        rate = plan_step(gla_1b(device, gpus, tokens, alpha, gpus), BACKENDS["dp"]).per_device
+        rate = plan_step(gla_1b(device, gpus, tokens, alpha, gpus).by(BACKENDS["dp"])).per_device
         yield Predicted(device, gpus, tokens, alpha, "dp:all", gpus, "", 0.0, rate, rate / of_dp)
     for backend in BACKENDS.values():
         if alpha != ALPHA and backend.name != "zeco":
             continue
         for scan in (None, *(backend.scans if backend.name == "zeco" and alpha == ALPHA else ())):
-            choice = scan_choice(case, backend, scan)
+            choice = scan_choice(case.by(backend, scan))
             if choice is None and backend.scans:
                 continue
-            rate = plan_step(case, backend, scan).per_device
+            rate = plan_step(case.by(backend, scan)).per_device
             name = "" if choice is None else choice.scan.name
             microseconds = 0.0 if choice is None else choice.seconds * 1e6
             label = backend.name if scan is None else f"zeco:{name}"
@@ -165,7 +165,7 @@ def gla_1b(device: str, gpus: int, tokens: int, alpha: float, shards: int | None
         # Independent of the latency of scans.
         key = device, gpus, tokens
         if key not in _SHARDS:
-            fastest = fastest_shards(case, 0.05, BACKENDS["dp"])
+            fastest = fastest_shards(case.by(BACKENDS["dp"]), 0.05)
             assert fastest is not None, "gla_1b fits"
             _SHARDS[key] = fastest.case.shards
         shards = _SHARDS[key]

@@ -37,11 +37,9 @@ class Keys:
         self._prefix = prefix
 
     def refusal(self, key: str, value: Any, problem: str) -> ConfigError:
-        """The error for a value under a key."""
         return ConfigError(f"{self.file}: {self._prefix}{key!s:.80}", f"{value!s:.80}", problem)
 
     def inner(self, key: str, record: Mapping[str, Any]) -> Keys:
-        """A mapping that lies under a key."""
         return Keys(self.file, record, f"{self._prefix}{key}.")
 
     def only(self, supported: Mapping[str, tuple[Any, str]]) -> None:
@@ -51,7 +49,6 @@ class Keys:
                 raise self.refusal(key, found, f"{meaning}: not supported, only {value}")
 
     def only_known(self, *keys: str) -> None:
-        """Refuse all keys but these."""
         for key, value in self.record.items():
             if key not in keys:
                 raise self.refusal(key, value, f"not supported, only {', '.join(keys)}")

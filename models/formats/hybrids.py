@@ -22,6 +22,8 @@ _OF_PICTURES = ("mrope_section", "mrope_interleaved")
 # Keys by which older files say what `rope_parameters` does; accepted if both places agree.
 _ELSEWHERE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 _OTHER_LAYER = "another one than transformers' layer has"
+# By the same name here, with the defaults.
+_SAME = {"initializer_range": 0.02, "tie_word_embeddings": False}
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "attention_bias": (False, "biases in softmax layers"),
     "attention_dropout": (0.0, "dropout"),
@@ -31,77 +33,118 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class _SoftmaxLayers:
-    # Fields of `model.attn` that the class decides.
+class _Hybrid:
+    # In messages.
+    label: str
+    # The class's defaults of `vocab_size`, `hidden_size` and `intermediate_size`.
+    defaults: Mapping[str, int]
+    # Fields of the model, and of `model.attn`, that the class decides, with their values.
     fixed: Mapping[str, Any]
-    # The class's defaults; None: those that other keys decide.
+    fixed_attn: Mapping[str, Any]
+    # The class's defaults for softmax layers; None: those that other keys decide.
     num_heads: int
     num_kv_heads: int | None
     head_dim: int | None
-    # Whether `rope_theta` must not be null, and whether it reads `partial_rotary_factor`.
-    always_rotates: bool
+    # Whether heads are rotated by the share `partial_rotary_factor`, always; else whole, unless `rope_theta` is null.
     rotates_parts: bool
 
+    # The fields of a `GatedDeltaNetConfig`.
+    def read(self, keys: Keys) -> dict[str, Any]:
+        keys.only({**_ONLY, **{name: (value, _OTHER_LAYER) for name, value in self.fixed.items()}})
+        same = keys.values({**self.defaults, **_SAME})
+        head_dim, value_dim = (keys.value(f"linear_{name}_head_dim", int) for name in ("key", "value"))
+        fields = {
+            **same,
+            "num_layers": keys.value("num_hidden_layers", int, 32),
+            "norm_eps": keys.value("rms_norm_eps", float, 1e-6),
+            "num_heads": keys.value("linear_num_key_heads", int),
+            "num_v_heads": keys.value("linear_num_value_heads", int),
+            "head_dim": head_dim,
+            # A width below 1 is refused by the configuration.
+            "expand_v": value_dim / max(1, head_dim),
+            "conv_size": keys.value("linear_conv_kernel_dim", int, 4),
+            "attn": self._read_attn(keys, same["hidden_size"]),
+            **self.fixed,
+        }
+        if "allow_neg_eigval" not in self.fixed:
+            fields["allow_neg_eigval"] = keys.value("linear_allow_neg_eigval", bool, True)
+        return fields
 
-# The fields of a `GatedDeltaNetConfig`. `fixed` are those that the class decides, with their value; `defaults` those of
-# `vocab_size`, `hidden_size` and `intermediate_size`.
-def _read_common(
-    keys: Keys, softmax: _SoftmaxLayers, defaults: Mapping[str, int], fixed: Mapping[str, Any]
-) -> dict[str, Any]:
-    keys.only({**_ONLY, **{name: (value, _OTHER_LAYER) for name, value in fixed.items()}})
-    same = keys.values({**defaults, "initializer_range": 0.02, "tie_word_embeddings": False})
-    head_dim, value_dim = (keys.value(f"linear_{name}_head_dim", int) for name in ("key", "value"))
-    return {
-        **same,
-        "num_layers": keys.value("num_hidden_layers", int, 32),
-        "norm_eps": keys.value("rms_norm_eps", float, 1e-6),
-        "num_heads": keys.value("linear_num_key_heads", int),
-        "num_v_heads": keys.value("linear_num_value_heads", int),
-        "head_dim": head_dim,
-        # A width below 1 is refused by the configuration.
-        "expand_v": value_dim / max(1, head_dim),
-        "conv_size": keys.value("linear_conv_kernel_dim", int, 4),
-        "attn": _read_attn(keys, softmax, same["hidden_size"]),
-        **fixed,
-    }
+    # The inverse of `read`, and `max_position_embeddings`.
+    def write(self, model: GatedDeltaNetConfig, seq_len: int) -> dict[str, Any]:
+        own = {} if "allow_neg_eigval" in self.fixed else {"linear_allow_neg_eigval": model.allow_neg_eigval}
+        return {
+            **{key: getattr(model, key) for key in (*self.defaults, *_SAME)},
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "linear_conv_kernel_dim": model.conv_size,
+            "linear_key_head_dim": model.head_dim,
+            "linear_num_key_heads": model.num_heads,
+            "linear_num_value_heads": model.heads.values,
+            "linear_value_head_dim": model.heads.value_dim,
+            "max_position_embeddings": seq_len,
+            "rms_norm_eps": model.norm_eps,
+            **self._written_attn(model),
+            **own,
+        }
 
+    def _read_attn(self, keys: Keys, hidden_size: int) -> AttnConfig:
+        record = keys.record
+        inside = record.get("rope_parameters")
+        for key in _ELSEWHERE:
+            value = record.get(key)
+            # Some versions of transformers write partial_rotary_factor in both places.
+            if value is not None and not (isinstance(inside, Mapping) and inside.get(key) == value):
+                raise keys.refusal(key, value, "not supported beside rope_parameters, which must have it")
+        layers = _read_layers(keys)
+        heads = keys.positive("num_attention_heads", self.num_heads)
+        key_heads = keys.positive("num_key_value_heads", self.num_kv_heads, null=heads)
+        width = keys.positive("head_dim", self.head_dim, null=hidden_size // heads)
+        if not isinstance(inside, Mapping):
+            raise keys.refusal("rope_parameters", inside, "must be a mapping with rope_theta")
+        rotation = self._read_rotation(keys.inner("rope_parameters", inside), width)
+        return AttnConfig(
+            layers=layers, num_heads=heads, num_kv_heads=key_heads, head_dim=width, **rotation, **self.fixed_attn
+        )
 
-# The inverse of `_read_common`, for a class with a label, and `max_position_embeddings`.
-def _write_common(model: GatedDeltaNetConfig, softmax: _SoftmaxLayers, label: str, seq_len: int) -> dict[str, Any]:
-    same = ("vocab_size", "hidden_size", "intermediate_size", "initializer_range", "tie_word_embeddings")
-    return {
-        **{key: getattr(model, key) for key in same},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "linear_conv_kernel_dim": model.conv_size,
-        "linear_key_head_dim": model.head_dim,
-        "linear_num_key_heads": model.num_heads,
-        "linear_num_value_heads": model.heads.values,
-        "linear_value_head_dim": model.heads.value_dim,
-        "max_position_embeddings": seq_len,
-        "rms_norm_eps": model.norm_eps,
-        **_written_attn(model, softmax, label),
-    }
+    # A missing value is refused: it would be another one in another version of transformers.
+    def _read_rotation(self, keys: Keys, width: int) -> dict[str, Any]:
+        record, in_parts = keys.record, self.rotates_parts
+        keys.only_known("rope_type", "type", "rope_theta", "partial_rotary_factor", *(_OF_PICTURES if in_parts else ()))
+        keys.only(dict.fromkeys(("rope_type", "type"), ("default", "another rotation")))
+        theta, share = record.get("rope_theta"), record.get("partial_rotary_factor", None if in_parts else 1.0)
+        if not (theta is None and "rope_theta" in record and not in_parts) and not is_number(theta, 1):
+            null = "" if in_parts else ", or null for no rotation"
+            raise keys.refusal("rope_theta", theta, f"must be finite and > 1{null}")
+        if not is_number(share, 0) or share > 1 or (share != 1 and not in_parts):
+            allowed = "must be above 0 and at most 1" if in_parts else "not supported, only 1"
+            raise keys.refusal("partial_rotary_factor", share, allowed)
+        rotated = None if theta is None or share == 1 else int(width * share)
+        return {"rope_theta": None if theta is None else float(theta), "rotary_dim": rotated}
 
-
-def _read_attn(keys: Keys, softmax: _SoftmaxLayers, hidden_size: int) -> AttnConfig:
-    record = keys.record
-    inside = record.get("rope_parameters")
-    for key in _ELSEWHERE:
-        # Some versions of transformers write partial_rotary_factor in both places.
-        if (value := record.get(key)) is not None and not (isinstance(inside, Mapping) and inside.get(key) == value):
-            raise keys.refusal(key, value, "not supported beside rope_parameters, which must have it")
-    layers = _read_layers(keys)
-    heads = keys.positive("num_attention_heads", softmax.num_heads)
-    key_heads = keys.positive("num_key_value_heads", softmax.num_kv_heads, null=heads)
-    width = keys.positive("head_dim", softmax.head_dim, null=hidden_size // heads)
-    if not isinstance(inside, Mapping):
-        raise keys.refusal("rope_parameters", inside, "must be a mapping with rope_theta")
-    rotation = _read_rotation(keys.inner("rope_parameters", inside), softmax, width)
-    return AttnConfig(
-        layers=layers, num_heads=heads, num_kv_heads=key_heads, head_dim=width, **rotation, **softmax.fixed
-    )
+    def _written_attn(self, model: GatedDeltaNetConfig) -> dict[str, Any]:
+        attn = model.canonical().attn
+        chosen = attn.chosen(model.num_layers)
+        if not 0 < len(chosen) < model.num_layers:
+            raise not_exported("attn.layers", attn.layers, f"{self.label} has both kinds of layers")
+        if self.rotates_parts and attn.rope_theta is None:
+            raise not_exported("attn.rope_theta", None, f"{self.label} always rotates queries and keys")
+        shape = AttnShape.of(attn, model.num_heads, model.hidden_size)
+        rotation: dict[str, Any] = {"rope_type": "default", "rope_theta": attn.rope_theta}
+        if self.rotates_parts:
+            rotated = shape.head_dim if attn.rotary_dim is None else attn.rotary_dim
+            # transformers reads int(width · factor).
+            share = rotated / shape.head_dim
+            share = share if int(shape.head_dim * share) == rotated else math.nextafter(share, 2.0)
+            rotation["partial_rotary_factor"] = share
+        return {
+            "layer_types": [_SOFTMAX if layer in chosen else _LINEAR for layer in range(model.num_layers)],
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.key_heads,
+            "head_dim": shape.head_dim,
+            "rope_parameters": rotation,
+        }
 
 
 def _read_layers(keys: Keys) -> list[int]:
@@ -118,73 +161,21 @@ def _read_layers(keys: Keys) -> list[int]:
     return chosen
 
 
-# A missing value is refused: it would be another one in another version of transformers.
-def _read_rotation(keys: Keys, softmax: _SoftmaxLayers, width: int) -> dict[str, Any]:
-    record = keys.record
-    of_pictures = _OF_PICTURES if softmax.rotates_parts else ()
-    keys.only_known("rope_type", "type", "rope_theta", "partial_rotary_factor", *of_pictures)
-    keys.only(dict.fromkeys(("rope_type", "type"), ("default", "another rotation")))
-    theta, share = record.get("rope_theta"), record.get("partial_rotary_factor", None if softmax.rotates_parts else 1.0)
-    if not (theta is None and "rope_theta" in record and not softmax.always_rotates) and not is_number(theta, 1):
-        null = "" if softmax.always_rotates else ", or null for no rotation"
-        raise keys.refusal("rope_theta", theta, f"must be finite and > 1{null}")
-    if not is_number(share, 0) or share > 1 or (share != 1 and not softmax.rotates_parts):
-        allowed = "must be above 0 and at most 1" if softmax.rotates_parts else "not supported, only 1"
-        raise keys.refusal("partial_rotary_factor", share, allowed)
-    rotated = None if theta is None or share == 1 else int(width * share)
-    return {"rope_theta": None if theta is None else float(theta), "rotary_dim": rotated}
-
-
-def _written_attn(model: GatedDeltaNetConfig, softmax: _SoftmaxLayers, label: str) -> dict[str, Any]:
-    attn = model.canonical().attn
-    chosen = attn.chosen(model.num_layers)
-    if not 0 < len(chosen) < model.num_layers:
-        raise not_exported("attn.layers", attn.layers, f"{label} has both kinds of layers")
-    if softmax.always_rotates and attn.rope_theta is None:
-        raise not_exported("attn.rope_theta", None, f"{label} always rotates queries and keys")
-    shape = AttnShape.of(attn, model.num_heads, model.hidden_size)
-    rotation: dict[str, Any] = {"rope_type": "default", "rope_theta": attn.rope_theta}
-    if softmax.rotates_parts:
-        rotated = shape.head_dim if attn.rotary_dim is None else attn.rotary_dim
-        # transformers reads int(width · factor).
-        share = rotated / shape.head_dim
-        share = share if int(shape.head_dim * share) == rotated else math.nextafter(share, 2.0)
-        rotation["partial_rotary_factor"] = share
-    return {
-        "layer_types": [_SOFTMAX if layer in chosen else _LINEAR for layer in range(model.num_layers)],
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_heads,
-        "head_dim": shape.head_dim,
-        "rope_parameters": rotation,
-    }
-
-
 # OLMo Hybrid. Its softmax layers normalise the outputs of attention and MLP, and all heads of queries, and of keys, at
 # once. The norm of a Gated DeltaNet layer's output has an eps of its own in the code. Files have the names of the
 # published ones, not those of the class's parameters; `save_pretrained` cuts the convolution's rows into three equal
 # parts, whatever the widths of queries, keys and values are, and names a norm of softmax layers as one of the others.
-_OF_OLMO = _SoftmaxLayers(
-    fixed={"window": None, "qk_norm": True, "qk_norm_all_heads": True, "gate": False, "norm_after": True},
+_OLMO = _Hybrid(
+    label="transformers' OlmoHybrid",
+    defaults={"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008},
+    fixed={"use_gate": True, "o_norm_eps": 1e-5, "zero_centred_norms": False},
+    fixed_attn={"window": None, "qk_norm": True, "qk_norm_all_heads": True, "gate": False, "norm_after": True},
     num_heads=30,
     num_kv_heads=None,
     head_dim=None,
-    always_rotates=False,
     rotates_parts=False,
 )
-_OLMO_DEFAULTS = {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008}
-_OLMO_FIXED = {"use_gate": True, "o_norm_eps": 1e-5, "zero_centred_norms": False}
-_CONVOLUTIONS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
-
-
-def _read_olmo(keys: Keys) -> dict[str, Any]:
-    common = _read_common(keys, _OF_OLMO, _OLMO_DEFAULTS, _OLMO_FIXED)
-    return {**common, "allow_neg_eigval": keys.value("linear_allow_neg_eigval", bool, True)}
-
-
-def _write_olmo(model: GatedDeltaNetConfig, seq_len: int) -> dict[str, Any]:
-    common = _write_common(model, _OF_OLMO, OLMO_HYBRID.label, seq_len)
-    return {**common, "linear_allow_neg_eigval": model.allow_neg_eigval}
-
+_CONVOLUTIONS = ("attn.q_conv1d.weight", "attn.k_conv1d.weight", "attn.v_conv1d.weight")
 
 OLMO_HYBRID = ModelFormat(
     model_type="olmo_hybrid",
@@ -192,8 +183,8 @@ OLMO_HYBRID = ModelFormat(
     library="transformers",
     mixer=GatedDeltaNet,
     title="OLMo Hybrid: Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464) and softmax attention",
-    read=_read_olmo,
-    write=_write_olmo,
+    read=_OLMO.read,
+    write=_OLMO.write,
     names=Names(
         {
             "model.embeddings.": "model.embed_tokens.",
@@ -202,11 +193,7 @@ OLMO_HYBRID = ModelFormat(
             ".attn.decay.": ".linear_attn.",
             ".attn.": ".linear_attn.",
         },
-        rows=(
-            Rows(
-                tuple(f"attn.{name}" for name in _CONVOLUTIONS), tuple(f"linear_attn.{name}" for name in _CONVOLUTIONS)
-            ),
-        ),
+        rows=(Rows(_CONVOLUTIONS, tuple(name.replace("attn.", "linear_attn.") for name in _CONVOLUTIONS)),),
     ),
     softmax_names=Names(
         {
@@ -226,30 +213,21 @@ OLMO_HYBRID = ModelFormat(
 # Qwen3.5's text model. Its norms multiply by 1 + weight, but for those of the Gated DeltaNet layers' outputs. A quarter
 # of each head of queries and keys is rotated. Positions have three axes, for pictures; those of text are equal, and
 # `mrope_section` decides nothing.
-_OF_QWEN = _SoftmaxLayers(
-    fixed={"window": None, "qk_norm": True, "qk_norm_all_heads": False, "gate": True, "norm_after": False},
+_QWEN = _Hybrid(
+    label="transformers' Qwen3_5",
+    defaults={"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288},
+    fixed={"use_gate": True, "o_norm_eps": None, "allow_neg_eigval": False, "zero_centred_norms": True},
+    fixed_attn={"window": None, "qk_norm": True, "qk_norm_all_heads": False, "gate": True, "norm_after": False},
     num_heads=16,
     num_kv_heads=4,
     head_dim=256,
-    always_rotates=True,
     rotates_parts=True,
 )
-_QWEN_DEFAULTS = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
-_QWEN_FIXED = {"use_gate": True, "o_norm_eps": None, "allow_neg_eigval": False, "zero_centred_norms": True}
 _QWEN_PARTS = {
     "model.embeddings.": "model.embed_tokens.",
     ".attn_norm.": ".input_layernorm.",
     ".mlp_norm.": ".post_attention_layernorm.",
 }
-
-
-def _read_qwen(keys: Keys) -> dict[str, Any]:
-    return _read_common(keys, _OF_QWEN, _QWEN_DEFAULTS, _QWEN_FIXED)
-
-
-def _write_qwen(model: GatedDeltaNetConfig, seq_len: int) -> dict[str, Any]:
-    return _write_common(model, _OF_QWEN, QWEN3_5.label, seq_len)
-
 
 QWEN3_5 = ModelFormat(
     model_type="qwen3_5_text",
@@ -257,8 +235,8 @@ QWEN3_5 = ModelFormat(
     library="transformers",
     mixer=GatedDeltaNet,
     title="Qwen3.5: Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464) and gated softmax attention",
-    read=_read_qwen,
-    write=_write_qwen,
+    read=_QWEN.read,
+    write=_QWEN.write,
     names=Names(
         {
             **_QWEN_PARTS,
@@ -274,10 +252,7 @@ QWEN3_5 = ModelFormat(
                 ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
                 ("linear_attn.in_proj_qkv.weight",),
             ),
-            Rows(
-                ("attn.q_conv1d.weight", "attn.k_conv1d.weight", "attn.v_conv1d.weight"),
-                ("linear_attn.conv1d.weight",),
-            ),
+            Rows(_CONVOLUTIONS, ("linear_attn.conv1d.weight",)),
         ),
     ),
     softmax_names=Names(

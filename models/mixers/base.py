@@ -170,34 +170,40 @@ class Mixer(nn.Module, ABC):
         return {}
 
 
+# (operator, its operands, scale) → its outputs: of this rank's tokens over the whole sequence, or of one more token.
+Run = Callable[[str, Sequence[Tensor], float], Tensor]
+
+
 class OperatorMixer(Mixer):
-    """A mixer of one operator, the only one of `operators`, with one state: projections, operator, output.
-
-    Attributes:
-        scale: of the operator.
-    """
-
-    scale: float
+    """A mixer whose layer is one formula, `mix`, for a sequence over all ranks and for one token after another."""
 
     @abstractmethod
-    def _operands(
-        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
-    ) -> tuple[Sequence[Tensor], Tensor | None]:
-        """The operator's operands and the output's gate, if there is one; positions are [T], or [B, 1] in a step."""
+    def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
+        """The layer's output [B, T, D].
 
-    @abstractmethod
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """The layer's output [B, T, D], from the operator's [B, T, H, V]."""
+        Args:
+            x: [B, T, D].
+            positions: [T], or [B, 1] of one token, if the layer `reads_positions`.
+            shared: as in `forward`.
+            run: to be called once for each of `operators`, in their order.
+        """
 
     def forward(
         self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
     ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """Mix this rank's tokens, see `Mixer`."""
-        operands, gate = self._operands(x, position.positions, shared)
-        o, state_output = mix_at(self.operators[0], operands, self.scale, position, state_inputs[0])
-        return self._output(o, gate), (state_output,)
+        state_outputs: list[StateOutput] = []
+
+        def run(operator: str, operands: Sequence[Tensor], scale: float) -> Tensor:
+            o, state_output = mix_at(operator, operands, scale, position, state_inputs[len(state_outputs)])
+            state_outputs.append(state_output)
+            return o
+
+        return self.mix(x, position.positions, shared, run), tuple(state_outputs)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """One more token of each sequence, see `Mixer`."""
-        operands, gate = self._operands(x, positions[:, None], shared)
-        return self._output(OPERATORS[self.operators[0]].step(*operands, states[0], self.scale), gate)
+        remaining = iter(states)
+
+        def run(operator: str, operands: Sequence[Tensor], scale: float) -> Tensor:
+            return OPERATORS[operator].step(*operands, next(remaining), scale)
+
+        return self.mix(x, positions[:, None], shared, run)

@@ -89,7 +89,6 @@ class QuadraticConfig(LanguageModelConfig):
     symmetric: bool = True
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_positive("feature_dim")
         self._require_heads_divide({"hidden_size": self.hidden_size})
@@ -101,7 +100,6 @@ class QuadraticConfig(LanguageModelConfig):
 
     @property
     def head(self) -> HeadWidths:
-        """Widths of a head."""
         size, polynomial = self.feature_dim, self.polynomial
         value = self.hidden_size // self.num_heads
         return HeadWidths(size, polynomial.num_features(size), polynomial.padded(size), value)

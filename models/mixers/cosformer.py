@@ -38,14 +38,12 @@ class CosformerConfig(LanguageModelConfig):
     max_document: int = 8192
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_positive("max_document")
         self._require_heads_divide({"hidden_size": self.hidden_size})
 
     @property
     def head(self) -> HeadWidths:
-        """Widths of a head."""
         size = self.hidden_size // self.num_heads
         return HeadWidths(query=size, features=2 * size, key=2 * size, value=size)
 
@@ -68,7 +66,6 @@ class Cosformer(FeatureMapAttention):
 
     @classmethod
     def longest_document(cls, config: CosformerConfig) -> int | None:
-        """M."""
         return config.max_document
 
     def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:

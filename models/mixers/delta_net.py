@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -18,16 +18,12 @@ from torch.nn import functional as F
 
 from models.config import ExpandedHeadsConfig, LanguageModelConfig
 from models.decays import step_log_decays
-from models.mixers.base import Mixer
+from models.mixers.base import OperatorMixer, Run
 from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution, l2_normalised
 from models.parameters import MATRIX, ParameterRule
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.layer_states import StateInput, StateOutput
-from zeco_train.ops.mix import mix_at
-from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.position import SequencePosition
 
 
 class DeltaHeads(NamedTuple):
@@ -47,11 +43,6 @@ class DeltaHeads(NamedTuple):
     def value_width(self) -> int:
         """H·V, total width of the values."""
         return self.values * self.value_dim
-
-    @property
-    def conv_width(self) -> int:
-        """Channels of the convolutions: queries, keys, values."""
-        return 2 * self.key_width + self.value_width
 
     def in_words(self) -> str:
         """Of the model card."""
@@ -80,11 +71,11 @@ class DeltaHeadsConfig(LanguageModelConfig):
     allow_neg_eigval: bool = False
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not fit each other."""
         super().validate()
         self._require_positive("head_dim")
         self._require_finite("expand_v")
-        check_conv_size(self.conv_size)
+        # A convolution with inputs before its own.
+        self._require_positive("conv_size", least=2)
         width = self.head_dim * self.expand_v
         if round(width) < 1 or not math.isclose(width, round(width)):
             nearest = max(1, round(width)) / self.head_dim
@@ -96,7 +87,6 @@ class DeltaHeadsConfig(LanguageModelConfig):
 
     @property
     def heads(self) -> DeltaHeads:
-        """Heads of a layer."""
         values = self.num_v_heads or self.num_heads
         return DeltaHeads(self.num_heads, values, self.head_dim, round(self.head_dim * self.expand_v))
 
@@ -113,12 +103,6 @@ class DeltaHeadsConfig(LanguageModelConfig):
         return ["negative eigenvalues"] * self.allow_neg_eigval
 
 
-def check_conv_size(conv_size: int) -> None:
-    """Raise `ConfigError` if a convolution would have no inputs before its own."""
-    if conv_size < 2:
-        raise ConfigError("model.conv_size", conv_size, "must be a whole number ≥ 2")
-
-
 class Projected(NamedTuple):
     """The projections of a layer's tokens, before the convolutions."""
 
@@ -126,9 +110,9 @@ class Projected(NamedTuple):
     inputs: Tensor
     # Logits of β, [B, T, H], and of the decays, [B, T, H] or [B, T, H·K].
     strengths: Tensor
-    decays: Tensor | None
+    decays: Tensor | None = None
     # Of the output, [B, T, H·V].
-    gate: Tensor | None
+    gate: Tensor | None = None
 
 
 class _Convolution(ShortConvolution):
@@ -140,7 +124,7 @@ class _Convolution(ShortConvolution):
         return {"weight": MATRIX}
 
 
-class DeltaMixer(Mixer):
+class DeltaMixer(OperatorMixer):
     """One layer: x [B, T, D] → [B, T, D].
 
     q, k, v   = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv)), cut into heads
@@ -159,8 +143,8 @@ class DeltaMixer(Mixer):
         super().__init__(config, layer)
         self.heads: DeltaHeads = config.heads
         heads, self.operators = self.heads, ("short_conv", self.operator)
-        of_operator = heads.values, heads.key_dim, heads.value_dim
-        self.state_shapes = (1, config.conv_size - 1, heads.conv_width), of_operator
+        channels = 2 * heads.key_width + heads.value_width
+        self.state_shapes = (1, config.conv_size - 1, channels), (heads.values, heads.key_dim, heads.value_dim)
 
     # `init_weights` draws in the order in which a subclass adds these modules and its own.
     def _add_projections(self) -> None:
@@ -184,45 +168,29 @@ class DeltaMixer(Mixer):
     @abstractmethod
     def _projections(self, x: Tensor) -> Projected: ...
 
-    def forward(
-        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """Mix this rank's tokens, see `Mixer`."""
-        projected = self._projections(x)
-        inputs, tail = mix_at("short_conv", (projected.inputs, *self._taps()), 1.0, position, state_inputs[0])
-        operands = self._operands(inputs, projected, shared)
-        o, state = mix_at(self.operator, operands, self.heads.key_dim**-0.5, position, state_inputs[1])
-        return self._output(o, projected.gate), (tail, state)
+    # With layers of decays and gate, if there are some, by their names in `Projected`.
+    def _projected(self, x: Tensor, **layers: nn.Linear | None) -> Projected:
+        own = {name: layer for name, layer in layers.items() if layer is not None}
+        q, k, v, strengths, *more = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, *own.values())
+        return Projected(torch.cat([q, k, v], -1), strengths, **dict(zip(own, more, strict=True)))
 
-    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """One more token of each sequence, see `Mixer`."""
-        tail, state = states
-        projected = self._projections(x)
-        inputs = OPERATORS["short_conv"].step(projected.inputs, *self._taps(), tail, 1.0)
-        o = OPERATORS[self.operator].step(*self._operands(inputs, projected, shared), state)
-        return self._output(o, projected.gate)
-
-    # Weight and bias of the operator `short_conv` over all channels.
-    def _taps(self) -> tuple[Tensor, Tensor]:
-        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-        return weight, weight.new_zeros(len(weight))
-
-    def _operands(self, inputs: Tensor, projected: Projected, shared: Tensor | None) -> tuple[Tensor, ...]:
-        heads = self.heads
+    def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
+        heads, (inputs, strengths, decays, gate) = self.heads, self._projections(x)
+        taps = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        inputs = run("short_conv", (inputs, taps, taps.new_zeros(len(taps))), 1.0)
         # Each by itself: of silu of all, the values' part would keep the whole.
         q, k, v = map(F.silu, inputs.split((heads.key_width, heads.key_width, heads.value_width), dim=-1))
         q, k = (l2_normalised(x.unflatten(-1, (heads.keys, heads.key_dim))) for x in (q, k))
         # fp32: the rule solves for what its tokens write.
-        beta = projected.strengths.to(accumulation_dtype(inputs.dtype)).sigmoid()
+        beta = strengths.to(accumulation_dtype(inputs.dtype)).sigmoid()
         if self.config.allow_neg_eigval:
             beta = 2 * beta
         g: tuple[Tensor, ...] = ()
-        if projected.decays is not None:
+        if decays is not None:
             assert shared is not None
-            g = (step_log_decays(projected.decays, shared, heads.values),)
-        return q, k, v.unflatten(-1, (heads.values, heads.value_dim)), *g, beta
-
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+            g = (step_log_decays(decays, shared, heads.values),)
+        v = v.unflatten(-1, (heads.values, heads.value_dim))
+        o = run(self.operator, (q, k, v, *g, beta), heads.key_dim**-0.5)
         gates = () if gate is None else (gate.unflatten(-1, o.shape[-2:]),)
         return self.o_proj(self.o_norm(o, *gates).flatten(-2))
 
@@ -244,13 +212,11 @@ class DeltaNetConfig(ExpandedHeadsConfig):
     allow_neg_eigval: bool = False
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
-        check_conv_size(self.conv_size)
+        self._require_positive("conv_size", least=2)
 
     @property
     def heads(self) -> DeltaHeads:
-        """Heads of a layer."""
         return DeltaHeads(self.num_heads, self.num_heads, self.head_k_dim, self.head_v_dim)
 
     def _shape_rows(self) -> Mapping[str, str]:
@@ -275,11 +241,8 @@ class DeltaNet(DeltaMixer):
         super().__init__(config, layer)
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self._add_projections()
-        if config.use_gate:
-            self.g_proj = Projection(config.hidden_size, self.heads.value_width)
+        self.g_proj = Projection(config.hidden_size, self.heads.value_width) if config.use_gate else None
         self._add_output(GateFunction.swish if config.use_gate else None)
 
     def _projections(self, x: Tensor) -> Projected:
-        gates = (self.g_proj,) if self.config.use_gate else ()
-        q, k, v, strengths, *gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, *gates)
-        return Projected(torch.cat([q, k, v], -1), strengths, None, gate[0] if gate else None)
+        return self._projected(x, gate=self.g_proj)

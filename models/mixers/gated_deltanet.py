@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 
 from models.decays import StepDecay
 from models.mixers.delta_net import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
-from models.projections import Projection, project
+from models.projections import Projection
 
 # Initial values of exp(A_log), as in flash-linear-attention.
 _RATES = (0.0, 16.0)
@@ -36,7 +35,6 @@ class GatedDeltaNetConfig(DeltaHeadsConfig):
     o_norm_eps: float | None = None
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, see `DeltaHeadsConfig`."""
         super().validate()
         if self.o_norm_eps is not None:
             self._require_finite("o_norm_eps")
@@ -68,12 +66,8 @@ class GatedDeltaNet(DeltaMixer):
         self.decay = StepDecay(self.heads.values, 1, _RATES)
         self._add_projections()
         self.a_proj = nn.Linear(config.hidden_size, self.heads.values, bias=False)
-        if config.use_gate:
-            self.g_proj = Projection(config.hidden_size, self.heads.value_width)
+        self.g_proj = Projection(config.hidden_size, self.heads.value_width) if config.use_gate else None
         self._add_output(GateFunction.swish if config.use_gate else None, config.o_norm_eps)
 
     def _projections(self, x: Tensor) -> Projected:
-        gates = (self.g_proj,) if self.config.use_gate else ()
-        layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, *gates
-        q, k, v, strengths, decays, *gate = project(x, *layers)
-        return Projected(torch.cat([q, k, v], -1), strengths, decays, gate[0] if gate else None)
+        return self._projected(x, decays=self.a_proj, gate=self.g_proj)

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ExpandedHeadsConfig
-from models.mixers.base import OperatorMixer
+from models.mixers.base import OperatorMixer, Run
 from models.modules import GatedRMSNorm, RMSNorm
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
-from zeco_train.system.numbers import divisors
 
 
 class FeatureMap(Enum):
@@ -34,7 +33,6 @@ class FeatureMap(Enum):
     sigmoid = "sigmoid"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the function."""
         match self:
             case FeatureMap.relu:
                 return F.relu(x)
@@ -71,12 +69,9 @@ class GLAConfig(ExpandedHeadsConfig):
     use_output_gate: bool = True
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_positive("gate_low_rank_dim", "gate_logit_normalizer")
-        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
-            allowed = f"must divide num_heads={self.num_heads}: {', '.join(map(str, divisors(self.num_heads)))}"
-            raise ConfigError("model.num_kv_heads", self.num_kv_heads, allowed)
+        self._require_divides_heads("num_kv_heads")
         if self.clamp_min is not None and not (math.isfinite(self.clamp_min) and self.clamp_min < 0):
             raise ConfigError("model.clamp_min", self.clamp_min, "bounds log-decays from below: must be finite and < 0")
 
@@ -85,14 +80,8 @@ class GLAConfig(ExpandedHeadsConfig):
         """Query heads per head of keys, values and decays."""
         return self.num_heads // (self.num_kv_heads or self.num_heads)
 
-    @property
-    def projection_widths(self) -> tuple[int, int, int, int]:
-        """Output widths of a layer's projections: queries, keys (and decays), values, output gate."""
-        groups = self.num_kv_groups
-        return self.key_dim, self.key_dim // groups, self.value_dim // groups, self.value_dim * self.use_output_gate
-
     def canonical(self) -> Self:
-        """See `LanguageModelConfig`; `num_kv_heads` equal to `num_heads` becomes None."""
+        """As for all models; `num_kv_heads` equal to `num_heads` becomes None."""
         model = super().canonical()
         return replace(model, num_kv_heads=None) if self.num_kv_heads == self.num_heads else model
 
@@ -121,32 +110,29 @@ class GatedLinearAttention(OperatorMixer):
 
     def __init__(self, config: GLAConfig, layer: int) -> None:
         super().__init__(config, layer)
-        width, (queries, keys, values, gates) = config.hidden_size, config.projection_widths
-        self.head_k_dim, self.head_v_dim, self.scale = config.head_k_dim, config.head_v_dim, config.head_k_dim**-0.5
+        width, groups = config.hidden_size, config.num_kv_groups
+        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
         self.state_shapes = ((config.num_heads, self.head_k_dim, self.head_v_dim),)
         self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
         self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
         # `init_weights` draws in this order: reordering the modules changes the initial values.
-        self.q_proj = Projection(width, queries)
-        self.k_proj = Projection(width, keys)
-        self.v_proj = Projection(width, values)
-        if gates:
-            self.g_proj = Projection(width, gates)
+        self.q_proj = Projection(width, config.key_dim)
+        self.k_proj = Projection(width, config.key_dim // groups)
+        self.v_proj = Projection(width, config.value_dim // groups)
+        self.g_proj = Projection(width, config.value_dim) if config.use_output_gate else None
         self.gk_proj = nn.Sequential(
             nn.Linear(width, config.gate_low_rank_dim, bias=False),
-            nn.Linear(config.gate_low_rank_dim, keys, bias=True),
+            nn.Linear(config.gate_low_rank_dim, config.key_dim // groups, bias=True),
         )
         self.o_proj = Projection(config.value_dim, width)
-        if gates:
+        if config.use_output_gate:
             self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
         else:
             self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
 
-    def _operands(
-        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
-        gates = (self.g_proj,) if hasattr(self, "g_proj") else ()
+        gates = () if self.g_proj is None else (self.g_proj,)
         q, k, v, *gate, low_rank = project(x, self.q_proj, self.k_proj, self.v_proj, *gates, down)
         q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
         v, *gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, *gate))
@@ -159,8 +145,6 @@ class GatedLinearAttention(OperatorMixer):
             g = g.clamp_min(self.clamp_min)
         if self.num_kv_groups > 1:
             k, v, g = (tensor.repeat_interleave(self.num_kv_groups, dim=-2) for tensor in (k, v, g))
-        return (q, k, v, g), gate[0] if gate else None
-
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        normed = self.g_norm(o) if gate is None else self.g_norm_swish_gate(o, gate)
+        o = run("gla", (q, k, v, g), self.head_k_dim**-0.5)
+        normed = self.g_norm_swish_gate(o, *gate) if gate else self.g_norm(o)
         return self.o_proj(normed.flatten(-2))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.config import LanguageModelConfig
-from models.mixers.base import OperatorMixer, Shared
+from models.mixers.base import OperatorMixer, Run, Shared
 from models.modules import GatedRMSNorm, swiglu
 from models.parameters import BIAS
 from models.projections import Projection, project
@@ -97,7 +97,6 @@ class HGRNConfig(LanguageModelConfig):
     expand_ratio: int = 1
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         super().validate()
         self._require_positive("expand_ratio")
 
@@ -130,7 +129,6 @@ class HGRN(OperatorMixer):
 
     config_class = HGRNConfig
     operators = ("hgrn",)
-    scale = 1.0
     title = "HGRN (Qin et al., 2023, arXiv 2311.04823)"
     shared = Shared(
         name="lower_bounds",
@@ -150,14 +148,9 @@ class HGRN(OperatorMixer):
         self.g_norm = GatedRMSNorm(config.width, config.norm_eps)
         self.o_proj = Projection(config.width, config.hidden_size)
 
-    def _operands(
-        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         assert shared is not None, "the model has lower bounds"
         inputs, logits, gate = project(x, self.i_proj, self.f_proj, self.g_proj)
         written, g = forget_gate(logits, shared)
         u, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (swiglu(inputs, written), g))
-        return (u, g), gate
-
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        return self.o_proj(self.g_norm(o.flatten(-2), gate))
+        return self.o_proj(self.g_norm(run("hgrn", (u, g), 1.0).flatten(-2), gate))

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
-from models.mixers.base import OperatorMixer, Shared
-from models.mixers.hgrn import forget_gate, lower_bounds
+from models.mixers.base import OperatorMixer, Run
+from models.mixers.hgrn import HGRN, forget_gate
 from models.modules import RMSNorm
-from models.parameters import BIAS
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 
@@ -39,7 +38,6 @@ class HGRN2Config(LanguageModelConfig):
     expand_ratio: int | None = None
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         width, heads = self.hidden_size, self.num_heads
         self._require_heads_divide({"hidden_size": width})
@@ -72,16 +70,11 @@ class HGRN2(OperatorMixer):
     config_class = HGRN2Config
     operators = ("gla",)
     title = "HGRN2 (Qin et al., 2024, arXiv 2404.07904)"
-    shared = Shared(
-        name="lower_bounds",
-        shape=lambda config: (config.num_layers, config.hidden_size),
-        rule=BIAS,
-        parts=lower_bounds,
-    )
+    shared = HGRN.shared._replace(shape=lambda config: (config.num_layers, config.hidden_size))
 
     def __init__(self, config: HGRN2Config, layer: int) -> None:
         super().__init__(config, layer)
-        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
+        self.head_dim = config.head_dim
         self.state_shapes = ((config.num_heads, config.head_dim, config.head_dim),)
         width = config.hidden_size
         # `init_weights` draws in this order: reordering the modules changes the initial values.
@@ -91,12 +84,9 @@ class HGRN2(OperatorMixer):
         self.g_norm = RMSNorm(width, _NORM_EPS)
         self.o_proj = Projection(width, width)
 
-    def _operands(self, x: Tensor, positions: Tensor | None, shared: Tensor | None) -> tuple[tuple[Tensor, ...], None]:
+    def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         assert shared is not None, "the model has lower bounds"
         q, logits, v = project(x, self.q_proj, self.f_proj, self.i_proj)
         k, g = forget_gate(logits, shared)
         q, k, v, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (F.silu(q), k, v, g))
-        return (q, k, v, g), None
-
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        return self.o_proj(self.g_norm(o.flatten(-2)))
+        return self.o_proj(self.g_norm(run("gla", (q, k, v, g), self.head_dim**-0.5).flatten(-2)))

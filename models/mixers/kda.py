@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from models.decays import StepDecay
 from models.mixers.delta_net import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
-from models.projections import project
 
 # Initial values of exp(A_log), as in flash-linear-attention.
 _RATES = (1.0, 16.0)
@@ -59,5 +57,5 @@ class KimiDeltaAttention(DeltaMixer):
 
     def _projections(self, x: Tensor) -> Projected:
         (f_down, f_up), (g_down, g_up) = (cast(list[nn.Linear], list(each)) for each in (self.f_proj, self.g_proj))
-        q, k, v, strengths, f, g = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, f_down, g_down)
-        return Projected(torch.cat([q, k, v], -1), strengths, f_up(f), g_up(g))
+        down = self._projected(x, decays=f_down, gate=g_down)
+        return down._replace(decays=f_up(down.decays), gate=g_up(down.gate))

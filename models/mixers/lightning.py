@@ -62,7 +62,6 @@ class LightningAttention(FixedDecayAttention):
         self.g_norm = GatedRMSNorm(config.value_dim, config.norm_eps, GateFunction.sigmoid)
 
     def constants(self) -> Mapping[str, Tensor]:
-        """The heads' log-decays."""
         return {"log_decay": log_decays(self.config.num_heads, self.layer, self.config.num_layers)}
 
     def _activate(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.config import ExpandedHeadsConfig
-from models.mixers.base import OperatorFLOPs, OperatorMixer
+from models.mixers.base import OperatorFLOPs, OperatorMixer, Run
 from models.modules import RMSNorm
 from models.projections import Projection, project
 from zeco_train.ops import accumulation_dtype
@@ -131,16 +131,14 @@ class FeatureMapAttention(OperatorMixer):
     def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """φ(q), φ(k) [B, T, H, `head.key`] in the dtype of q, of queries and keys [B, T, H, `head.query`]."""
 
-    def _operands(self, x: Tensor, positions: Tensor | None, shared: Tensor | None) -> tuple[tuple[Tensor, ...], None]:
+    def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         heads = self.config.num_heads
         q, k, v = (y.unflatten(-1, (heads, -1)) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
         q, k = self._map_features(q, k, positions)
         v = with_ones(v) if self.has_normaliser else v
         # Without a mask there is no order, and no decay.
         decays = (x.new_zeros(heads, dtype=accumulation_dtype(x.dtype)),) if self.config.causal else ()
-        return (q, k, v, *decays), None
-
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        o = run(self.operators[0], (q, k, v, *decays), self.scale)
         o = normalised(o, self.head.value) if self.has_normaliser else o
         o = o if self.norm is None else self.norm(o)
         return self.o_proj(o.flatten(-2))
@@ -160,7 +158,6 @@ class LinearFeatureMap(Enum):
     identity = "identity"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the function."""
         match self:
             case LinearFeatureMap.elu:
                 return _elu_plus_one(x) if torch.compiler.is_compiling() else _EluPlusOne.apply(x)
@@ -186,7 +183,6 @@ class LinearAttentionConfig(ExpandedHeadsConfig):
 
     @property
     def head(self) -> HeadWidths:
-        """Widths of a head."""
         key_dim = self.head_k_dim
         return HeadWidths(query=key_dim, features=key_dim, key=key_dim, value=self.head_v_dim)
 

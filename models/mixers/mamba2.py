@@ -7,7 +7,7 @@ unless `intermediate_size` is set. Order enters through the convolution and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -16,18 +16,13 @@ from torch import Tensor, nn
 
 from models.config import LanguageModelConfig
 from models.decays import initial_rates, initial_steps
-from models.mixers.base import Mixer
+from models.mixers.base import OperatorMixer, Run
 from models.modules import RMSNormOfGated, ShortConvolution
 from models.parameters import ParameterRule
 from models.projections import Projection, StackedProjection, parallel_linear
 from zeco_train.errors import ConfigError
-from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.mamba2 import operands
-from zeco_train.ops.mix import mix_at
-from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.position import SequencePosition
-from zeco_train.system.numbers import divisors
 
 # Initial values of exp(A_log), as in the paper's code and in flash-linear-attention.
 _A_RANGE = (1.0, 16.0)
@@ -77,22 +72,17 @@ class Mamba2Config(LanguageModelConfig):
         super().__post_init__()
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not fill the inner width."""
         super().validate()
         self._require_positive("head_dim", "state_size", "n_groups", "expand")
         self._require_finite("time_step_min", "time_step_max", "time_step_floor")
         if self.num_heads * self.head_dim != self.inner_dim:
             allowed = f"times num_heads={self.num_heads} must equal expand · hidden_size = {self.inner_dim}"
             raise ConfigError("model.head_dim", self.head_dim, allowed)
-        if self.num_heads % self.n_groups:
-            allowed = f"must divide num_heads={self.num_heads}: {', '.join(map(str, divisors(self.num_heads)))}"
-            raise ConfigError("model.n_groups", self.n_groups, allowed)
-        if self.conv_kernel < 2:
-            raise ConfigError("model.conv_kernel", self.conv_kernel, "must be a whole number ≥ 2")
+        self._require_divides_heads("n_groups")
+        self._require_positive("conv_kernel", least=2)
         if self.time_step_min > self.time_step_max:
-            raise ConfigError(
-                "model.time_step_min", self.time_step_min, f"must be ≤ time_step_max={self.time_step_max}"
-            )
+            allowed = f"must be ≤ time_step_max={self.time_step_max}"
+            raise ConfigError("model.time_step_min", self.time_step_min, allowed)
         limit = self.time_step_limit
         # The comparison is also false for NaN.
         if len(limit) != 2 or not 0 <= limit[0] < limit[1]:
@@ -114,13 +104,7 @@ class Mamba2Config(LanguageModelConfig):
         return self.inner_dim + 2 * self.group_dim
 
     @property
-    def clamps_time_steps(self) -> bool:
-        """Whether `time_step_limit` excludes any positive number."""
-        return tuple(self.time_step_limit) != (0.0, math.inf)
-
-    @property
     def has_wide_residual(self) -> bool:
-        """`residual_in_fp32`."""
         return self.residual_in_fp32
 
     def _shape_rows(self) -> Mapping[str, str]:
@@ -128,7 +112,7 @@ class Mamba2Config(LanguageModelConfig):
 
     def _variants(self) -> list[str]:
         found = [f"{self.n_groups} groups of keys and queries"] * (self.n_groups > 1)
-        if self.clamps_time_steps:
+        if self.time_step_limit != (0.0, math.inf):
             found.append("time steps from {:g} to {:g}".format(*self.time_step_limit))
         return found + ["convolutions without bias"] * (not self.use_conv_bias)
 
@@ -148,7 +132,6 @@ class Mamba2Decay(nn.Module):
         return torch.stack((self.dt_bias, self.A_log, self.D))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """Initial values as in the paper's code."""
         return {
             "dt_bias": ParameterRule(initial_steps(*self._steps), decays=False, wide=True, draws=1),
             "A_log": ParameterRule(initial_rates(*_A_RANGE), decays=False, wide=True, draws=1),
@@ -156,7 +139,7 @@ class Mamba2Decay(nn.Module):
         }
 
 
-class Mamba2(Mixer):
+class Mamba2(OperatorMixer):
     """One Mamba-2 layer: x [B, T, D] → [B, T, D].
 
     z, u, dt  = x Win, split
@@ -184,34 +167,16 @@ class Mamba2(Mixer):
         self.norm = RMSNormOfGated(inner, config.n_groups, config.norm_eps)
         self.out_proj = Projection(inner, config.hidden_size)
 
-    def forward(
-        self, x: Tensor, position: SequencePosition, state_inputs: Sequence[StateInput], shared: Tensor | None
-    ) -> tuple[Tensor, tuple[StateOutput, ...]]:
-        """Mix this rank's tokens, see `Mixer`."""
-        z, u, logits = self._projections(x)
-        u, tail = mix_at("short_conv", (u, *self.conv1d.operands()), 1.0, position, state_inputs[0])
-        *operands, skip = self._operands(u, logits, shared)
-        o, state = mix_at("scalar_decay", operands, 1.0, position, state_inputs[1])
-        return self.out_proj(self.norm(o, skip, u, z, shared)), (tail, state)
-
-    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """One more token of each sequence, see `Mixer`."""
-        tail, state = states
-        z, u, logits = self._projections(x)
-        u = OPERATORS["short_conv"].step(u, *self.conv1d.operands(), tail, 1.0)
-        *operands, skip = self._operands(u, logits, shared)
-        o = OPERATORS["scalar_decay"].step(*operands, state, 1.0)
-        return self.out_proj(self.norm(o, skip, u, z, shared))
-
-    # The gate z [B, T, H·V], the convolution's input [B, T, H·V + 2·G·K], the time steps' logits [B, T, H].
-    def _projections(self, x: Tensor) -> list[Tensor]:
+    def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
+        assert shared is not None
         config = self.config
         weights = self.in_proj.weight.split((config.inner_dim, config.conv_dim, config.num_heads))
         # Decays follow from the time steps.
         formats = self.in_proj.matmul, self.in_proj.matmul, Matmul.bf16
-        return parallel_linear(x, *weights, formats=formats)
-
-    def _operands(self, u: Tensor, logits: Tensor, shared: Tensor | None) -> tuple[Tensor, ...]:
-        assert shared is not None
-        config = self.config
-        return operands(u, logits, shared, config.head_dim, config.n_groups, config.time_step_limit)
+        # The gate [B, T, H·V], the convolution's input [B, T, H·V + 2·G·K], the time steps' logits [B, T, H].
+        z, u, logits = parallel_linear(x, *weights, formats=formats)
+        u = run("short_conv", (u, *self.conv1d.operands()), 1.0)
+        limit = config.time_step_limit
+        *of_operator, skip = operands(u, logits, shared, config.head_dim, config.n_groups, limit)
+        o = run("scalar_decay", of_operator, 1.0)
+        return self.out_proj(self.norm(o, skip, u, z, shared))

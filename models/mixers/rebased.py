@@ -40,7 +40,6 @@ class RebasedConfig(QuadraticConfig):
     feature_norm_eps: float = 1e-5
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_finite("feature_norm_eps")
 
@@ -60,7 +59,6 @@ class RebasedFeatureMap(nn.Module):
         self.beta = nn.Parameter(torch.zeros(config.feature_dim))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """Ones and zeros, without weight decay."""
         return {"gamma": SCALE, "beta": BIAS}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ many heads of keys and values as of queries). fla rotates with frequencies of ba
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.attn import check_rotation
 from models.config import ExpandedHeadsConfig
-from models.mixers.base import OperatorMixer
+from models.mixers.base import OperatorMixer, Run
 from models.modules import GatedRMSNorm, rotate
 from models.projections import Projection, project
-from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 
 
@@ -36,16 +35,8 @@ class FixedDecayConfig(ExpandedHeadsConfig):
     rope_theta: float | None = None
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         super().validate()
-        theta, size = self.rope_theta, self.head_k_dim
-        if theta is None:
-            return
-        if not (math.isfinite(theta) and theta > 1):
-            raise ConfigError("model.rope_theta", theta, "must be finite and > 1, or null for no position embedding")
-        if size % 2:
-            allowed = f"rotates pairs of channels: a head's keys must be of even width, not {size}; or null"
-            raise ConfigError("model.rope_theta", theta, allowed)
+        check_rotation("model.rope_theta", self.rope_theta, self.head_k_dim)
 
 
 class FixedDecayAttention(OperatorMixer):
@@ -82,19 +73,14 @@ class FixedDecayAttention(OperatorMixer):
     def _norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
         """The operator's outputs o [B, T, H, V], normed and gated by x Wg [B, T, H·V]: [B, T, H·V]."""
 
-    def _operands(
-        self, x: Tensor, positions: Tensor | None, shared: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
         q, k, v = (self._activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
         if self.rope_theta is not None:
             assert positions is not None, "the model asks for positions"
             q, k = rotate(q, k, positions, self.rope_theta)
-        return (q, k, v, self.log_decay.to(accumulation_dtype(x.dtype))), gate
-
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        assert gate is not None
+        o = run("fixed_decay", (q, k, v, self.log_decay.to(accumulation_dtype(x.dtype))), self.scale)
         return self.o_proj(self._norm_and_gate(o, gate))
 
 
@@ -133,7 +119,6 @@ class MultiScaleRetention(FixedDecayAttention):
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
     def constants(self) -> Mapping[str, Tensor]:
-        """The heads' log-decays."""
         return {"log_decay": log_decays(self.config.num_heads)}
 
     def _norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.bench_settings import measure
 from tests.support.commands import run_here
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
@@ -20,7 +21,6 @@ from zeco_train.bench.config import PASSES
 from zeco_train.bench.operator import Inputs
 from zeco_train.bench.session import Session, WrongResultError
 from zeco_train.errors import ConfigError
-from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.attention import method as local
 from zeco_train.sp.attention.method_registry import METHODS
 from zeco_train.training.config import Dtype
@@ -71,21 +71,15 @@ def test_deterministic_variant_adds_up_in_one_order(name: str) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def _case(rank: int, world_size: int, folder: str, settings: list[str]) -> list[str]:
-    found = []
-    config = AttentionConfig.load([*SMALL, *settings, f"out={folder}/right"])
-    session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    attention.CASE.measure(config, session)
-    session.drain()
+def _case(rank: int, world_size: int, folder: str, settings: list[str]) -> str:
+    measure(rank, world_size, "attention", *SMALL, *settings, f"out={folder}/right")
     # A method that forgets the keys of other ranks must not be timed.
-    config = AttentionConfig.load([*SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong"])
-    session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    with mock.patch.object(attention, "_method", return_value=local.LocalAttention()):
-        try:
-            attention.CASE.measure(config, session)
-        except WrongResultError as error:
-            found.append(str(error))
-    return found
+    with (
+        mock.patch.object(attention, "_method", return_value=local.LocalAttention()),
+        pytest.raises(WrongResultError) as wrong,
+    ):
+        measure(rank, world_size, "attention", *SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong")
+    return str(wrong.value)
 
 
 def test_case_on_one_rank(tmp_path: Path) -> None:
@@ -105,8 +99,7 @@ def test_case_on_one_rank(tmp_path: Path) -> None:
 )
 def test_methods_are_checked_and_measured_on_two_ranks(settings: list[str], tmp_path: Path) -> None:
     for wrong in run_distributed(_case, 2, str(tmp_path), settings):
-        assert len(wrong) == 1
-        assert "ulysses is wrong, nothing is timed: " in wrong[0]
+        assert "ulysses is wrong, nothing is timed: " in wrong
     assert not (tmp_path / "wrong").exists()
     assert (tmp_path / "right" / "attention.png").exists()
     results = json.loads((tmp_path / "right" / "results.json").read_text())

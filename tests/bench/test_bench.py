@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.bench_settings import error_line
-from tests.support.commands import TORCHRUN, Command
+from tests.support.bench_settings import error_line, measure
+from tests.support.commands import run_here
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
-from zeco_train.bench.case import LogLines, Report
+from zeco_train.bench.case import Report, log_lines
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig
 from zeco_train.bench.session import Session, WrongResultError, check_results
 from zeco_train.bench.timing import Runner, Summary, slowest_rank
@@ -155,16 +155,9 @@ def test_backend_with_wrong_results_is_not_timed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _collectives(rank: int, world_size: int, folder: str) -> None:
-    config = load_settings(CollectivesConfig, [*SMALL_STATES, f"out={folder}"])
-    session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    command.CASES["collectives"].measure(config, session)
-    session.drain()
-
-
 @pytest.mark.slow
 def test_collectives_case_on_two_ranks(tmp_path: Path) -> None:
-    run_distributed(_collectives, 2, str(tmp_path))
+    run_distributed(measure, 2, "collectives", *SMALL_STATES, f"out={tmp_path}")
     results = json.loads((tmp_path / "results.json").read_text())
     assert (results["format"], results["world_size"], results["config"]["runs"]) == (1, 2, 3)
     assert {"python", "packages", "commit", "device", "device_name", "variables"} <= results["environment"].keys()
@@ -185,46 +178,14 @@ def test_collectives_case_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "collectives.png").exists()
 
 
-@pytest.mark.processes
-@pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["collectives", "sizes_mb=[0.5]"],
-        ["operator", "heads=[4]", "dims=[[64,128]]", "tokens=[2048]", "variants=[dp,copy,lasp1,lasp2,zeco]"],
-    ],
-)
-def test_cases_on_gpus(tmp_path: Path, arguments: list[str]) -> None:
-    """Eager and in CUDA graphs, with traces: every row has a time or a note."""
-    ranks = min(2, torch.cuda.device_count())
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
-    case, *rest = [*arguments, "runs=3", "graph=true", f"out={tmp_path}"]
-    rest += ["trace=true"] if case == "operator" else []
-    with Command([*launcher, "-m", "zeco_train.bench", case, *rest], tmp_path) as running:
-        outcome = running.wait()
-    assert outcome.code == 0, outcome
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert all(row.get("median_ms", 0) > 0 or row.get("note") for row in results["rows"])
-    modes = {(row["variant"], row["mode"]) for row in results["rows"] if row.get("median_ms")}
-    assert {("zeco", "eager"), ("zeco", "graph")} <= modes
-    if case == "operator":
-        assert len(list(tmp_path.glob("trace_*.json"))) == 5
-        assert sum(note.startswith("trace of ") for note in results["notes"]) == 3
-
-
-@pytest.mark.slow
-def test_exceeded_budget_skips_remaining_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exceeded_budget_skips_remaining_sizes(tmp_path: Path) -> None:
     # The first size is measured; a second one would exceed the budget.
     arguments = [*SMALL_STATES, f"out={tmp_path}", "variants=[all_gather]", "sizes_mb=[0.03125,0.0625]"]
     with mock.patch.object(Session, "spent", lambda self, seconds: setattr(self, "_longest", 1e6)):
-        try:
-            assert command.main(["collectives", *arguments]) == 0
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-    out = capsys.readouterr().out
-    assert "0.0625 MiB and what follows is not measured: budget_seconds=540" in out
+        outcome = run_here(command.main, "collectives", *arguments)
+    assert outcome.code == 0, outcome
+    assert "0.0625 MiB and what follows is not measured: budget_seconds=540" in outcome.out
     assert "budget_seconds=540" in (tmp_path / "table.txt").read_text()
     assert [row["size_mb"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]] == [0.03125]
 
@@ -232,12 +193,12 @@ def test_exceeded_budget_skips_remaining_sizes(tmp_path: Path, capsys: pytest.Ca
 def test_repeated_log_lines_are_reported_once() -> None:
     session = mock.Mock(spec=Session)
     logger = logging.getLogger("zeco_train.sp.zeco")
-    with LogLines(session) as lines:
+    with log_lines(session) as lines:
         for _ in range(2):
             logger.info("all-scan of %g MB: two_shot", 1.0)
         logger.debug("no")
     logger.info("later")
-    assert lines.texts == ["all-scan of 1 MB: two_shot"]
+    assert lines == ["all-scan of 1 MB: two_shot"]
     session.say.assert_called_once_with("all-scan of 1 MB: two_shot")
 
 

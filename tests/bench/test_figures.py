@@ -14,6 +14,15 @@ from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.errors import ConfigError, DataError
 
 
+def written(folder: Path, case: str, rows: dict[int, list[dict[str, Any]]]) -> list[str]:
+    """Results of a case, by number of GPUs."""
+    for gpus, own in rows.items():
+        config = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
+        result = {"case": case, "world_size": gpus, "environment": {"device": "cuda"}, "rows": own, "config": config}
+        (folder / f"{gpus}.json").write_text(json.dumps(result))
+    return [str(folder / f"{gpus}.json") for gpus in rows]
+
+
 def test_reference_figures_of_the_papers_load() -> None:
     operator = figures.reference("zeco_operator_ms")
     assert operator[0] == {
@@ -30,33 +39,29 @@ def test_reference_figures_of_the_papers_load() -> None:
 
 
 def test_plot_combines_results_of_several_runs(tmp_path: Path) -> None:
-    files = []
-    for gpus in (1, 2):
-        rows = [
-            {"variant": name, "mode": "eager", "pass": "forward_backward", "tokens": tokens, "median_ms": 1.0 * gpus}
-            | {"heads": 16, "key_dim": 64, "value_dim": 128, **operator}
-            for name in ("dp", "zeco:chain:p2p")
-            for tokens in (16_384, 65_536)
-            for operator in (
-                {},
-                {"operator": "scalar_decay", "groups": 2},
-                {"operator": "fixed_decay", "decay": "none"},
-            )
-        ]
-        result = {"case": "operator", "world_size": gpus, "environment": {"device": "cpu"}, "rows": rows}
-        files.append(tmp_path / f"{gpus}.json")
-        files[-1].write_text(json.dumps(result))
-    out = tmp_path / "figures"
-    paths = figures.plot_files([*map(str, files), f"out={out}"])
+    operators: tuple[dict[str, Any], ...] = (
+        {},
+        {"operator": "scalar_decay", "groups": 2},
+        {"operator": "fixed_decay", "decay": "none"},
+    )
+    rows = [
+        {"variant": name, "mode": "eager", "pass": "forward_backward", "tokens": tokens, "median_ms": 1.0}
+        | {"heads": 16, "key_dim": 64, "value_dim": 128, **operator}
+        for name in ("dp", "zeco:chain:p2p")
+        for tokens in (16_384, 65_536)
+        for operator in operators
+    ]
+    files, out = written(tmp_path, "operator", {1: rows, 2: rows}), tmp_path / "figures"
+    paths = figures.plot_files([*files, f"out={out}"])
     names = ["operator", "operator_scalar_decay_g2", "operator_fixed_decay_none"]
     assert [path.name for path in paths] == [f"{name}{of}.png" for name in names for of in ("", "_tokens")]
     assert all(path.parent == out and path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    files[0].write_text(json.dumps(result | {"case": "collectives", "rows": []}))
+    written(tmp_path, "collectives", {1: []})
     with pytest.raises(ConfigError, match="one case at a time"):
-        figures.plot_files([str(file) for file in files])
-    files[0].write_text("{}")
+        figures.plot_files(files)
+    Path(files[0]).write_text("{}")
     with pytest.raises(DataError, match=r"is no results\.json"):
-        figures.plot_files([str(files[0])])
+        figures.plot_files(files[:1])
 
 
 def test_operator_figure_shows_each_time_relative_to_dp() -> None:
@@ -112,10 +117,7 @@ def test_table_sets_rates_and_ratios_of_mixers_beside_each_other(tmp_path: Path)
     assert len(mixer_rows([rows[0], rows[0] | {"model": "gla_1b_hybrid_4"}])) == 2
     # Rows of before mixers.
     assert mixer_rows([{key: value for key, value in row.items() if key != "mixer"} for row in rows]) == {}
-    result = {"case": "model", "world_size": 2, "environment": {"device": "cuda"}, "rows": rows}
-    result["config"] = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
-    (tmp_path / "results.json").write_text(json.dumps(result))
-    paths = figures.plot_files([str(tmp_path / "results.json")])
+    paths = figures.plot_files(written(tmp_path, "model", {2: rows}))
     assert [path.name for path in paths] == ["gla_1b_h16.png", "retnet_1b_h16.png", "mixers.png"]
 
 
@@ -128,21 +130,14 @@ def test_figure_shows_ratios_of_scans() -> None:
 
 
 def test_plot_writes_figures_over_gpus_and_tokens_per_model_and_heads(tmp_path: Path) -> None:
-    files = []
-    for gpus in (1, 4):
-        rows = [
-            {"variant": name, "model": "gla_1b", "heads": heads, "tokens": tokens, "median_ms": 200.0}
-            | {"tokens_per_second_per_gpu": 8e4 / gpus, "ratio": ratio, "p10_ms": 199.0, "p90_ms": 201.0, "runs": 3}
-            for name, ratio in (("dp", 1.0), ("zeco", 0.99), ("fla", 0.8), ("fla:no_optimizer", None))
-            for tokens in (16_384, 65_536)
-            for heads in (16, 32)
-        ]
-        result = {"case": "model", "world_size": gpus, "environment": {"device": "cuda"}, "rows": rows}
-        result["config"] = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
-        files.append(tmp_path / f"{gpus}.json")
-        files[-1].write_text(json.dumps(result))
+    rows = [
+        _row("gla", name, 8e4, ratio, tokens=tokens, heads=heads)
+        for name, ratio in (("dp", 1.0), ("zeco", 0.99), ("fla", 0.8), ("fla:no_optimizer", None))
+        for tokens in (16_384, 65_536)
+        for heads in (16, 32)
+    ]
     with mock.patch.object(figures, "_draw_paper") as draw_paper:
-        paths = figures.plot_files([*map(str, files), f"out={tmp_path}"])
+        paths = figures.plot_files([*written(tmp_path, "model", {1: rows, 4: rows}), f"out={tmp_path}"])
     names = ["gla_1b_h16.png", "gla_1b_h32.png", "gla_1b_h16_tokens.png", "gla_1b_h32_tokens.png"]
     assert [path.name for path in paths] == names
     drawn = {(call.args[2], call.args[1][0]) for call in draw_paper.call_args_list}

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.bench_settings import QUICK
+from tests.support.bench_settings import QUICK, measure
+from tests.support.commands import Outcome, run_here
 from tests.support.distributed import run_distributed
 from tests.support.recurrence import naive_of
 from zeco_train.bench import __main__ as command
-from zeco_train.bench import operator
-from zeco_train.bench.config import ModelConfig, OperatorConfig
+from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.operator import Inputs, Shape, context_parallel, peer_attention
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan, backend_variant, gathered_exchange
@@ -113,23 +113,16 @@ def _peer(operator: str, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _run_with_peer(
     tmp_path: Path, operator: str, change: Callable[[Tensor], Tensor], *more: str, expected_code: int = 0
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Outcome]:
     arguments = [f"operator={operator}", "variants=[dp,fla]", f"out={tmp_path}", *more]
-    imported = mock.patch.object(Session, "import_fla", return_value=_peer(operator, change))
-    # A command ends its process at an error.
-    with imported, mock.patch("os._exit", side_effect=SystemExit):
-        try:
-            code = command.main(["operator", *SMALL, *arguments])
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-    assert code == expected_code
-    results: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
-    return results
+    with mock.patch.object(Session, "import_fla", return_value=_peer(operator, change)):
+        outcome = run_here(command.main, "operator", *SMALL, *arguments)
+    assert outcome.code == expected_code, outcome
+    return json.loads((tmp_path / "results.json").read_text()), outcome
 
 
 def test_rows_that_run_in_pytorch_on_a_gpu_are_marked_and_its_peers_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shapes are asked about as on a GPU, and timed on the CPU."""
     gpu = Target("cuda")
@@ -139,34 +132,33 @@ def test_rows_that_run_in_pytorch_on_a_gpu_are_marked_and_its_peers_are_not(
     }
     for name, function in patched.items():
         monkeypatch.setattr(f"zeco_train.bench.{name}", function)
-    results = _run_with_peer(tmp_path, "fixed_decay", lambda o: o, "decay=none", "dims=[[8,257]]", "passes=[forward]")
+    settings = "decay=none", "dims=[[8,257]]", "passes=[forward]"
+    results, outcome = _run_with_peer(tmp_path, "fixed_decay", lambda o: o, *settings)
     notes = {row["variant"]: row.get("note") for row in results["rows"]}
     assert notes["dp"].startswith("fixed_decay of K 8, V 257 in fp64 in PyTorch, slower than kernels")
     assert notes["fla"] is None
     warning = "bench operator: fixed_decay of K 8, V 257 in fp64 runs in PyTorch, slower than kernels"
-    assert capsys.readouterr().out.count(warning) == 1
+    assert outcome.out.count(warning) == 1
     assert sum(note.startswith(warning) for note in results["notes"]) == 1
 
 
 @pytest.mark.slow
 def test_right_peer_is_measured_and_a_refused_gradient_leaves_its_forward_pass(tmp_path: Path) -> None:
-    results = _run_with_peer(tmp_path / "both", "scalar_decay", _Refused.apply)
+    results, _ = _run_with_peer(tmp_path / "both", "scalar_decay", _Refused.apply)
     assert {row["variant"] for row in results["rows"]} == {"dp"}
     expected = "is refused by fla itself (Triton < 3.7.1 on Hopper produces incorrect results); passes=[forward] may be"
     assert any(f"fla is not measured: variants=fla: {expected} measured" == note for note in results["notes"])
-    results = _run_with_peer(tmp_path / "forward", "scalar_decay", _Refused.apply, "passes=[forward]")
+    results, _ = _run_with_peer(tmp_path / "forward", "scalar_decay", _Refused.apply, "passes=[forward]")
     assert [row["variant"] for row in results["rows"]] == ["dp", "fla"]
-    results = _run_with_peer(tmp_path / "right", "fixed_decay", lambda o: o, "decay=none")
+    results, _ = _run_with_peer(tmp_path / "right", "fixed_decay", lambda o: o, "decay=none")
     rows = [row for row in results["rows"] if row["variant"] == "fla"]
     assert [row["pass"] for row in rows] == ["forward", "forward_backward"]
     assert all(row["relative_error"] < 1e-12 for row in rows)
 
 
-def test_wrong_peer_is_a_failure_and_the_others_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = _run_with_peer(tmp_path, "scalar_decay", lambda o: 1.2 * o, expected_code=1)
-    assert (
-        "FAILED: fla is not measured, it is wrong: o on rank 0 has a relative error of 0.2" in capsys.readouterr().err
-    )
+def test_wrong_peer_is_a_failure_and_the_others_are_timed(tmp_path: Path) -> None:
+    results, outcome = _run_with_peer(tmp_path, "scalar_decay", lambda o: 1.2 * o, expected_code=1)
+    assert "FAILED: fla is not measured, it is wrong: o on rank 0 has a relative error of 0.2" in outcome.err
     assert {row["variant"] for row in results["rows"]} == {"dp"}
 
 
@@ -277,13 +269,9 @@ def _import(session: Session, module: str, variant: str = "fla") -> Any:
 
 def _case(rank: int, world_size: int, folder: str) -> None:
     variants = "variants=[dp,copy,zeco:chain,lasp1,lasp2,fla,fla_cp]"
-    config = OperatorConfig.load(
-        [*SETTINGS, *SIZES, variants, "operator=kda", "trace=true", "passes=[forward]", f"out={folder}"]
-    )
-    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    settings = [*SETTINGS, *SIZES, variants, "operator=kda", "trace=true", "passes=[forward]", f"out={folder}"]
     with mock.patch.object(Session, "import_fla", _import):
-        operator.CASE.measure(config, session)
-    session.drain()
+        measure(rank, world_size, "operator", *settings)
 
 
 @pytest.mark.slow

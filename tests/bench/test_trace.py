@@ -10,7 +10,7 @@ import pytest
 
 import zeco_train
 from zeco_train.bench import trace
-from zeco_train.bench.trace import intersection, length, overlap_of, union
+from zeco_train.bench.trace import length, overlap_of, union
 
 
 def _event(name: str, cat: str = "kernel", microseconds: float = 500.0) -> dict[str, Any]:
@@ -64,9 +64,8 @@ def test_milliseconds_of_a_step() -> None:
     assert trace.described(found) == "products 0.5, optimizer 1.0, copies 0.2"
 
 
-def test_interval_union_intersection_and_length() -> None:
+def test_interval_union_and_length() -> None:
     assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
-    assert intersection([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
     assert length([(1, 2), (3, 4.5)]) == 2.5
 
 

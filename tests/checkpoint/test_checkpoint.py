@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager
@@ -130,6 +131,29 @@ def check_async_save(world_size: int, tmp_path: Path) -> None:
             assert same, (path.name, key)
 
 
+def test_a_staged_tensor_is_a_storage_of_its_own_size() -> None:
+    staged = checkpoint_writer._Staged(mock.Mock())
+    whole = torch.arange(24.0).view(4, 6)
+    for data in (whole, whole[:, ::2].t(), whole[1:2, :3].bfloat16(), whole.long()[0], torch.tensor(5.0)):
+        found = staged.staged(data)
+        assert torch.equal(found, data)
+        assert (found.dtype, found.untyped_storage().nbytes()) == (data.dtype, data.nbytes)
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_are_saved_through_one_buffer(tmp_path: Path) -> None:
+    wide = torch.rand(1 << 14, 1 << 12, device="cuda")
+    state = {"wide": wide, "turned": wide.t(), "narrow": wide[:8].bfloat16(), "one": wide[0, 0], "none": wide[:0]}
+    state |= {str(n): wide + n for n in range(8)}
+    final = tmp_path / "checkpoints" / "step_00000001"
+    final.parent.mkdir()
+    dcp.save(state, storage_writer=CheckpointWriter(final, "{}", 0))
+    assert len([*final.glob("*.distcp")]) == 10  # 2.7 GB
+    found = {name: torch.zeros_like(value, device="cpu") for name, value in state.items()}
+    dcp.load(found, checkpoint_id=final)
+    assert all(torch.equal(found[name], value.cpu()) for name, value in state.items())
+
+
 @contextmanager
 def failing(refuse: Callable[[str], bool]) -> Iterator[None]:
     """Make opening files for writing fail with ENOSPC where `refuse(path)`."""
@@ -214,7 +238,7 @@ def test_rank_writes_and_reads_several_files_and_says_how_far_it_is(tmp_path: Pa
         return path.endswith("__0_1_0.distcp")
 
     with (
-        mock.patch.object(checkpoint_writer, "_BYTES_OF_FILE", 20_000),
+        mock.patch.object(checkpoint_writer, "_BYTES_OF_FILE", 18_000),
         mock.patch.object(checkpoint_writer, "_SECONDS_TO_REPORT", (0.0, 0.01)),
     ):
         # torch's own threads would leave out what is in the other files, and go on.

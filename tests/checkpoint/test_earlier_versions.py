@@ -10,7 +10,6 @@ import hashlib
 import json
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from data.store import TokenStore
-from tests.support.commands import Outcome, run_here, snapshot, train_here
+from tests.checkpoint.test_hostile_checkpoint import COMMANDS, Command, _evaluate, _resume
+from tests.support.commands import run_here, snapshot, train_here
 from zeco_train import cli, compare, export
 from zeco_train.evaluate import __main__ as evaluate
 from zeco_train.generate import __main__ as generate
@@ -60,36 +60,11 @@ def test_store_of_version_0_2_has_its_ids_and_documents(name: str, version_2: Pa
     assert hashlib.sha256(json.dumps([ids, offsets]).encode()).hexdigest() == expected["sha256"]
 
 
-def _resume(folder: Path, at: Path, out: Path) -> Outcome:
-    return run_here(cli.main, *MODEL, *data_of(folder), f"run_dir={at}", "train.steps=7")
-
-
-def _load(folder: Path, at: Path, out: Path) -> Outcome:
-    return run_here(cli.main, *MODEL, *data_of(folder), f"run_dir={out}", f"checkpoint.load={at}")
-
-
-def _evaluate(folder: Path, at: Path, out: Path) -> Outcome:
-    return run_here(evaluate.main, str(at), "--out", str(out))
-
-
-def _generate(folder: Path, at: Path, out: Path) -> Outcome:
-    return run_here(generate.main, str(at), "--prompt", "the", "--json", str(out))
-
-
-def _export(folder: Path, at: Path, out: Path) -> Outcome:
-    return run_here(export.main, str(at), str(out))
-
-
-COMMANDS = [_resume, _load, _evaluate, _generate, _export]
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_run_of_version_0_2_is_refused_with_the_way_on(
-    command: Callable[[Path, Path, Path], Outcome], version_2: Path, tmp_path: Path
-) -> None:
+def test_run_of_version_0_2_is_refused_with_the_way_on(command: Command, version_2: Path, tmp_path: Path) -> None:
     run, before = version_2 / "run", snapshot(version_2)
     for at in [run] if command is _resume else [run, run / "checkpoints" / "step_00000004"]:
-        outcome = command(version_2, at, tmp_path / "out")
+        outcome = command(at, tmp_path / "out")
         (line,) = outcome.errors
         assert outcome.code == 4
         assert "version 0.2" in line
@@ -127,7 +102,7 @@ def test_files_have_numbers_and_those_of_later_versions_are_refused(file: str, r
         if file == "run/identity.json":
             outcome = train_here(f"run_dir={folder / 'run'}", "train.steps=2")
         else:
-            outcome = _evaluate(folder, folder / file.partition("/")[0], tmp_path / "out")
+            outcome = _evaluate(folder / file.partition("/")[0], tmp_path / "out")
         (line,) = outcome.errors
         assert f"format {number}" in line
         assert outcome.code == 4

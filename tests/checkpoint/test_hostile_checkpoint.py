@@ -153,11 +153,7 @@ def test_commands_refuse_pickled_code_in_checkpoint(
     ("key", "value", "problem"),
     [
         ("num_layers", 10**9, "weights are no model of model.num_layers=1000000000"),
-        (
-            "hidden_size",
-            1 << 62,
-            f"is [259, 32], the run's configuration makes it [259, {1 << 62}]",
-        ),
+        ("hidden_size", 1 << 62, f"is [259, 32], the run's configuration makes it [259, {1 << 62}]"),
         ("intermediate_size", 1 << 62, "the run's configuration has impossible sizes: Storage size calculation over"),
         ("intermediate_size", 1 << 40, f"the run's configuration makes it [{1 << 40}, 32]"),
     ],
@@ -196,10 +192,7 @@ def _field(path: str, value: object) -> Callable[[Metadata], None]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (
-            _field("place.relative_path", "/dev/zero"),
-            "lies in '/dev/zero', which is no file",
-        ),
+        (_field("place.relative_path", "/dev/zero"), "lies in '/dev/zero', which is no file"),
         (_field("place.length", True), "True is no number"),
         (_field("entry.properties", None), "no dtype"),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.commands import snapshot
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.training import largest_difference, train
 from zeco_train.checkpoint.files import complete_checkpoints
 from zeco_train.errors import CheckpointError
@@ -97,73 +97,57 @@ def test_resume_on_another_split_equals_uninterrupted_run(
         assert largest_difference(resumed["rows"], half_way["rows"], key) <= 1e-9, key
 
 
-def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
+@pytest.mark.slow
+@on_ranks(1)
+def test_resume_sets_damaged_aside_and_uses_new_settings(rank: int, world_size: int, tmp_path: Path) -> None:
     short = ["train.steps=4", "checkpoint.every=2", "checkpoint.keep=0", "train.eval_sequences=0", "data.seq_len=96"]
-    checkpoints = Path(folder, "checkpoints")
-    first = train(rank, world_size, folder, *short)
-    if rank == 0:
-        # Flip one bit of the newest checkpoint: its size is unchanged, and loading it would raise no error.
-        with (checkpoints / "step_00000004" / "__0_0.distcp").open("r+b") as file:
-            file.seek(2000)
-            byte = file.read(1)
-            file.seek(2000)
-            file.write(bytes([byte[0] ^ 1]))
-    torch.distributed.barrier()
-    train(rank, world_size, folder, *short, "train.steps=2")
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    first = train(rank, world_size, run, *short)
+    # Flip one bit of the newest checkpoint: its size is unchanged, and loading it would raise no error.
+    with (checkpoints / "step_00000004" / "__0_0.distcp").open("r+b") as file:
+        file.seek(2000)
+        byte = file.read(1)
+        file.seek(2000)
+        file.write(bytes([byte[0] ^ 1]))
+    train(rank, world_size, run, *short, "train.steps=2")
     assert (checkpoints / "latest").resolve() == (checkpoints / "step_00000002").resolve(strict=True)
-    again = train(rank, world_size, folder, *short, "optim.weight_decay=0.7", "optim.betas=[0.5,0.6]")
+    again = train(rank, world_size, run, *short, "optim.weight_decay=0.7", "optim.betas=[0.5,0.6]")
     assert again["sequence_ids"] == first["sequence_ids"][2:]
-    torch.distributed.barrier()
-    if rank == 0:
-        (checkpoints / "step_00000004" / "run.json").unlink()
-        (checkpoints / "step_00000002" / "__0_0.distcp").unlink()
-        before = snapshot(checkpoints)
-    torch.distributed.barrier()
+    (checkpoints / "step_00000004" / "run.json").unlink()
+    (checkpoints / "step_00000002" / "__0_0.distcp").unlink()
+    before = snapshot(checkpoints)
     # It must not restart from scratch: that would silently discard the run.
     with pytest.raises(CheckpointError, match=r"step_00000004: damaged: run.json is missing; there is no sound one"):
-        train(rank, world_size, folder, *short, "train.steps=6")
-    if rank == 0:
-        assert snapshot(checkpoints) == before
-    checkpoint = complete_checkpoints(Path(folder))[-1]
+        train(rank, world_size, run, *short, "train.steps=6")
+    assert snapshot(checkpoints) == before
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["latest", "lock", "step_00000002", "step_00000004", "step_00000004.damaged"]
+    log = (run / "logs" / "rank_0.log").read_text()
+    damage = "step_00000004: damaged: __0_0.distcp is not what was written (SHA-256); it is step_00000004.damaged now, "
+    assert damage in log
+    assert "and the run goes on from step_00000002: 2 steps are done again" in log
+    checkpoint = complete_checkpoints(run)[-1]
     groups = torch.distributed.checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {key: None for key in groups if key.endswith((".weight_decay", ".betas"))}
     torch.distributed.checkpoint.load(state, checkpoint_id=str(checkpoint))
-    return [{key.rpartition(".")[2]: value} for key, value in state.items()]
+    assert {value for key, value in state.items() if key.endswith(".weight_decay")} == {0.7, 0.0}
+    assert all(list(value) == [0.5, 0.6] for key, value in state.items() if key.endswith(".betas"))
 
 
 @pytest.mark.slow
-def test_resume_sets_damaged_aside_and_uses_new_settings(tmp_path: Path) -> None:
-    settings = run_distributed(_meddle, 1, str(tmp_path / "run"))[0]
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["latest", "lock", "step_00000002", "step_00000004", "step_00000004.damaged"]
-    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert (
-        "step_00000004: damaged: __0_0.distcp is not what was written (SHA-256); it is step_00000004.damaged now, "
-        in log
-    )
-    assert "and the run goes on from step_00000002: 2 steps are done again" in log
-    assert {value["weight_decay"] for value in settings if "weight_decay" in value} == {0.7, 0.0}
-    assert all(list(value["betas"]) == [0.5, 0.6] for value in settings if "betas" in value)
-
-
-def _keep_and_load(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+@on_ranks(1)
+def test_keep_limits_checkpoints_and_load_reads_weights(rank: int, world_size: int, tmp_path: Path) -> None:
     keep = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2", "data.seq_len=96", "train.eval_sequences=0"]
-    results = {"first": train(rank, world_size, f"{folder}/first", *keep)}
-    load = [f"checkpoint.load='{folder}/first'", "optim.lr=1e-20", "optim.weight_decay=0", "train.steps=1"]
-    results["loaded"] = train(rank, world_size, f"{folder}/loaded", *load, "data.seq_len=48", "seed=7")
+    first = train(rank, world_size, tmp_path / "first", *keep)
+    load = [f"checkpoint.load='{tmp_path / 'first'}'", "optim.lr=1e-20", "optim.weight_decay=0", "train.steps=1"]
+    loaded = train(rank, world_size, tmp_path / "loaded", *load, "data.seq_len=48", "seed=7")
     with pytest.raises(CheckpointError, match="the run's configuration makes it"):
-        train(rank, world_size, f"{folder}/other", *load, "model.hidden_size=96")
-    return results
-
-
-@pytest.mark.slow
-def test_keep_limits_checkpoints_and_load_reads_weights(tmp_path: Path) -> None:
-    runs = run_distributed(_keep_and_load, 1, str(tmp_path))[0]
+        train(rank, world_size, tmp_path / "other", *load, "model.hidden_size=96")
     names = [path.name for path in complete_checkpoints(tmp_path / "first")]
     assert names == ["step_00000003", "step_00000004"]
     assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["latest", "lock", *names]
     assert (tmp_path / "first" / "checkpoints" / "latest").readlink() == Path(names[-1])
-    for parameter, value in runs["first"]["parameters"].items():
+    for parameter, value in first["parameters"].items():
         # One step with a negligible learning rate changes no fp32 value.
-        assert torch.equal(runs["loaded"]["parameters"][parameter], value), parameter
-    assert [row["step"] for row in runs["loaded"]["rows"]] == [1]
+        assert torch.equal(loaded["parameters"][parameter], value), parameter
+    assert [row["step"] for row in loaded["rows"]] == [1]

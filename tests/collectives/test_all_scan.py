@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.collectives.test_collectives import Pairs, check
 from tests.support import interpreter
 from tests.support.all_scan_emulation import allocate_shared
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.collectives import PendingScan, ScanWorker
 from zeco_train.collectives.one_kernel import KernelTuning
 from zeco_train.collectives.scan_registry import SCANS
@@ -135,7 +135,9 @@ def memory_of_one_rank(rank: int, group: dist.ProcessGroup) -> None:
             allocate_symmetric(1 << 10, group, torch.device("cpu"))
 
 
-def fallbacks_are_said_once(rank: int, world_size: int) -> None:
+@pytest.mark.processes
+@on_ranks(2)
+def test_transport_fallback_is_logged_once(rank: int, world_size: int) -> None:
     """Not once per direction; nothing is logged for a scan over one rank."""
     from zeco_train.collectives.cost_model import Link
     from zeco_train.collectives.worker import ScanSpec
@@ -160,12 +162,6 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     assert len(said) == (0 if rank > 0 else 3), said
     assert all(text.endswith("no symmetric memory (too large)") for text in fallbacks)
     assert all(text.startswith("all-scan of 0.00012 MB over 2 ranks: chain") for text in rest)
-    dist.barrier()  # no rank may leave while a peer is still joining the groups
-
-
-@pytest.mark.processes
-def test_transport_fallback_is_logged_once() -> None:
-    run_distributed(fallbacks_are_said_once, 2)
 
 
 @pytest.mark.processes

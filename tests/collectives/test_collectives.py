@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.errors import CommunicationError
@@ -226,27 +226,21 @@ def test_every_scan_equals_the_reference_on_gpus(world_size: int) -> None:
     run_distributed(reference_suite, world_size, "cuda", backend="cpu:gloo,cuda:nccl")
 
 
-def subgroup_suite(rank: int, world_size: int) -> None:
-    for layout in (((0, 2), (1, 3)), ((0,), (1, 2, 3))):
-        groups = [dist.new_group(list(ranks)) for ranks in layout]
-        mine = next(i for i, ranks in enumerate(layout) if rank in ranks)
-        member = layout[mine].index(rank)
-        # Each group has different data, so that misdirected messages are detected.
-        pairs = Pairs.make(mine, len(layout[mine]), SHAPES[0], torch.float64, True, False)
-        for reverse, variant in itertools.product((False, True), FAMILIES):
-            lane = Lane(groups[mine], reverse)
-            scan = pairs.launch(lane, variant, member, "cpu", want_carry=True)
-            finish(pairs, scan, lane, member, True, f"{variant} {reverse=} {layout}")
-            if variant in LAUNCHED:
-                lane.worker.drain()
-        with pytest.raises(ValueError, match="not a member"):
-            Lane(groups[1 - mine]).launch("chain/1", pairs.states[0], pairs.transitions[0])
-
-
 UNEVEN_SCANS = 60
 
 
-def pace_suite(rank: int, world_size: int) -> None:
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in range(1, 6))]
+)
+def test_every_scan_equals_the_reference(world_size: int, quick: bool) -> None:
+    """Also two scans in flight, and invalid calls."""
+    run_distributed(reference_suite, world_size, "cpu", quick)
+
+
+@pytest.mark.processes
+@on_ranks(3)
+def test_scans_with_ranks_at_uneven_pace(rank: int, world_size: int) -> None:
     lanes = [Lane(dist.new_group(list(range(world_size)))) for _ in LAUNCHED]
     pairs = Pairs.make(0, world_size, SHAPES[1], torch.float64, False, False)
     store = dist.distributed_c10d._get_default_store()
@@ -277,22 +271,22 @@ def pace_suite(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in range(1, 6))]
-)
-def test_every_scan_equals_the_reference(world_size: int, quick: bool) -> None:
-    """Also two scans in flight, and invalid calls."""
-    run_distributed(reference_suite, world_size, "cpu", quick)
-
-
-@pytest.mark.processes
-def test_scans_with_ranks_at_uneven_pace() -> None:
-    run_distributed(pace_suite, 3)
-
-
-@pytest.mark.processes
-def test_scans_in_subgroups() -> None:
-    run_distributed(subgroup_suite, 4)
+@on_ranks(4)
+def test_scans_in_subgroups(rank: int, world_size: int) -> None:
+    for layout in (((0, 2), (1, 3)), ((0,), (1, 2, 3))):
+        groups = [dist.new_group(list(ranks)) for ranks in layout]
+        mine = next(i for i, ranks in enumerate(layout) if rank in ranks)
+        member = layout[mine].index(rank)
+        # Each group has different data, so that misdirected messages are detected.
+        pairs = Pairs.make(mine, len(layout[mine]), SHAPES[0], torch.float64, True, False)
+        for reverse, variant in itertools.product((False, True), FAMILIES):
+            lane = Lane(groups[mine], reverse)
+            scan = pairs.launch(lane, variant, member, "cpu", want_carry=True)
+            finish(pairs, scan, lane, member, True, f"{variant} {reverse=} {layout}")
+            if variant in LAUNCHED:
+                lane.worker.drain()
+        with pytest.raises(ValueError, match="not a member"):
+            Lane(groups[1 - mine]).launch("chain/1", pairs.states[0], pairs.transitions[0])
 
 
 # Peer and operation that rank 2 of 3 reports when rank 1 is missing. Other scans may report any.
@@ -320,7 +314,9 @@ def failure(lane: Lane, variant: str) -> tuple[CommunicationError, float]:
     return caught.value, seconds
 
 
-def missing_peer(rank: int, world_size: int) -> None:
+@pytest.mark.processes
+@on_ranks(3, may_die=(1,))
+def test_missing_peer_is_named_within_timeout(rank: int, world_size: int) -> None:
     """Rank 1 joins no scan, and later dies. Each kind of scan has its own group, since a failure makes it unusable."""
     timeout = timedelta(seconds=2)
     ranks = list(range(world_size))
@@ -347,8 +343,3 @@ def missing_peer(rank: int, world_size: int) -> None:
             error, seconds = failure(lane, variant)
             assert "connection lost" in str(error), f"{variant}: {error}"
             assert seconds < 40, f"{variant}: {seconds:.1f} s"  # of a timeout of 60
-
-
-@pytest.mark.processes
-def test_missing_peer_is_named_within_timeout() -> None:
-    run_distributed(missing_peer, 3, may_die=(1,))

@@ -12,7 +12,7 @@ from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load, assumed_costs
 from zeco_train.collectives.scan_registry import ALL_SCANS, SCANS
 from zeco_train.collectives.two_shot import TWO_SHOT
-from zeco_train.sp.scan_choice import eligible, fastest_scan
+from zeco_train.sp.scan_choice import ever_fastest, fastest_scan
 
 MB = 1 << 20
 AUTO = tuple(scan for scan in ALL_SCANS if scan.measured)
@@ -96,9 +96,9 @@ def test_eligible_returns_scans_that_can_be_chosen() -> None:
     slow = dataclasses.replace(costs, exchange=1e-3)
     for used, expected in ((costs, {2: [CHAIN], 4: both, 8: both}), (slow, {ranks: [CHAIN] for ranks in (2, 4, 8)})):
         for ranks, chosen in expected.items():
-            assert eligible(both, used, ranks) == chosen
+            assert ever_fastest(both, used, ranks) == chosen
             assert {fastest_scan(both, used, Load(ranks, (1, 1, 1, 1), size)).scan for size in sizes} == set(chosen)
-    assert eligible(both, MEASURED[Link.nccl], 4) == eligible(both, MEASURED[Link.gloo], 4) == both
+    assert ever_fastest(both, MEASURED[Link.nccl], 4) == ever_fastest(both, MEASURED[Link.gloo], 4) == both
 
 
 def test_model_matches_measured_one_kernel_times() -> None:

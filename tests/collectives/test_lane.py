@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.collectives.test_collectives import TIMEOUT, Pairs, check
-from tests.support.distributed import run_distributed
-from zeco_train.collectives import ScanWorker
-from zeco_train.collectives.lane import launch_lane
+from tests.collectives.test_collectives import Pairs, check
+from tests.support.distributed import on_ranks
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest
@@ -35,34 +33,13 @@ def requests_of(pairs: Pairs, reverse: bool, want_carry: bool) -> list[ScanReque
     return requests
 
 
-def gloo_suite(rank: int, world_size: int, per_node: int) -> None:
-    topology = Topology((per_node,) * (world_size // per_node))
-    for reverse in (False, True):
-        worker = ScanWorker(dist.new_group(), TIMEOUT, topology)
-        for seed, (shape, matrices, restarts) in enumerate(itertools.product(SHAPES, (False, True), (False, True))):
-            pairs = Pairs.make(seed, world_size, shape, torch.float64, seed % 2 == 0, restarts, matrices)
-            scan = launch_lane(requests_of(pairs, reverse, want_carry=seed % 3 == 0)[rank], worker)
-            case = f"{topology} {reverse=} {shape} {matrices=} {restarts=}"
-            check(f"incoming state of rank {rank}", scan.wait(), pairs.incoming(rank, reverse), case)
-            if seed % 3 == 0:
-                check("carry_out", scan.carry_out(), pairs.incoming(world_size, reverse), case)
-        worker.drain()
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("nodes", "per_node"),
-    [
-        pytest.param(2, 2, marks=pytest.mark.slow),
-        *(pytest.param(*n, marks=pytest.mark.campaign) for n in ((3, 2), (3, 1), (2, 4))),
-    ],
-)
-def test_lane_equals_reference_over_processes(nodes: int, per_node: int) -> None:
-    run_distributed(gloo_suite, nodes * per_node, per_node)
+@on_ranks(4)
+def test_given_nodes_reach_the_scan(rank: int, world_size: int) -> None:
+    """`sp.all_scan.ranks_per_node` reaches the scan, and `auto` compares all algorithms over nodes.
 
-
-def auto_suite(rank: int, world_size: int) -> None:
-    """`sp.all_scan.ranks_per_node` reaches the scan, and `auto` compares all algorithms over nodes."""
+    Over gloo the states take any shape, as in `test_virtual.py` over ranks of one process.
+    """
     from zeco_train.sp.backend_registry import SPConfig
     from zeco_train.sp.exchange import connect
 
@@ -71,10 +48,12 @@ def auto_suite(rank: int, world_size: int) -> None:
         config.validate()
         groups = dist.new_group(), dist.new_group()
         scan = connect(config, groups, timedelta(seconds=60), torch.device("cpu"))
-        pairs = Pairs.make(0, world_size, (1, 2, 5, 3), torch.float64, True, False)
-        for reverse in (False, True):
-            launched = scan.states.launch(requests_of(pairs, reverse, True)[rank])
-            check("incoming state", launched.wait(), pairs.incoming(rank, reverse), algorithm)
+        for seed, (shape, *flags) in enumerate(itertools.product(SHAPES, *[(False, True)] * 2)):
+            reverse, matrices = flags
+            pairs = Pairs.make(seed, world_size, shape, torch.float64, seed % 2 == 0, seed % 3 == 0, matrices)
+            launched, case = scan.states.launch(requests_of(pairs, reverse, True)[rank]), f"{algorithm}, {seed}"
+            check("incoming state", launched.wait(), pairs.incoming(rank, reverse), case)
+            check("carry_out", launched.carry_out(), pairs.incoming(world_size, reverse), case)
         scan.drain()
     with pytest.raises(ConfigError, match=r"^sp.all_scan.ranks_per_node=3: must divide the 4 ranks .*: 1, 2, 4$"):
         connect(SPConfig(all_scan=AllScanConfig(ranks_per_node=3)), groups, timedelta(seconds=60))
@@ -83,11 +62,6 @@ def auto_suite(rank: int, world_size: int) -> None:
         connect(
             SPConfig(all_scan=AllScanConfig(AllScanAlgorithm["lane"])), groups, timedelta(seconds=60), topology=uneven
         )
-
-
-@pytest.mark.processes
-def test_given_nodes_reach_the_scan() -> None:
-    run_distributed(auto_suite, 4)
 
 
 def test_topology_by_hosts() -> None:

@@ -13,7 +13,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.plan.attention_costs import method_of
 from zeco_train.sp.attention.method_registry import choose_method
-from zeco_train.sp.of_model import softmax_load
+from zeco_train.sp.exchange import softmax_load
 from zeco_train.training.checks import join_ranks
 
 HYBRID = "model.attn.every=2"

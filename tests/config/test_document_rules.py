@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from data.store import TokenStore
-from data.store.writer import StoreWriter
 from tests.support.commands import run_here, train_here
 from tests.support.distributed import run_distributed
+from tests.support.stores import write_tokens
 from tests.support.training import train
 from zeco_train.config.rules import check_documents
 from zeco_train.config.schema import load_config
@@ -44,10 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
 def write(folder: Path, lengths: list[int]) -> Path:
     tokens = np.random.default_rng(0).integers(2, 256, sum(lengths))
     tokens[np.cumsum(lengths) - 1] = 1
-    with StoreWriter(folder, vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(tokens, lengths)
-        writer.finish("sources")
-    return folder
+    return write_tokens(folder, tokens, lengths)
 
 
 def test_sequences_without_documents_are_refused_before_data_is_opened(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,12 +15,12 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from data import preparation
-from data.prepare import main, prepare_store
+from data.prepare import main
 from data.sources.hugging_face import RECIPES, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
 from tests.data.test_prepare import write_marked
-from tests.data.test_resume import Stopped, options, prepare_with_stops, stop_before
-from tests.support.commands import check_line, run_here, snapshot
+from tests.data.test_resume import Stopped, stop_before
+from tests.support.commands import check_line, run_here
 from tests.support.stores import documents
 from zeco_train.errors import ConfigError
 
@@ -86,28 +85,6 @@ def test_nulls_and_byte_order_marks_as_in_files(
     assert prepare("--dataset", folder, streaming, "--out", tmp_path / "store", "--workers", "1") == 0
     assert documents(tmp_path / "store") == ["a", "b\ufeffc"]
     assert "left out 1 documents that are null, 1 documents without text\n" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_interruptions_do_not_change_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lab/campaigns/cases/test_hugging_face.py has other kinds of files, and workers."""
-    check_interruptions("parquet", streaming=True, workers=1, tmp_path=tmp_path, monkeypatch=monkeypatch)
-
-
-def check_interruptions(
-    kind: str, *, streaming: bool, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A preparation that is stopped every few parts, and goes on, against one that is not."""
-    folder = write_dataset(tmp_path / "corpus", kind)
-    spec = preparation.DatasetSpec(str(folder), streaming=streaming)
-    changes = {"sources": (), "dataset": spec, "min_tokens": 20, "shard_tokens": 2000, "part_characters": 2500}
-    some = replace(options(folder, tmp_path / "unbroken"), unit_bytes=4000, **changes)
-    prepare_store(some)
-    again = replace(some, out=tmp_path / "store", workers=workers)
-    assert prepare_with_stops(again, monkeypatch, 2) > 2
-    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "unbroken")
-    kept = documents(tmp_path / "store") + documents(tmp_path / "store" / "validation")
-    assert kept == [text for text in TEXTS if len(text.encode()) >= 20]
 
 
 def test_changed_dataset_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

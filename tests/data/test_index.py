@@ -15,7 +15,7 @@ from data.randomness import Permutation
 from data.store import TokenStore
 from data.store import documents as index
 from data.store.documents import Documents
-from data.store.writer import StoreWriter
+from tests.support.stores import write_tokens
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import DataError
 
@@ -26,10 +26,7 @@ NUM_DOCUMENTS = 300
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
     lengths = np.random.default_rng(0).integers(1, 40, NUM_DOCUMENTS)
-    with StoreWriter(tmp_path / "store", vocab_size=1 << 17, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(np.arange(lengths.sum()), lengths)
-        writer.finish("sources")
-    return TokenStore.open(tmp_path / "store")
+    return TokenStore.open(write_tokens(tmp_path / "store", np.arange(lengths.sum()), lengths, vocab_size=1 << 17))
 
 
 def whole_stream(documents: Documents, order: Permutation | None) -> list[int]:

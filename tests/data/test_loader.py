@@ -28,7 +28,6 @@ from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, Seq
 from data.loader.opening import StorePaths, locate_stores
 from data.store import TokenStore, shard_name
 from data.store.documents import Documents
-from tests.support.commands import TORCHRUN, Command
 from tests.support.stores import write_numbered_store
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError
@@ -42,8 +41,8 @@ GLOBAL_BATCH = 4
 
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
-    write_numbered_store(tmp_path / "store", LENGTHS)  # 240 tokens: 9 sequences, the tenth lacks its last label
-    return TokenStore.open(tmp_path / "store")
+    # 240 tokens: 9 sequences, the tenth lacks its last label.
+    return write_numbered_store(tmp_path / "store", LENGTHS)
 
 
 def loader(store: TokenStore, seed: int = 7, global_batch: int = 4, **split: Any) -> SequenceLoader:
@@ -223,10 +222,9 @@ def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -
 
 
 def test_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
-    write_numbered_store(tmp_path / "a", [48])
-    write_numbered_store(tmp_path / "b", [49])
-    assert loader(TokenStore.open(tmp_path / "a")).num_sequences == 1
-    whole = SequenceReader(Documents(TokenStore.open(tmp_path / "b")), DataSplit(SEQ_LEN, sp_rank=1, sp_size=2))
+    assert loader(write_numbered_store(tmp_path / "a", [48])).num_sequences == 1
+    longer = write_numbered_store(tmp_path / "b", [49])
+    whole = SequenceReader(Documents(longer), DataSplit(SEQ_LEN, sp_rank=1, sp_size=2))
     assert whole.num_sequences == 2
     assert whole.read([1]).labels[0].tolist() == list(range(37, 49))
 
@@ -320,18 +318,3 @@ def test_locate_stores_finds_training_and_validation(store: TokenStore, tmp_path
     assert locate_stores(replace(config, validation_path=str(other))) == [StorePaths(store.path, other)]
     write_numbered_store(store.path / "validation", [40])
     assert locate_stores(config) == [StorePaths(store.path, store.path / "validation")]
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_loader_benchmark_runs_on_two_ranks(tmp_path: Path) -> None:
-    case = ["-m", "lab.loader", "tokens=65536", "device=cpu", f"out={tmp_path / 'out'}"]
-    with Command([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *case], tmp_path) as command:
-        outcome = command.wait()
-    assert outcome.code == 0, outcome
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    # Its own tokens, and the label of the last one.
-    assert [(row["rank"], row["tokens"], row["bytes_requested"]) for row in rows] == [
-        (rank, 32_768, 2 * 32_769) for rank in range(2)
-    ]
-    assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in rows)

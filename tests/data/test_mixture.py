@@ -12,7 +12,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +21,7 @@ from data.loader.loader import as_integers
 from data.randomness import Permutation
 from data.store import TokenStore
 from data.store.documents import Documents
-from data.store.writer import StoreWriter
+from tests.support.stores import write_numbered_store
 from zeco_train.errors import ConfigError
 
 SEQ_LEN = 12
@@ -53,14 +52,7 @@ class Setting:
 
 @pytest.fixture
 def stores(tmp_path: Path) -> list[TokenStore]:
-    opened, first = [], 0
-    for number, lengths in enumerate(LENGTHS):
-        with StoreWriter(tmp_path / str(number), vocab_size=1000, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-            writer.append(np.arange(first, first + sum(lengths)), lengths)
-            writer.finish("sources")
-        opened.append(TokenStore.open(tmp_path / str(number)))
-        first += 300
-    return opened
+    return [write_numbered_store(tmp_path / str(n), lengths, first=300 * n) for n, lengths in enumerate(LENGTHS)]
 
 
 def written_out(setting: Setting, number: int, epoch: int) -> list[tuple[list[int], list[int], list[int]]]:

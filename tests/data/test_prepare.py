@@ -23,7 +23,6 @@ from data.store import TokenStore, is_store
 from data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.support.stores import documents, write_lines, write_word_tokenizer
 from tests.support.waiting import ENOUGH
-from zeco_train.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -275,19 +274,6 @@ def test_control_ids_that_the_model_itself_gives_are_refused_unless_allowed(
     assert f"{hugging_face / 'whole'}: {problem}\n" in capsys.readouterr().err
     assert main([*arguments, "--control-strings", "ids"]) == 0
     assert TokenStore.open(tmp_path / "store").read(0, 5).tolist() == [2, 0, 1, 3, 1]
-
-
-def test_unusable_tokenizers_are_refused(hugging_face: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # An empty cache: the user's may have gpt2. HF_HOME was read when the library was imported.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(DataError, match="no such tokenizer; give the folder or file of a tokenizer on this machine"):
-        load_tokenizer(str(tmp_path / "none"))
-    with pytest.raises(DataError, match=r"gpt2: transformers cannot load a tokenizer from it \(.*\); give the folder"):
-        load_tokenizer("gpt2")
-    with pytest.raises(DataError, match="the tokenizer has no end-of-sequence token; set eos_token"):
-        load_tokenizer(str(hugging_face / "endless"))
-    with pytest.raises(DataError, match="transformers cannot load a tokenizer from it"):
-        load_tokenizer(str(tmp_path))
 
 
 def test_existing_store_is_replaced_only_with_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

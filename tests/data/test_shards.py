@@ -20,7 +20,7 @@ from data.store import META_FILE, TokenStore, shard_name
 from data.store.documents import Documents
 from data.store.writer import StoreWriter, WriterState
 from tests.support.commands import snapshot
-from tests.support.stores import verify
+from tests.support.stores import verify, write_tokens
 from zeco_train.errors import DataError
 
 LENGTHS = [3, 1, 7, 20, 5, 14]
@@ -35,10 +35,7 @@ def new_writer(folder: Path, shard_tokens: int, state: WriterState | None = None
 
 
 def write(folder: Path, shard_tokens: int) -> Path:
-    with new_writer(folder, shard_tokens) as writer:
-        writer.append(TOKENS, LENGTHS)
-        writer.finish("sources")
-    return folder
+    return write_tokens(folder, TOKENS, LENGTHS, 1000, shard_tokens=shard_tokens)
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 7, 49, 50])

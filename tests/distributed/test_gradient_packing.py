@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.interpreter import patch_bf16
 from zeco_train.distributed import unsharded
 
@@ -104,17 +104,13 @@ def test_kernel_has_the_bits_of_torch_on_a_gpu() -> None:
     assert pack.call_count == 1, "FSDP2's operator is not the kernel"
 
 
-def _implementations(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_fsdp_takes_our_copy(rank: int, world_size: int) -> None:
+    """torch calls the first implementation that is listed. In another process, since the replacement lasts."""
     unsharded.use_own_packing()
     table = torch._C._dispatch_dump("fsdp::chunk_cat").splitlines()
-    return [line for line in table if line.startswith(("CUDA", "CPU"))]
-
-
-def test_fsdp_takes_our_copy() -> None:
-    """torch calls the first implementation that is listed. In another process, since the replacement lasts."""
-    (lines,) = run_distributed(_implementations, 1)
     for device in ("CPU", "CUDA"):
-        active = next(line for line in lines if line.startswith(device))
+        active = next(line for line in table if line.startswith(device))
         assert "torch_private.py" in active
         assert "inactive" not in active
 

@@ -6,13 +6,12 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec
 from tests.support.comparison import largest, relative
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.parallelize import begin_micro_batch, global_norm, num_shards, parallelize
@@ -69,33 +68,23 @@ def test_strategies_hold_expected_tensors_between_micro_batches(ranks: int) -> N
     assert largest(relative(norm, norms[0]) for norm in norms) <= 1e-12
 
 
-def _prefetched(rank: int, world_size: int) -> dict[bool, list[list[str]]]:
-    """By whether the head is tied: the names of the units that each block, and the embedding, prefetches."""
+@on_ranks(1)
+def test_every_block_is_prefetched_and_the_head_is_not(rank: int, world_size: int) -> None:
+    """Without a head of its own, a model's last unit is a block."""
     mesh = init_mesh(Launch(rank, world_size, rank), 1, torch.device("cpu"), timedelta(seconds=30))
-    found = {}
-    for tied in (False, True):
+    blocks = [[f"model.layers.{layer}"] for layer in range(3)]
+    for tied, expected in ((False, [*blocks, [], []]), (True, [*blocks[1:], []])):
         model = ModelSpec(GLAConfig(hidden_size=8, num_layers=3, num_heads=1, tie_word_embeddings=tied)).build()
         units = model.sharding_units()
         names = {module: name for name, module in model.named_modules()}
         parallelize(model, units, Strategy.zero3, torch.float32, mesh)
         states = {unit._get_fsdp_state(): names[unit] for unit in units}
-        found[tied] = [[states[after] for after in state._states_to_forward_prefetch] for state in states]
-    return found
+        assert [[states[after] for after in state._states_to_forward_prefetch] for state in states] == expected
 
 
-def test_every_block_is_prefetched_and_the_head_is_not() -> None:
-    """Without a head of its own, a model's last unit is a block."""
-    blocks = [[f"model.layers.{layer}"] for layer in range(3)]
-    assert run_distributed(_prefetched, 1) == [{False: [*blocks, [], []], True: [*blocks[1:], []]}]
-
-
-def _timeouts(rank: int, world_size: int) -> set[float]:
+@on_ranks(2)
+def test_every_mesh_group_has_the_timeout(rank: int, world_size: int) -> None:
     mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=57))
     groups = [*mesh.devices.get_all_groups(), *mesh.scan_groups]
-    # Peers may still be creating their groups: a rank that left now would break them.
-    dist.barrier()
-    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
-
-
-def test_every_mesh_group_has_the_timeout() -> None:
-    assert run_distributed(_timeouts, 2) == [{57.0}] * 2
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    assert {each._timeout for each in options} == {timedelta(seconds=57)}

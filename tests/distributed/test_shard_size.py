@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from data.loader import SequenceLoader, Source
-from data.store import TokenStore
-from data.store.documents import Documents
-from models.parameters import parameter_rules
-from tests.support.comparison import largest, relative
 from tests.support.distributed import run_distributed
-from tests.support.steps import SEQ_LEN, TINY, make_mesh, write_documents
+from tests.support.sp_reference import RecordedExchange
+from tests.support.steps import Case, Result, make_mesh, run_steps, worst, write_documents
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.config import ParallelConfig, Strategy, count_shards
-from zeco_train.distributed.owned_matrices import local
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect, local_exchange
-from zeco_train.training.build import build_model
-from zeco_train.training.config import Dtype, TrainConfig
-from zeco_train.training.optim.optimizer_registry import OptimConfig, OptimizerName, build_optimizer
-from zeco_train.training.step import TrainingStep
+from zeco_train.training.optim.optimizer_registry import OptimConfig, OptimizerName
 
 pytestmark = pytest.mark.numeric
 
-BATCH, STEPS = 4, 1
+BATCH = 4
 # Strategy, shard size, sp size, segments, optimizer.
 GRID = [(Strategy.zero2, shard_size, sp_size, 1, "adamw") for shard_size in (1, 2, 4) for sp_size in (1, 2, 4)]
 FEW = [(Strategy.zero3, 2, 4, 1, "adamw")]
@@ -42,36 +32,15 @@ OTHERS = [
 ]
 
 
-def _train(rank: int, world_size: int, store: str, cases: list[Any]) -> list[dict[str, Any]]:
-    """Losses, norms and held elements of the steps of each case."""
+def _train(rank: int, world_size: int, store: str, cases: list[Any]) -> list[Result]:
+    """A step of each case."""
     results = []
     for strategy, shard_size, sp_size, segments, optimizer in cases:
         mesh = make_mesh(rank, world_size, sp_size)
-        config = TrainConfig(dtype=Dtype.fp64, segments=segments)
-        model = build_model(TINY, config, strategy, mesh, 0, shard_size)
-        optim = OptimConfig(name=OptimizerName[optimizer], lr=1e-2)
-        step = TrainingStep(
-            model,
-            build_optimizer(parameter_rules(model), optim, torch.float64),
-            local_exchange() if sp_size == 1 else connect(SPConfig(), mesh.scan_groups, mesh.timeout),
-            mesh,
-            strategy=strategy,
-            grad_clip=0.1,
-            tokens_per_step=BATCH * SEQ_LEN,
-        )
-        split = mesh.split(SEQ_LEN, 1, segments=segments)
-        loader = SequenceLoader([Source(Documents(TokenStore.open(Path(store))))], split, seed=3, global_batch=BATCH)
-        losses, norms = [], []
-        for number in range(STEPS):
-            step.zero_grad()
-            for micro_step in range(loader.micro_steps):
-                batches = [loader.batch(number * BATCH, micro_step, segment) for segment in range(segments)]
-                step.backward(batches, last=micro_step == loader.micro_steps - 1)
-            numbers = step.update().read()
-            losses.append(numbers.loss)
-            norms.append(numbers.grad_norm)
-        held = sum(local(parameter).numel() for parameter in model.parameters())
-        results.append({"losses": losses, "norms": norms, "held": held})
+        exchange = local_exchange() if sp_size == 1 else connect(SPConfig(), mesh.scan_groups, mesh.timeout)
+        settings: dict[str, Any] = {"shard_size": shard_size, "segments": segments, "global_batch": BATCH, "steps": 1}
+        case = Case(strategy, **settings, optim=OptimConfig(name=OptimizerName[optimizer], lr=1e-2))
+        results.append(run_steps(case, RecordedExchange(exchange), mesh, store))
     return results
 
 
@@ -92,16 +61,15 @@ def test_losses_and_norms_are_those_of_one_rank(cases: list[Any], store: str) ->
     expected = dict(zip(optimizers, run_distributed(_train, 1, store, alone)[0], strict=True))
     by_rank = run_distributed(_train, 4, store, cases)
     for number, case in enumerate(cases):
-        reference, held = expected[case[-1]], [results[number]["held"] for results in by_rank]
-        for result in (results[number] for results in by_rank):
-            for key in ("losses", "norms"):
-                error = largest(relative(*pair) for pair in zip(result[key], reference[key], strict=True))
-                # The contract. Measured 3e-15 at most.
-                assert error <= 1e-9, (case, key)
+        reference, held = expected[case[-1]], [results[number].held for results in by_rank]
+        for results in by_rank:
+            errors = worst(results[number], reference)
+            # The contract. Measured 3e-15 at most.
+            assert max(errors["losses"], errors["norms"]) <= 1e-9, case
         # Each group of `shard_size` adjacent ranks holds the model once.
         shard_size = case[1] if case[1] > 0 else 4
         groups = [sum(held[first : first + shard_size]) for first in range(0, 4, shard_size)]
-        assert groups == [reference["held"]] * (4 // shard_size), case
+        assert groups == [reference.held] * (4 // shard_size), case
 
 
 def test_mistakes_name_the_size() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.interpreter import patch_bf16
 from zeco_train.distributed import unsharded
 from zeco_train.distributed.config import Strategy
@@ -141,13 +141,10 @@ def _mesh(device: str) -> ProcessMesh:
     return init_mesh(Launch(0, 1, 0), 1, torch.device(device), timedelta(seconds=30))
 
 
-def _bits(rank: int, world_size: int, strategies: list[Strategy]) -> None:
-    _check(_mesh("cpu"), CASES, strategies)
-
-
 @pytest.mark.parametrize("strategies", [[Strategy.zero2], pytest.param([*Strategy], marks=pytest.mark.slow)])
-def test_gradients_and_weights_have_the_bits_of_fsdp(strategies: list[Strategy]) -> None:
-    run_distributed(_bits, 1, strategies)
+@on_ranks(1)
+def test_gradients_and_weights_have_the_bits_of_fsdp(rank: int, world_size: int, strategies: list[Strategy]) -> None:
+    _check(_mesh("cpu"), CASES, strategies)
 
 
 def _bits_of_kernels(rank: int, world_size: int) -> None:
@@ -173,7 +170,8 @@ def test_kernels_have_the_bits_of_fsdp_under_interpreter(monkeypatch: pytest.Mon
     run_distributed(_bits_of_kernels, 1, fresh=True)
 
 
-def _launches(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_each_weight_is_cast_once_and_gradients_stay_in_place(rank: int, world_size: int) -> None:
     mesh, copies, addresses = _mesh("cpu"), [], []
     whole = sum(p.numel() for p in _model(mesh.device).parameters())
     cast_all, add_next = unsharded.cast_all, unsharded.add_next
@@ -203,11 +201,8 @@ def _launches(rank: int, world_size: int) -> None:
         assert sum(copies) == STEPS * gathers * whole, strategy
 
 
-def test_each_weight_is_cast_once_and_gradients_stay_in_place() -> None:
-    run_distributed(_launches, 1)
-
-
-def _memory(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_resharded_weights_free_their_memory(rank: int, world_size: int) -> None:
     mesh = _mesh("cpu")
     model = _model(mesh.device)
     parallelize(model, list(model.blocks), Strategy.zero3, torch.bfloat16, mesh)
@@ -219,10 +214,6 @@ def _memory(rank: int, world_size: int) -> None:
         assert gathered[-1].dtype is torch.bfloat16
         assert gathered[-1] is gathered[0]
         assert gathered[-1].untyped_storage().nbytes() == 0, step
-
-
-def test_resharded_weights_free_their_memory() -> None:
-    run_distributed(_memory, 1)
 
 
 def _sharded(mesh: ProcessMesh, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> Model:
@@ -261,7 +252,10 @@ def _fails_at(number: int, real: Callable[..., Any], *, after: bool) -> Callable
     return call
 
 
-def _failures(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@on_ranks(1)
+def test_pass_after_one_that_failed_has_the_right_bits(rank: int, world_size: int, dtype: torch.dtype) -> None:
     mesh = _mesh("cpu")
     expected = _gradients(_sharded(mesh, dtype))
     cases = [(fsdp_collectives, "foreach_reduce_scatter_copy_in", n, after) for n in (1, 3) for after in (False, True)]
@@ -279,13 +273,8 @@ def _failures(rank: int, world_size: int, dtype: torch.dtype) -> None:
         assert _agree(_gradients(model), expected), (dtype, name, number, after)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-def test_pass_after_one_that_failed_has_the_right_bits(dtype: torch.dtype) -> None:
-    run_distributed(_failures, 1, dtype)
-
-
-def _replaced(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_weights_may_be_replaced_after_a_pass(rank: int, world_size: int) -> None:
     mesh = _mesh("cpu")
     for dtype in (torch.bfloat16, torch.float32):
         model = _sharded(mesh, dtype)
@@ -300,11 +289,8 @@ def _replaced(rank: int, world_size: int) -> None:
         assert _agree(_gradients(model), expected), dtype
 
 
-def test_weights_may_be_replaced_after_a_pass() -> None:
-    run_distributed(_replaced, 1)
-
-
-def _left_over(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_new_memory_at_an_address_of_sums_is_not_added_to(rank: int, world_size: int) -> None:
     mesh, real = _mesh("cpu"), torch.empty
     expected = _gradients(_sharded(mesh, torch.float32))
 
@@ -316,10 +302,6 @@ def _left_over(rank: int, world_size: int) -> None:
 
     with mock.patch("zeco_train.distributed.unsharded.torch.empty", reused):
         assert _agree(_gradients(_sharded(mesh, torch.float32)), expected)
-
-
-def test_new_memory_at_an_address_of_sums_is_not_added_to() -> None:
-    run_distributed(_left_over, 1)
 
 
 @pytest.mark.gpu

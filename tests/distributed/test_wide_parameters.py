@@ -21,7 +21,7 @@ from models.mixers import delta_net, mamba2
 from models.mixers.mamba2 import Mamba2Config, Mamba2Decay
 from models.parameters import cast
 from models.spec import ModelSpec
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.sp_reference import build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from tests.support.training import full
@@ -84,7 +84,6 @@ def _training(rank: int, world_size: int, store: str, cases: list[tuple[Any, ...
         first.setdefault(documents, result)
         check(result, first[documents], TOLERANCE, f"{case}")
     scan.drain()
-    dist.barrier()
     return first
 
 
@@ -113,7 +112,23 @@ def _log_decays(model: LanguageModel, ids: Tensor) -> list[Tensor]:
     return found
 
 
-def _in_bf16(rank: int, world_size: int, config: LanguageModelConfig, cases: list[tuple[Strategy, Recompute]]) -> None:
+ALTERNATING = [*zip(Strategy, itertools.cycle((Recompute.none, Recompute.full)), strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("config", "cases"),
+    [
+        (MODEL, [(Strategy.zero3, Recompute.full)]),
+        pytest.param(tiny("gated_deltanet"), ALTERNATING, marks=pytest.mark.slow),
+        pytest.param(tiny("kda"), ALTERNATING, marks=pytest.mark.campaign),
+        pytest.param(MODEL, [*itertools.product(Strategy, Recompute)], marks=pytest.mark.campaign),
+    ],
+    ids=["mamba2", "gated_deltanet", "kda", "mamba2, all"],
+)
+@on_ranks(2)
+def test_log_decays_are_bit_equal_to_those_of_an_unsharded_model(
+    rank: int, world_size: int, config: LanguageModelConfig, cases: list[tuple[Strategy, Recompute]]
+) -> None:
     mesh = make_mesh(rank, world_size, 1)
     ids = torch.randint(config.vocab_size, (1, 65), generator=torch.Generator().manual_seed(rank))
     masters, plain = ModelSpec(config).build(), ModelSpec(config).build()
@@ -144,26 +159,8 @@ def _in_bf16(rank: int, world_size: int, config: LanguageModelConfig, cases: lis
             assert (grad.bfloat16().float() != grad).any(), (name, where)
 
 
-ALTERNATING = [*zip(Strategy, itertools.cycle((Recompute.none, Recompute.full)), strict=False)]
-
-
-@pytest.mark.parametrize(
-    ("config", "cases"),
-    [
-        (MODEL, [(Strategy.zero3, Recompute.full)]),
-        pytest.param(tiny("gated_deltanet"), ALTERNATING, marks=pytest.mark.slow),
-        pytest.param(tiny("kda"), ALTERNATING, marks=pytest.mark.campaign),
-        pytest.param(MODEL, [*itertools.product(Strategy, Recompute)], marks=pytest.mark.campaign),
-    ],
-    ids=["mamba2", "gated_deltanet", "kda", "mamba2, all"],
-)
-def test_log_decays_are_bit_equal_to_those_of_an_unsharded_model(
-    config: LanguageModelConfig, cases: list[tuple[Strategy, Recompute]]
-) -> None:
-    run_distributed(_in_bf16, 2, config, cases)
-
-
-def _units(rank: int, world_size: int) -> tuple[int, set[str], set[bool]]:
+@on_ranks(1)
+def test_all_layers_share_one_unit(rank: int, world_size: int) -> None:
     mesh = make_mesh(rank, world_size, 1)
     model = build_model(MODEL, TrainConfig(dtype=Dtype.bf16), Strategy.zero3, mesh, seed=0)
     states = {
@@ -173,15 +170,9 @@ def _units(rank: int, world_size: int) -> tuple[int, set[str], set[bool]]:
     }
     (group,) = (state._fsdp_param_group for state in states)
     assert group is not None
-    return (
-        len(group.fsdp_params),
-        {str(p.sharded_param.dtype) for p in group.fsdp_params},
-        {group.mp_policy.param_dtype is None},
-    )
-
-
-def test_all_layers_share_one_unit() -> None:
-    assert run_distributed(_units, 1) == [(3 * MODEL.num_layers, {"torch.float32"}, {True})]
+    assert len(group.fsdp_params) == 3 * MODEL.num_layers
+    assert {p.sharded_param.dtype for p in group.fsdp_params} == {torch.float32}
+    assert group.mp_policy.param_dtype is None
 
 
 def test_specification_has_the_units_of_the_model() -> None:

@@ -19,8 +19,7 @@ from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.parallelize import parallelize
 from zeco_train.evaluate.scoring import Score, ScoreRequest, _deal, score
 from zeco_train.sp.backend_registry import Backend, SPConfig
-from zeco_train.sp.exchange import connect
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect, connect_model
 from zeco_train.training.forward import SequenceForward
 
 # (tokens, first scored): one scored token, one token of context, longer than a rank's limit, and equal lengths.
@@ -48,11 +47,7 @@ def scores_of_hybrid(rank: int, world_size: int) -> list[list[Score]]:
 @pytest.mark.slow
 def test_scores_of_a_hybrid_do_not_depend_on_segments_and_ranks() -> None:
     """Later segments of a text read the keys of earlier ones from caches."""
-    model, expected = build(dataclasses.replace(TINY, attn=HYBRID), spread=1.0), []
-    for request in requests():
-        logits = _logits(model, request.tokens[:-1])[request.first - 1 :] if len(request.tokens) > 1 else None
-        wanted = torch.from_numpy(request.tokens[request.first :])
-        expected.append(0.0 if logits is None else -F.cross_entropy(logits, wanted, reduction="sum").item())
+    expected = [one.log_likelihood for one in one_by_one(build(dataclasses.replace(TINY, attn=HYBRID), spread=1.0))]
     for of_rank in run_distributed(scores_of_hybrid, 2):
         for scores in of_rank:
             assert [score.log_likelihood for score in scores] == pytest.approx(expected, rel=1e-11)
@@ -63,8 +58,8 @@ def _logits(model: LanguageModel, tokens: np.ndarray) -> torch.Tensor:
         return model(torch.from_numpy(tokens)[None], whole(len(tokens)))[0]
 
 
-def one_by_one() -> list[Score]:
-    model, found = build(TINY, spread=1.0), []
+def one_by_one(model: LanguageModel) -> list[Score]:
+    found = []
     for request in requests():
         if len(request.tokens) == 1:
             found.append(Score(0.0, True))
@@ -93,7 +88,7 @@ def score_on_ranks(rank: int, world_size: int, sp_size: int, strategy: Strategy,
     ],
 )
 def test_scores_equal_one_by_one_reference(sp_size: int, strategy: Strategy, batch_tokens: int) -> None:
-    expected = one_by_one()
+    expected = one_by_one(build(TINY, spread=1.0))
     assert {one.is_greedy for one in expected if one.log_likelihood} == {True, False}
     for of_rank in run_distributed(score_on_ranks, 2, sp_size, strategy, batch_tokens):
         for number, (own, other) in enumerate(zip(of_rank, expected, strict=True)):

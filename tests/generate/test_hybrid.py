@@ -31,8 +31,7 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.softmax.attention import extend
 from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice
 from zeco_train.sp.backend_registry import Backend, SPConfig
-from zeco_train.sp.exchange import local_exchange
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model, local_exchange
 
 pytestmark = pytest.mark.numeric
 

@@ -1,4 +1,4 @@
-"""The recurrent step against the oracle, token by token; its kernel under the interpreter."""
+"""The kernel of the recurrent step against the oracle, under the interpreter; ops/test_passes.py has all steps."""
 
 from __future__ import annotations
 
@@ -30,20 +30,6 @@ def steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Tensor:
     return torch.cat([GLA.step(*column, state) for column in columns], dim=1)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
-)
-def test_steps_equal_the_recurrence(dtype: torch.dtype, tolerance: float) -> None:
-    q, k, v, g, state = operands(dtype)
-    wide = [x.double() for x in (q, k, v, g)]
-    expected, final_state = naive_gla(*wide, initial_state=state.double())
-    o = steps(q, k, v, g, state)
-    assert o.dtype == dtype
-    assert (o - expected).norm() <= tolerance * expected.norm()
-    # The state has at least fp32 and is updated in place.
-    assert (state - final_state).norm() <= min(tolerance, 1e-6) * final_state.norm()
-
-
 def _kernel_errors(rank: int, world_size: int) -> dict[str, float]:
     """Errors of outputs and state after three steps of the kernel, by case."""
     torch.set_num_threads(1)
@@ -65,15 +51,3 @@ def test_step_kernel_in_triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> N
     errors = run_distributed(_kernel_errors, 1, fresh=True)[0]
     assert errors.pop("torch.bfloat16 o") <= 4e-3
     assert all(error <= 1e-6 for error in errors.values()), errors
-
-
-def test_mismatched_operands_are_refused() -> None:
-    q, k, v, g, state = operands(torch.float32, tokens=1)
-    with pytest.raises(ValueError, match="state: expected shape"):
-        GLA.step(q, k, v, g, state[:1])
-    with pytest.raises(ValueError, match=r"^state: expected torch\.float"):
-        GLA.step(q, k, v, g, state.double())
-    with pytest.raises(ValueError, match="state: expected a contiguous tensor"):
-        GLA.step(q, k, v, g, state.mT.contiguous().mT)
-    with pytest.raises(ValueError, match="one token"):
-        GLA.step(*operands(torch.float32))

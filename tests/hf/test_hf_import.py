@@ -124,7 +124,7 @@ def test_training_starts_from_an_export_and_refuses_another_bit(exported: Path, 
 
 
 def test_invalid_export_commands_are_refused(
-    run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -149,6 +149,9 @@ def test_invalid_export_commands_are_refused(
     assert not (tmp_path / "new").exists()
     assert parity.main([str(run)]) == 2
     assert capsys.readouterr().err.startswith(f"error: EXPORT={run}: is none; make one with: ")
+    monkeypatch.setattr(parity, "pick_device", lambda wanted: torch.device("cpu"))
+    assert parity.main([str(exported)]) == 2
+    assert capsys.readouterr().err.startswith("error: device=cpu: fla's model")
     assert main([str(run), out, "dtype=bf16"]) == 0
     rounded, stored = load_file(Path(out) / WEIGHTS_FILE), load_file(exported / WEIGHTS_FILE)
     assert all(torch.equal(tensor, stored[name].bfloat16()) for name, tensor in rounded.items())

@@ -81,10 +81,7 @@ def test_finished_runs_are_skipped_and_partial_runs_resume(tmp_path: Path, capsy
         (["--lengths", "2x"], "error: --lengths=2x: must be a number of tokens"),
         (["--lengths", "1k", "--", "sp=dp"], "error: sp=dp: is what the sweep sets"),
         (["--lengths", "1k", "--", "train.stepz=5"], "error: dp-1k-1n: train.stepz"),
-        (
-            ["--lengths", "1k", "--nodes", "3", "--", "data.global_batch=5"],
-            "error: dp-1k-3n: data.global_batch=5",
-        ),
+        (["--lengths", "1k", "--nodes", "3", "--", "data.global_batch=5"], "error: dp-1k-3n: data.global_batch=5"),
         (["--lengths", "1k", "1", "--backends", "zeco"], "error: zeco-1-1n: data.seq_len=1: must be ≥ "),
         (["--lengths", "1k", "--backends", "ring"], "error: ring-1k-1n: sp=ring"),
         (["--lengths", "1k", "--local", "--nodes", "2"], "error: --nodes=2: must be 1 with --local"),

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from tests.support.commands import Command
 from zeco_train.errors import CommunicationError, ConfigError, DataError, OutOfMemoryError, ZecoError
-from zeco_train.lifecycle import end, join
+from zeco_train.lifecycle import end, join, watch
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.lifecycle.join import Launch, launcher_store
+from zeco_train.lifecycle.watch import Watchdog
 
 ADVICE = Advice("the rest is lost", "less needs less", "patience")
 
@@ -182,7 +183,7 @@ def test_peers_end_with_exit_code_of_failed_rank(error: Exception, code: int, mo
 
 
 def test_closed_terminal_does_not_change_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(end.tqdm, "write", mock.Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(watch.tqdm, "write", mock.Mock(side_effect=BrokenPipeError))
     assert fail_with(ConfigError("field", 1, "must be 2"), []) == ConfigError.exit_code
 
 
@@ -246,7 +247,7 @@ def test_attempts_of_a_launcher_share_no_keys(monkeypatch: pytest.MonkeyPatch) -
 def test_joining_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo applies the time-out to each of its tries, so it may take several times as long."""
     ended: list[CommunicationError] = []
-    monkeypatch.setattr(Job, "_abandon", lambda self, error: ended.append(error))
+    monkeypatch.setattr(Watchdog, "abandon", lambda self, error: ended.append(error))
     monkeypatch.setattr(end, "SILENCE_SECONDS", 0.1)
     with Job(Launch(0, 1, 0), ADVICE).joining(timedelta(seconds=0.1)):
         while not ended:

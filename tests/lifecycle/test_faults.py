@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.support.commands import Command, Outcome, is_running, torchrun, train_here
 from tests.support.replays import REPLAYABLE, SEQ_LEN, can_replay, replayed_steps
 from zeco_train.errors import NonFiniteError
-from zeco_train.lifecycle.watch import DUMP_SECONDS, REPORT_SECONDS
+from zeco_train.lifecycle.logs import DUMP_SECONDS
+from zeco_train.lifecycle.watch import REPORT_SECONDS
 from zeco_train.training.graphs import WARM_UP
 
 # Bound of a wait for a peer in these runs.

@@ -20,7 +20,7 @@ from tests.support.commands import REPOSITORY, SMALL, Command, is_running
 from tests.support.few import one_of
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError
-from zeco_train.lifecycle import end
+from zeco_train.lifecycle import end, watch
 from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch
 from zeco_train.system import terminal
@@ -92,7 +92,7 @@ def test_line_comes_again_below_torchrun_only(command: str, expected: bool, monk
 def test_no_last_line_before_a_restart(count: str, most: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", most)
-    assert end._is_restarted() == expected
+    assert watch._is_restarted() == expected
 
 
 def _launched(folder: Path, setting: str, fault: str) -> Command:

@@ -6,9 +6,9 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from tests.support.commands import REPOSITORY
 from zeco_train.errors import CommunicationError
-from zeco_train.lifecycle import watch
+from zeco_train.lifecycle import logs, watch
+from zeco_train.lifecycle.board import BoundedStore
 from zeco_train.lifecycle.join import Launch
-from zeco_train.lifecycle.watch import BoundedStore, Watchdog
+from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.system import background
 
 pytestmark = pytest.mark.processes
@@ -31,6 +32,15 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "LISTEN_SECONDS", 1.0)
 
 
+@contextmanager
+def watched(store: dist.Store, size: int, ranks: Iterable[int]) -> Iterator[list[Watchdog]]:
+    """The watchdogs of some ranks of `size`."""
+    alive = [Watchdog(Launch(rank, size, rank), store) for rank in ranks]
+    yield alive
+    for rank in alive:
+        rank.stop()
+
+
 def test_documented_times_are_the_sums_of_the_constants() -> None:
     times = re.search(
         r"at the latest (\d+) s after `parallel.timeout_seconds`, and all other ranks have ended "
@@ -39,19 +49,15 @@ def test_documented_times_are_the_sums_of_the_constants() -> None:
         (REPOSITORY / "docs" / "training.md").read_text().replace("\n", " "),
     )
     assert times is not None
-    dumps = 2 * watch.DUMP_SECONDS
+    dumps = 2 * logs.DUMP_SECONDS
     assert [*map(float, times.groups())] == [watch.REPORT_SECONDS, watch.END_SECONDS, dumps, watch.ANSWER_SECONDS]
 
 
 def test_silent_peer_is_reported_with_step_and_operation() -> None:
     """Rank 1 sends heartbeats, rank 2 never has; rank 0 fails in a scan, whose error has no step."""
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=5))
-    alive = [Watchdog(Launch(rank, 3, rank), store) for rank in range(2)]
-    alive[0].enter("step 7, micro-batch 2 of 4")
-    error = alive[0].diagnose(CommunicationError(0, "all_scan_chain forward: receive of block 0", "closed", 1))
-    for rank in alive:
-        rank.stop()
+    with watched(dist.HashStore(), 3, range(2)) as alive:
+        alive[0].enter("step 7, micro-batch 2 of 4")
+        error = alive[0].diagnose(CommunicationError(0, "all_scan_chain forward: receive of block 0", "closed", 1))
     assert str(error).startswith(
         "rank 0: step 7, micro-batch 2 of 4, all_scan_chain forward: receive of block 0: rank 2 no longer answers"
     )
@@ -61,13 +67,9 @@ def test_silent_peer_is_reported_with_step_and_operation() -> None:
 @pytest.mark.parametrize("lost", [False, True])
 def test_terminated_rank_distinguishes_lost_peer_from_stop(lost: bool) -> None:
     """Rank 0 has received SIGTERM. If rank 1 still sends heartbeats, the launcher was stopped; no rank is at fault."""
-    store = dist.HashStore()
-    first = Watchdog(Launch(0, 2, 0), store)
-    other = None if lost else Watchdog(Launch(1, 2, 1), store)
-    first.is_terminated = True
-    error = first.diagnose(CommunicationError(0, "start", "terminated by the launcher"))
-    for rank in filter(None, (first, other)):
-        rank.stop()
+    with watched(dist.HashStore(), 2, range(1 if lost else 2)) as alive:
+        alive[0].is_terminated = True
+        error = alive[0].diagnose(CommunicationError(0, "start", "terminated by the launcher"))
     assert error.exit_code == (CommunicationError.exit_code if lost else watch.TERMINATED)
     assert ("rank 1 no longer answers" in str(error)) == lost
 
@@ -86,18 +88,15 @@ class CountingStore:
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_one_rank_reads_heartbeats_and_all_get_diagnosis(is_lost: bool) -> None:
     """Rank 2 of 8 is silent; with `is_lost`, the rank that claimed the diagnosis is lost too; another takes over."""
-    store = CountingStore()
-    alive = [Watchdog(Launch(rank, 8, rank), cast(dist.Store, store)) for rank in (0, 1, 3, 4, 5, 6, 7)]
-    for rank in alive:
-        rank.enter("step 7, optimizer")
-    while not store.check([f"zeco/heartbeat/{rank}" for rank in (0, 1, 3, 4, 5, 6, 7)]):
-        time.sleep(0.01)
-    if is_lost:
-        store.add("zeco/checking/0", 1)
-    with ThreadPoolExecutor(len(alive)) as threads:
+    store, ranks = CountingStore(), (0, 1, 3, 4, 5, 6, 7)
+    with watched(cast(dist.Store, store), 8, ranks) as alive, ThreadPoolExecutor(len(alive)) as threads:
+        for rank in alive:
+            rank.enter("step 7, optimizer")
+        while not store.check([f"zeco/heartbeat/{rank}" for rank in ranks]):
+            time.sleep(0.01)
+        if is_lost:
+            store.add("zeco/checking/0", 1)
         errors = [*threads.map(lambda rank: rank.diagnose(RuntimeError("late")), alive)]
-    for rank in alive:
-        rank.stop()
     assert {str(error).partition(": ")[2] for error in errors} == {
         "step 7, optimizer: rank 2 no longer answers (killed, stopped or unreachable; last seen in start)"
     }
@@ -113,14 +112,11 @@ def test_activity_is_not_repeated_in_diagnosis() -> None:
 
 
 def test_one_rank_claims_reporting_and_peers_see_it() -> None:
-    store = dist.HashStore()
-    first, second = (Watchdog(Launch(rank, 2, rank), store) for rank in range(2))
-    assert not first.is_reported()
-    assert first.claim_reporting()
-    assert second.is_reported()
-    assert not second.claim_reporting()
-    first.stop()
-    second.stop()
+    with watched(dist.HashStore(), 2, range(2)) as (first, second):
+        assert not first.board.is_reported()
+        assert first.board.claim_reporting()
+        assert second.board.is_reported()
+        assert not second.board.claim_reporting()
 
 
 class SilentStore:
@@ -197,8 +193,8 @@ def test_rank_that_is_cut_off_names_the_store_and_ends(silent: SilentStore, monk
     assert "the launcher's store at node0 is gone, and so may be its node" in str(found)
     # What a rank does before it exits.
     rank.report_failure("out of memory")
-    rank.report_leaving()
-    assert rank.claim_reporting() is False
-    assert rank.is_reported()
+    rank.board.append("left")
+    assert rank.board.claim_reporting() is False
+    assert rank.board.is_reported()
     assert time.monotonic() - started < 10.0
     rank.stop()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
@@ -17,13 +19,12 @@ from models.mixer_registry import MIXERS, check_document, longest_document
 from models.mixers import hgrn, lightning, retnet
 from models.mixers.based import BasedConfig
 from models.mixers.cosformer import CosformerConfig
-from models.mixers.gla import GLAConfig
 from models.mixers.hgrn import forget_gate
 from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningConfig
 from models.mixers.linear import normalised, with_ones
 from models.mixers.rebased import RebasedConfig
-from models.modules import GatedRMSNorm, GateFunction, RMSNormOfGated, l2_normalised, rotate
+from models.modules import GatedRMSNorm, GateFunction, RMSNorm, l2_normalised, rotate, swiglu
 from models.parameters import cast, parameter_rules
 from models.spec import ModelSpec, spec_of
 from tests.models.test_fla_models import GATED, KDA
@@ -37,6 +38,7 @@ from tests.models.test_layers import (
     assert_close,
     build,
     reference_norm,
+    reference_rotation,
     run,
 )
 from zeco_train.errors import ConfigError
@@ -106,37 +108,84 @@ def test_forget_gates_of_extreme_logits_are_finite() -> None:
         assert all(tensor.isfinite().all() for tensor in found)
 
 
-def test_compiled_forget_gates_equal_the_written_out_ones() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 5, 8, dtype=torch.float64, generator=generator) * 5
-    bound = torch.rand(8, dtype=torch.float64, generator=generator)
-    found = []
-    for gate in (forget_gate, torch.compile(forget_gate, fullgraph=True, backend="aot_eager")):
-        leaves = logits.clone().requires_grad_(), bound.clone().requires_grad_()
-        outputs = gate(*leaves)
-        weights = [torch.arange(1, 1 + out.numel(), dtype=torch.float64).view(out.shape).sin() for out in outputs]
-        found.append([*outputs, *torch.autograd.grad(outputs, leaves, weights)])
-    for compiled, plain in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-13)
+EPS = 1e-3
 
 
-@pytest.mark.parametrize("function", GateFunction)
-def test_gated_norms_have_exact_gradients(function: GateFunction) -> None:
+def norm(kind: type[nn.Module], *arguments: Any) -> Callable[..., Tensor]:
+    """A norm as a function of its inputs and its weight."""
+    module = kind(8, EPS, *arguments)
+    return lambda *x: functional_call(module, {"weight": x[-1]}, x[:-1])
+
+
+def written_gates(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    forget = bound.sigmoid() + (1 - bound.sigmoid()) * (3 * logits).sigmoid()
+    return 1 - forget, forget.log()
+
+
+ROWS, WIDTH, HEADS = (2, 3, 8), (8,), (2, 3, 4, 8)
+SWISH, SIGMOID = GateFunction
+# By function: its formula in plain operations, and the shapes of its operands.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Sequence[tuple[int, ...]]]] = {
+    "norm": (norm(RMSNorm), lambda x, w: reference_norm(x, w, EPS), (ROWS, WIDTH)),
+    "zero-centred": (norm(RMSNorm, True), lambda x, w: reference_norm(x, 1 + w, EPS), (ROWS, WIDTH)),
+    "swish": (norm(GatedRMSNorm, SWISH), lambda x, g, w: reference_norm(x, w, EPS) * F.silu(g), (ROWS, ROWS, WIDTH)),
+    "sigmoid": (
+        norm(GatedRMSNorm, SIGMOID),
+        lambda x, g, w: reference_norm(x, w, EPS) * g.sigmoid(),
+        (HEADS, HEADS, WIDTH),
+    ),
+    "swiglu": (swiglu, lambda gate, up: F.silu(gate) * up, (ROWS, ROWS)),
+    "l2": (lambda x: l2_normalised(x, 1.0), lambda x: x / (x.square().sum(-1, keepdim=True) + 1).sqrt(), (ROWS,)),
+    "normaliser": (lambda o: normalised(o, 5), lambda o: o[..., :5] / o[..., 5:6], (ROWS,)),
+    "log-decays of heads": (
+        lambda x, p: step_log_decays(x, p, 8),
+        lambda x, p: -p[:8].exp() * F.softplus(x + p[8:]),
+        (ROWS, (16,)),
+    ),
+    "log-decays of channels": (
+        lambda x, p: step_log_decays(x, p, 2),
+        lambda x, p: (-p[:2].exp().repeat_interleave(4) * F.softplus(x + p[2:])).unflatten(-1, (2, 4)),
+        (ROWS, (10,)),
+    ),
+    "forget gate": (lambda x, b: forget_gate(3 * x, b.sigmoid()), written_gates, (ROWS, WIDTH)),
+    "rotation": (
+        lambda q, k: rotate(q, k, torch.arange(3), 100.0),
+        lambda *x: tuple(reference_rotation(y.transpose(1, 2), 100.0).transpose(1, 2) for y in x),
+        (HEADS, HEADS),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["eager", "traced", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_and_gradients_equal_the_formulas(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced: what a compiler is given."""
+    function, formula, shapes = FUNCTIONS[name]
     generator = torch.Generator().manual_seed(0)
-    norm = GatedRMSNorm(7, 1e-3, function).double()
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(7, dtype=torch.float64, generator=generator))
-    x, gate = (torch.randn(2, 3, 7, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2))
-    factor = gate.sigmoid() * (gate if function is GateFunction.swish else 1)
-    expected = reference_norm(x, norm.weight, 1e-3) * factor
-    for either in (norm, torch.compile(norm, fullgraph=True, backend="aot_eager")):
-        y = either(x, gate)
-        torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-14)
-        for ours, theirs in zip(
-            *(torch.autograd.grad(out.sin().sum(), (x, gate, norm.weight), retain_graph=True) for out in (y, expected)),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    if form == "traced":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    if form == "compiled":
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for outputs in (function(*leaves), formula(*leaves)):
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        weights = [torch.arange(1, 1 + out.numel(), dtype=out.dtype).view(out.shape).sin() for out in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, weights)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["norm", "swish", "swiglu", "l2"])
+def test_functions_round_once(name: str) -> None:
+    """In bf16. Rounding fp32 differs from rounding the exact value in rare near-ties only, two roundings do often."""
+    function, formula, shapes = FUNCTIONS[name]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape if shape == WIDTH else (8000, 8), generator=generator).bfloat16() for shape in shapes]
+    found = function(*inputs)
+    assert found.dtype is torch.bfloat16
+    assert (found != formula(*(x.double() for x in inputs)).bfloat16()).double().mean() < 1e-3
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 4e-7)])
@@ -157,16 +206,6 @@ def test_rotated_products_depend_on_the_distance_only(dtype: torch.dtype, tolera
     assert (product(0, 1) - product(0, 700)).abs().max() > 0.1
 
 
-@pytest.mark.slow
-def test_compiled_rotations_equal_the_plain_ones() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, 6, 3, 8, generator=generator) for _ in range(2))
-    positions = 8_000_000 + torch.arange(6)
-    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")(q, k, positions, 10000.0)
-    for ours, plain in zip(compiled, rotate(q, k, positions, 10000.0), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
-
-
 def test_heads_of_odd_width_need_no_positions() -> None:
     assert LightningConfig(hidden_size=20).head_k_dim == 5
     with pytest.raises(ConfigError, match=r"model.rope_theta=10000.0: .* must be of even width, not 5"):
@@ -175,37 +214,6 @@ def test_heads_of_odd_width_need_no_positions() -> None:
 
 def test_an_expand_ratio_that_says_the_same_is_left_out() -> None:
     assert HGRN2Config(expand_ratio=32).canonical() == HGRN2Config()
-
-
-@pytest.mark.parametrize("channels", [1, 5])
-def test_log_decays_and_gradients_equal_plain_operations(channels: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 7, 3 * channels, generator=generator, dtype=torch.float64, requires_grad=True)
-    parameters = torch.randn(3 + 3 * channels, generator=generator, dtype=torch.float64, requires_grad=True)
-    found = step_log_decays(logits, parameters, 3)
-    steps = F.softplus(logits + parameters[3:])
-    plain = -parameters[:3].exp().repeat_interleave(channels) * steps
-    plain = plain if channels == 1 else plain.unflatten(-1, (3, channels))
-    weights = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(found, plain, rtol=1e-13, atol=0)
-    for ours, theirs in zip(
-        *(torch.autograd.grad(g, (logits, parameters), weights) for g in (found, plain)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-
-
-def test_normalised_vectors_and_their_gradients_equal_plain_operations() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 3, 5, generator=generator, dtype=torch.float64)
-    x[0] *= 1e-3  # so that eps matters
-    x.requires_grad_()
-    found, plain = l2_normalised(x), x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    weights = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(found, plain, rtol=1e-13, atol=0)
-    (ours,), (theirs,) = (torch.autograd.grad(y, x, weights) for y in (found, plain))
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
-    bf16 = l2_normalised(x.detach().bfloat16())
-    assert bf16.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["linear relu normalised", "cosformer"])
@@ -228,7 +236,6 @@ def test_normaliser_has_exact_gradients(compiled: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     torch.manual_seed(0)
     o = torch.randn(2, 4, 3, 8, dtype=torch.float64)
-    torch.autograd.gradcheck(lambda o: normalised(o, 5), o.clone().requires_grad_())
     o[0, 0, 0, 5], o[0, 1, 0, 5] = 0, 1e-310
     y = normalised(o.requires_grad_(), 5)
     (gradient,) = torch.autograd.grad(y.square().sum(), o)
@@ -337,22 +344,6 @@ def test_initial_values_are_those_of_fla_or_of_the_paper(config: LanguageModelCo
         assert torch.equal(again.get_parameter(name).float(), parameter), name
 
 
-def test_norm_in_bf16_is_the_exact_one_rounded_once() -> None:
-    norm, generator = RMSNormOfGated(12, 3, 1e-5), torch.Generator().manual_seed(0)
-    o, x, gate = (torch.randn(1, 5, 12, generator=generator).bfloat16() for _ in range(3))
-    decay = torch.randn(3, 6, generator=generator)
-    with torch.no_grad():
-        norm.weight += 0.1 * torch.randn(12, generator=generator)
-    weight = norm.weight.bfloat16()
-    o = o.unflatten(-1, (6, 2))
-    total = o.double() + decay[2].double().unsqueeze(-1) * F.silu(x.double()).view(o.shape)
-    u = (total.flatten(-2) * F.silu(gate.double())).unflatten(-1, (3, 4))
-    exact = (u / (u.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2) * weight.double()
-    error = (norm.bfloat16()(o, torch.empty_like(o), x, gate, decay).double() - exact).abs() / exact.abs()
-    # Half a unit in the last of 8 bits, and fp32's errors.
-    assert error.max() <= 2**-8 * 1.001
-
-
 @pytest.mark.parametrize(
     ("config", "own"), [(dataclasses.replace(MAMBA2, num_layers=2), {"D"}), (GATED, set()), (KDA, set())]
 )
@@ -390,5 +381,3 @@ def test_block_without_mlp_has_no_parameters_and_no_flops_of_one() -> None:
     assert without.mlp_products == []
     assert without.mixer_products == with_mlp.mixer_products == [[(24, 48), (24, 68), (24, 6)], [(48, 24)]]
     assert sum(map(math.prod, with_mlp.parameters)) - sum(map(math.prod, without.parameters)) == 24 * (3 * 40 + 1)
-    with pytest.raises(ConfigError, match="intermediate_size=0"):
-        GLAConfig(intermediate_size=0)

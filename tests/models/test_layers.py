@@ -18,6 +18,7 @@ from models.mixer_registry import MIXERS
 from models.mixers.base import Mixer
 from models.mixers.based import BasedConfig
 from models.mixers.cosformer import CosformerConfig
+from models.mixers.gla import FeatureMap, GLAConfig
 from models.mixers.hgrn import HGRNConfig
 from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningConfig
@@ -48,9 +49,18 @@ RETNET = RetNetConfig(**FIVE, expand_k=1.5, expand_v=1.75)
 LIGHTNING = LightningConfig(**FIVE, expand_k=1.5, expand_v=1.75)
 THREE: dict[str, Any] = {"hidden_size": 24, "num_heads": 3, "num_layers": 3}
 LINEAR = LinearAttentionConfig(**THREE, expand_k=0.5, expand_v=1.25)
+GLA = GLAConfig(**THREE, norm_eps=1e-3, expand_v=1.25, gate_low_rank_dim=5, gate_logit_normalizer=2)
+# Six query heads, two key heads; many decays lie below the clamp.
+GROUPED = dataclasses.replace(GLA, num_heads=6, num_kv_heads=2)
 # H 6, V 8, K 5, G 2.
 MAMBA2 = Mamba2Config(hidden_size=24, num_layers=3, num_heads=6, head_dim=8, state_size=5, n_groups=2, conv_kernel=3)
 CASES: dict[str, LanguageModelConfig] = {
+    "gla": GLA,
+    "gla, groups": GROUPED,
+    "gla, clamped": dataclasses.replace(GLA, clamp_min=-0.3),
+    "gla, no gate": dataclasses.replace(GLA, use_output_gate=False),
+    **{f"gla, {map_.value}": dataclasses.replace(GLA, feature_map=map_) for map_ in FeatureMap},
+    "gla, groups, clamped, no gate": dataclasses.replace(GROUPED, clamp_min=-0.3, use_output_gate=False),
     "retnet": RETNET,
     "retnet without positions": dataclasses.replace(RETNET, rope_theta=None),
     "lightning": LIGHTNING,
@@ -71,9 +81,10 @@ CASES: dict[str, LanguageModelConfig] = {
     "mamba2, one group": dataclasses.replace(MAMBA2, n_groups=1),
 }
 # Of the fast set; in turn of the slow one; the others are of a campaign.
-QUICK = ("retnet", "lightning with positions", "hgrn", "hgrn2", "linear relu normalised", "rebased symmetric")
-QUICK += ("cosformer", "gated_deltanet, no gate, negative eigenvalues", "kda")
-SLOW = ("linear elu", "based symmetric", "delta_net, gate, negative eigenvalues", "mamba2, clamped, no bias")
+QUICK = ["gla", "retnet", "lightning with positions", "hgrn", "hgrn2", "linear relu normalised", "rebased symmetric"]
+QUICK += ["cosformer", "gated_deltanet, no gate, negative eigenvalues", "kda"]
+SLOW = ["gla, groups, clamped, no gate", "linear elu", "based symmetric", "delta_net, gate, negative eigenvalues"]
+SLOW += ["mamba2, clamped, no bias"]
 
 
 def cases(quick: Sequence[str] = QUICK, slow: Sequence[str] = SLOW) -> list[Any]:
@@ -175,6 +186,26 @@ def fixed_decays(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) ->
     else:
         normed = reference_norm(o.flatten(2), p["g_norm.weight"], config.norm_eps) * gate.sigmoid()
     return normed @ p["o_proj.weight"].T
+
+
+def gla(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tensor:
+    """Token by token, as the paper writes it."""
+    maps = {None: lambda x: x, "relu": F.relu, "sqrelu": lambda x: F.relu(x) ** 2, "silu": F.silu, "sigmoid": F.sigmoid}
+    logits = x @ p["gk_proj.0.weight"].T @ p["gk_proj.1.weight"].T + p["gk_proj.1.bias"]
+    decay = (1 / (1 + torch.exp(-logits))) ** (1 / config.gate_logit_normalizer)
+    decay = decay if config.clamp_min is None else decay.clamp(min=math.exp(config.clamp_min))
+    q, k, v = (x @ p[f"{name}_proj.weight"].T for name in "qkv")
+    q, k = map(maps[config.feature_map and config.feature_map.value], (q, k))
+    heads = config.num_kv_heads or config.num_heads
+    k, v, decay = (y.unflatten(-1, (heads, -1)).repeat_interleave(config.num_heads // heads, 2) for y in (k, v, decay))
+    by_token = (y.unbind(1) for y in (q.unflatten(-1, (config.num_heads, -1)), k, v, decay))
+    state, outputs = torch.zeros((), dtype=x.dtype), []
+    for q_t, k_t, v_t, decay_t in zip(*by_token, strict=True):
+        state = decay_t[..., None] * state + k_t[..., None] * v_t[..., None, :]
+        outputs.append((q_t[..., None, :] @ state).squeeze(-2) / math.sqrt(config.head_k_dim))
+    o, name = torch.stack(outputs, 1), "g_norm_swish_gate" if config.use_output_gate else "g_norm"
+    o = reference_norm(o, p[f"{name}.weight"], config.norm_eps).flatten(2)
+    return (o * F.silu(x @ p["g_proj.weight"].T) if config.use_output_gate else o) @ p["o_proj.weight"].T
 
 
 def forget_gates(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tensor:
@@ -309,6 +340,7 @@ def mamba2(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tenso
 
 
 REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "gla": gla,
     **dict.fromkeys(("retnet", "lightning"), fixed_decays),
     **dict.fromkeys(("hgrn", "hgrn2"), forget_gates),
     **dict.fromkeys(WEIGHTS, attention_matrix),
@@ -317,7 +349,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# Every layer; test_model.py has GLA's
+# Every layer
 
 
 @pytest.mark.parametrize("name", cases())
@@ -394,6 +426,15 @@ def test_sequences_of_a_batch_step_at_their_own_positions() -> None:
 @pytest.mark.parametrize(
     ("name", "key", "value", "problem"),
     [
+        ("gla", "num_layers", 0, "must be a whole number ≥ 1"),
+        ("gla", "vocab_size", -3, "must be a whole number ≥ 1"),
+        ("gla", "gate_low_rank_dim", 0, "must be a whole number ≥ 1"),
+        ("gla", "intermediate_size", 0, "must be a whole number ≥ 1"),
+        ("gla", "norm_eps", 0.0, "must be finite and > 0"),
+        ("gla", "expand_v", math.nan, "must be finite and > 0"),
+        ("gla", "expand_k", 0.3, "hidden_size (24) times it must be a multiple of num_heads (3); nearest: 0.25"),
+        ("gla", "expand_k", 1e-9, "hidden_size (24) times it must be a multiple of num_heads (3); nearest: 0.125"),
+        ("gla", "num_heads", 5, "divide hidden_size · expand_k = 12 and hidden_size · expand_v = 30; nearest: 6"),
         ("retnet", "rope_theta", 0.5, "must be finite and > 1"),
         ("retnet", "rope_theta", math.inf, "must be finite and > 1"),
         ("retnet", "expand_v", 0.001, "must be a multiple of num_heads"),
@@ -419,11 +460,12 @@ def test_sequences_of_a_batch_step_at_their_own_positions() -> None:
         ("mamba2", "time_step_limit", (0.0, math.nan), "0 ≤ least < most"),
         ("mamba2", "time_step_limit", (0.0, 1.0, 2.0), "must be [least, most]"),
         ("mamba2", "intermediate_size", -1, "must be a whole number ≥ 1"),
+        ("gated_deltanet", "o_norm_eps", 0, "must be finite and > 0"),
     ],
     ids=lambda value: f"{value!s:.20}",
 )
 def test_values_out_of_range_are_refused(name: str, key: str, value: object, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         dataclasses.replace(CASES[name], **{key: value})  # type: ignore[arg-type]
-    assert f"model.{key}=" in error.value.line
+    assert str(error.value).startswith(f"model.{key}=")
     assert problem in error.value.line

@@ -12,15 +12,12 @@ from models.mixer_registry import MIXERS
 from models.parameters import cast
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
-from tests.support.planning import case_of, kept_by_token
 from tests.support.positions import position_of
 from tests.support.sp_reference import build_scans
 from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.position import SequencePosition
-from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.training.config import Dtype
 
 pytestmark = pytest.mark.numeric
 
@@ -127,14 +124,3 @@ def test_sums_of_gradients_are_not_rounded_to_bf16(name: str) -> None:
     )
     for (parameter, _), of_one, of_many in zip(model.named_parameters(), one, many, strict=True):
         assert (of_many.double() / copies - of_one.double()).norm() <= 4e-3 * of_one.double().norm(), parameter
-
-
-@pytest.mark.few(2, quick=1)
-@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
-@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
-@pytest.mark.parametrize("name", MIXERS)
-def test_activations_are_what_autograd_keeps(name: str, dtype: Dtype, recompute: Recompute) -> None:
-    """On CPUs and without a compiler, to the byte."""
-    config = MIXERS[name].config_class(num_layers=1)
-    case = case_of(config, "gpu=cpu", f"train.dtype={dtype.value}", f"train.recompute={recompute.value}")
-    assert kept_by_token(config, dtype.compute, recompute) == case.measured(name).kept.by_token

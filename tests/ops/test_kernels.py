@@ -73,7 +73,11 @@ SMALL = {
         "fixed_decay", 270, (1, 1, 2, 16, 16), documents=(0, 70, 128, 129, 200), changes=SHORT
     ),
     "scalar, by chunks": KernelCase(
-        "scalar_decay", 40, (1, 2, 4, 8, 24), documents=(0, 20), changes=(*BY_CHUNKS, ("programs", 1))
+        "scalar_decay",
+        40,
+        (1, 2, 4, 8, 24),
+        documents=(0, 20),
+        changes=(*BY_CHUNKS, ("programs", 1), ("walks_forward", True)),
     ),
     "fixed, by chunks": KernelCase("fixed_decay", 40, (1, 2, 2, 40, 72), changes=(*BY_CHUNKS, ("programs", 264))),
     "scalar, by chunks, sums of heads": KernelCase(
@@ -126,7 +130,15 @@ QUICK = {
         *("conv, two tiles of channels", "conv, a token less than the state"),
     ],
 }
-SLOW = ["gla, odd sizes", "gla, a document starts the rank", "hgrn, many runs", "conv, several runs", "conv, documents"]
+SLOW = [
+    "fixed, by chunks",
+    "scalar, by chunks, sums of heads",
+    "gla, odd sizes",
+    "gla, a document starts the rank",
+    "hgrn, many runs",
+    "conv, several runs",
+    "conv, documents",
+]
 # Of the elementwise kernels bf16, too: their interpreted arithmetic is that of a GPU.
 IN_BF16 = ("hgrn, several runs",)
 

@@ -106,9 +106,10 @@ CASES = {
 LARGE = {**CASES, "mamba2_1b": Case(1, 3000, 64, 64, 1, 128), "wide groups": Case(1, 70, 128, 80, 8, 128)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_parts_and_their_gradients_equal_autograd_in_fp64(name: str) -> None:
-    assert CASES[name].wrong(torch.float64, torch.device("cpu")) == {}
+def test_parts_and_their_gradients_equal_autograd_in_fp64(name: str, dtype: torch.dtype) -> None:
+    assert CASES[name].wrong(dtype, torch.device("cpu")) == {}
 
 
 def _interpreted(rank: int, world_size: int, names: list[str], tile: int, channels: int) -> list[str]:

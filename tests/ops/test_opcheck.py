@@ -16,7 +16,7 @@ pytestmark = pytest.mark.numeric
 PROMISES = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 
 
-# Quick, and slow; GLA's are in training/test_compile.py.
+# Quick, and slow; lab/campaigns/cases/test_compile.py has GLA's with all arguments.
 QUICK, SLOW = "short_conv", ("hgrn", "fixed_decay")
 
 

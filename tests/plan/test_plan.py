@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import re
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from zeco_train.plan.config import PlanSettings, parse
 from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
 from zeco_train.plan.report import _assumptions, as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
-from zeco_train.plan.traffic import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
+from zeco_train.plan.traffic import costs_of, load_of, scan_bytes, scan_choice
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.numbers import divisors
 
@@ -67,20 +66,6 @@ def test_peak_memory_follows_each_setting() -> None:
         for segments in (32, 2)
     )
     assert long.peak - short.peak == long.kinds["states"] - short.kinds["states"] == 2 * 30 * 20 * 16 * 64 * 128 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("tied", ["true", "false"])
-def test_zero3_gathers_adjacent_units_beside_the_root(tied: str) -> None:
-    model = ["model=gla_340m", f"model.tie_word_embeddings={tied}", "train.dtype=bf16", EAGER]
-    case = make_case(*model, "world_size=4", "data.seq_len=65536", "parallel=zero3")
-    *units, root = ([math.prod(shape) for shape, _ in unit] for unit in case.spec.units)
-    table, block = 32000 * 1024, sum(units[1])
-    assert sum(root) == (table if tied == "true" else 0) + 1024
-    # A tied table lies in the root, which is gathered once.
-    expected = parameter_bytes(case, 4) + 2 * (sum(root) + block + (block if tied == "true" else table))
-    assert plan_memory(case, 0.05).phases["loss"]["weights"] == expected
 
 
 def test_step_time_by_kind_matches_formula() -> None:
@@ -133,7 +118,7 @@ def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     case = make_case(*arguments)
     load, shape = load_of(case), (1, 12, 128, 256)
     assert (load.shape, load.matrices) == (shape, True)
-    choice = scan_choice(case, BACKENDS["zeco"])
+    choice = scan_choice(case)
     assert choice is not None
     assert choice.link is Link.nccl
     assert scan_bytes(case, BACKENDS["lasp2"].scans[0]) == 3 * 4 * (12 * 128 * 256 + 12 * 128 * 128)
@@ -150,18 +135,6 @@ def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     assert "in PyTorch" not in _assumptions(make_case("model=gla_1b", "train.dtype=bf16"))["operator"]
 
 
-@pytest.mark.slow
-def test_slow_links_bound_step_time() -> None:
-    fast = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").time
-    slow = planned(*GLA_1B, "world_size=4", "data.seq_len=65536", "link_gbps=1").time
-    moved = parameter_traffic(make_case(*GLA_1B, "world_size=4", "data.seq_len=65536")).total / 1e9
-    assert slow.total > moved > fast.total
-    # Between nodes the network bandwidth applies, of eight cards together.
-    across = [*GLA_1B, "world_size=16", "data.seq_len=262144"]
-    moved = parameter_traffic(make_case(*across)).total / 8e9
-    assert moved < planned(*across, "node_gbps=1").time.total < 2 * moved
-
-
 def test_scan_link_and_cost_within_and_across_nodes() -> None:
     for arguments, backend, link in (
         (["world_size=8"], "zeco", Link.symmetric),
@@ -173,7 +146,7 @@ def test_scan_link_and_cost_within_and_across_nodes() -> None:
         assert costs_of(make_case("model=gla_1b", *arguments), BACKENDS[backend].scans).link is link
     costs: list[list[str]] = [[], ["scan_alpha_us=1000"], ["scan_gbps=0.1"]]
     cases = (make_case(*GLA_1B, "world_size=16", "data.seq_len=262144", *more) for more in costs)
-    choices = [scan_choice(case, BACKENDS["zeco"], SCANS["chain"]) for case in cases]
+    choices = [scan_choice(case.by(scan=SCANS["chain"])) for case in cases]
     measured, late, slow = (choice.seconds for choice in choices if choice is not None)
     assert measured < min(late, slow)
 

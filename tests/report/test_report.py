@@ -249,61 +249,12 @@ def test_run_without_rows_is_noted_and_skipped(tmp_path: Path) -> None:
     assert found.notes == ["begun has no rows yet"]
 
 
-def test_run_without_starts_takes_layout_from_config(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "old", {1: 1.0, 2: 50.0}, [])
-    config = "sp: {backend: zeco, size: 2}\nmodel: {name: gla_tiny}\ndata: {seq_len: 64}\nparallel: {strategy: ddp}\n"
-    (run / "config.yaml").write_text(config + "train: {segments: 1, dtype: fp32}\n")
-    (measurement,) = read([run]).measurements
-    assert measurement.layout == Layout("zeco", "gla_tiny", 64, 2, 2, "ddp", 1, "fp32")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
-def test_all_stored_results_are_reported_or_left_out_with_a_note(
-    whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As README and docs name them: lab/results/*.json; without `whole` the first of each kind."""
-    files = sorted(RESULTS.glob("*.json"))
-    if not whole:
-        files = [*{file.name.partition("_")[0]: file for file in reversed(files)}.values()]
-    assert main([*map(str, files), "--out", str(tmp_path / "page")]) == 0
-    told = capsys.readouterr()
-    left = [line for line in told.err.splitlines() if line.startswith("left out: ")]
-    assert sorted(Path(line.split(": ")[1]).name for line in left) == [
-        "convergence_1xh200_fp8.json",
-        "delays_2xh200.json",
-    ]
-    assert f"{len(files) - 2} benchmarks" in told.out
-
-
 def test_results_of_other_kinds_are_left_out_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "case.json").write_text('{"case": "delays", "rows": [], "world_size": 2, "environment": {}}')
     found = read([tmp_path / "other.json", tmp_path / "case.json", RESULTS / "operator_4xh200.json"])
     assert [*found.benchmarks] == ["operator_4xh200"]
     assert [note.partition(": ")[0] for note in found.notes].count("left out") == 2
-
-
-@pytest.mark.slow
-def test_many_runs_leave_room_for_their_curves(tmp_path: Path) -> None:
-    """14 runs of two layouts: legends beside the axes, names at the bars, one point for all runs of a layout."""
-    for number in range(14):
-        rates = dict.fromkeys(range(1, 4), 100.0 + number)
-        write_run(tmp_path / f"run-{number:02}", rates, [(0, DP if number % 2 else ZECO)])
-    drawn = {panel.title.partition(" (")[0]: panel for panel in panels.panels(read([tmp_path]))}
-    assert {"Loss of 14 runs", "Difference of the losses from run-00"} <= drawn.keys()
-    for title, panel in drawn.items():
-        figure = new_figure("", panels.PANEL_INCHES, dpi=60, title_size=8)
-        axes = figure.subplots()
-        panel.draw(axes, {})
-        figure.canvas.draw()
-        place = axes.get_position()
-        assert min(place.width, place.height) > 0.55, (title, place)
-        if title == "Exposed communication":
-            assert {label.get_text() for label in axes.get_yticklabels()} >= {"run-00", "run-13"}
-        if title == "Throughput by length":
-            # Odd runs are of dp, even ones of zeco: the medians of 101, 103, … and of 100, 102, …
-            assert {107.0, 106.0} <= {float(np.ravel(line.get_ydata())[0]) for line in axes.lines}
 
 
 def test_end_of_a_failed_run_is_marked_and_noted(tmp_path: Path) -> None:
@@ -338,7 +289,7 @@ def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.C
         ([tmp_path / "none"], 3, "has no metrics.jsonl, nor has a folder in it"),
         ([run, run], 2, "names a folder twice"),
         ([RESULTS / "operator_4xh200.json"] * 2, 2, "names a file twice"),
-        ([bare], 3, "config.yaml: is not there"),
+        ([bare], 3, "starts.jsonl: is not there"),
         ([torn], 3, "starts.jsonl: line 1: backend is None, not text"),
         ([tmp_path / "other.json"], 3, "is no results.json of a benchmark"),
         ([run, "--out", tmp_path / "other.json"], 2, "cannot be written ("),

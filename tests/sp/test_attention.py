@@ -1,4 +1,4 @@
-"""Softmax attention over ranks, with every method, against a naive softmax over the whole sequence, and torch's own."""
+"""Softmax attention over ranks, with every method, against a naive softmax over the whole sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.attend import attend_at
@@ -122,25 +121,14 @@ class Whole:
             )
         return torch.tensor(masks).view(len(rows), 1, self.tokens, self.tokens)
 
-    def results(self, attention: Any) -> dict[str, Tensor]:
-        """Of a function of q, k, v [B, H, T, D], with a head of keys for each of queries."""
-        q, k, v = (self.inputs[name].double().requires_grad_() for name in ("q", "k", "v"))
-        wide = [x.repeat_interleave(self.heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v)]
-        o = attention(*wide).transpose(1, 2)
-        grads = torch.autograd.grad(o, (q, k, v), self.inputs["do"].double())
-        return dict(zip(NAMES, (o.detach(), *grads), strict=True))
-
     def naive(self) -> dict[str, Tensor]:
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            scores = SCALE * torch.einsum("bhik,bhjk->bhij", q, k)
-            return scores.masked_fill(~self.mask(), -torch.inf).softmax(-1) @ v
-
-        return self.results(attention)
-
-    def torchs(self) -> dict[str, Tensor]:
-        return self.results(
-            lambda *operands: functional.scaled_dot_product_attention(*operands, attn_mask=self.mask(), scale=SCALE)
-        )
+        """Results in fp64, with a head of keys for each of queries."""
+        leaves = [self.inputs[name].double().requires_grad_() for name in ("q", "k", "v")]
+        q, k, v = (x.repeat_interleave(self.heads // x.shape[2], 2).transpose(1, 2) for x in leaves)
+        scores = SCALE * torch.einsum("bhik,bhjk->bhij", q, k)
+        o = (scores.masked_fill(~self.mask(), -torch.inf).softmax(-1) @ v).transpose(1, 2)
+        grads = torch.autograd.grad(o, leaves, self.inputs["do"].double())
+        return dict(zip(NAMES, (o.detach(), *grads), strict=True))
 
     def of_rank(self, method: Any, rank: int) -> dict[str, Tensor]:
         """By a method, through the op, checked against a replay, which gives the same bits."""
@@ -193,28 +181,25 @@ QUICK = (
 )
 
 
-def exact(rank: int, world_size: int, names: Sequence[str]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(3, QUICK), *(pytest.param(n, [*CASES], marks=pytest.mark.campaign) for n in range(1, 6))]
+)
+@on_ranks()
+def test_every_method_equals_softmax_over_the_whole_sequence(rank: int, world_size: int, names: Sequence[str]) -> None:
     # Several blocks of queries a shard.
     sdpa._BLOCK = 4
     methods = build_methods(world_size)
     for name in names:
         whole = Whole(CASES[name], world_size)
         naive = whole.naive()
-        check(whole.torchs(), naive, (0, whole.tokens), TOLERANCE, f"torch, {name}")
         for method, attention in methods.items():
             where = f"{method}, {name}, {world_size} ranks"
             check(whole.of_rank(attention, rank), naive, whole.shards[rank], TOLERANCE, where)
-    dist.barrier()  # keep ranks alive until their peers have received everything
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"), [(3, QUICK), *(pytest.param(n, [*CASES], marks=pytest.mark.campaign) for n in range(1, 6))]
-)
-def test_every_method_equals_softmax_over_the_whole_sequence(world_size: int, names: Sequence[str]) -> None:
-    run_distributed(exact, world_size, names)
-
-
-def repeated(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_every_dtype_has_its_accuracy_and_the_same_bits_twice(rank: int, world_size: int) -> None:
     sdpa._BLOCK = 4
     methods = build_methods(world_size)
     gradients = ring.attend_backward
@@ -229,12 +214,6 @@ def repeated(rank: int, world_size: int) -> None:
             assert all(x.dtype == dtype for x in found.values()), where
             check(found, naive, whole.shards[rank], bound, where)
             assert all(torch.equal(found[of], again[of]) for of in NAMES), f"other bits: {where}"
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_every_dtype_has_its_accuracy_and_the_same_bits_twice() -> None:
-    run_distributed(repeated, 3)
 
 
 class Recorded:
@@ -243,7 +222,7 @@ class Recorded:
     def __init__(self, method: ShardedAttention) -> None:
         self.events: list[str] = []
         self.sent = 0
-        exchange, compute = method.wire.exchange, ring.attend
+        exchange, compute = method.wire.send_and_receive, ring.attend
 
         def recorded(sent: Any, received: Any) -> Any:
             self.events += ["send"] * len(sent) + ["receive"] * len(received)
@@ -254,7 +233,7 @@ class Recorded:
             self.events.append("compute")
             return compute(*arguments)
 
-        method.wire.exchange = recorded  # type: ignore[method-assign]
+        method.wire.send_and_receive = recorded  # type: ignore[method-assign]
         ring.attend = computed
 
 
@@ -286,7 +265,6 @@ def frugal(rank: int, world_size: int) -> list[int]:
             rounds = [*sends, "receive", "compute"] * rank + [*sends, "compute"]
             assert recorded.events == rounds, f"{recorded.events} on rank {rank}"
             sent.append(recorded.sent)
-    dist.barrier()
     return sent
 
 
@@ -297,7 +275,8 @@ def test_ring_sends_only_what_later_ranks_read_and_computes_meanwhile() -> None:
     assert max(*found) == [BATCH * METHODS["ring"].costs(load).forward]
 
 
-def abandoned(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ring_names_a_missing_peer_within_the_timeout(rank: int, world_size: int) -> None:
     method = build_methods(world_size, timedelta(seconds=2))["ring"]
     whole = Whole(CASES["plain"], world_size)
     whole.of_rank(method, rank)
@@ -305,8 +284,3 @@ def abandoned(rank: int, world_size: int) -> None:
         expected = r"receive of keys of rank 0 with rank 0: no answer within 2 s"
         with pytest.raises(CommunicationError, match=expected):
             whole.of_rank(method, rank)
-    dist.barrier()
-
-
-def test_ring_names_a_missing_peer_within_the_timeout() -> None:
-    run_distributed(abandoned, 2)

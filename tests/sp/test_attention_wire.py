@@ -75,7 +75,7 @@ class SilentWire:
         self.events.append("send")
         return SilentTransfer(self.events, into, parts)
 
-    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> list[SilentTransfer]:
+    def send_and_receive(self, sent: Sequence[Message], received: Sequence[Message]) -> list[SilentTransfer]:
         return [SilentTransfer(self.events, message.tensor) for message in (*sent, *received)]
 
 

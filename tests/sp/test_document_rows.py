@@ -15,7 +15,7 @@ from models.language_model import LanguageModel
 from models.mixer_registry import MIXERS
 from models.spec import ModelSpec
 from tests.sp.test_operators import STARTS
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks
 from tests.support.sp_reference import TIMEOUT
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.layer_states import LayerStates
@@ -65,7 +65,9 @@ def gradients(model: LanguageModel, shard: SequencePosition, rows: slice, tokens
     return [loss.detach(), *(x.grad for x in model.parameters())]
 
 
-def of_model(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_recomputed_model_over_ranks_has_the_gradients_of_its_rows(rank: int, world_size: int) -> None:
     alone, total = build(), torch.zeros((), dtype=torch.float64)
     for row in range(len(STARTS)):
         rows = slice(row, row + 1)
@@ -84,12 +86,6 @@ def of_model(rank: int, world_size: int) -> None:
         error = (x - expected).abs().max().item() / expected.abs().max().item()
         assert error <= 1e-11, f"{name} is off by {error:.1e}"
     exchange.drain()
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_a_recomputed_model_over_ranks_has_the_gradients_of_its_rows() -> None:
-    run_distributed(of_model, 2)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.sp_reference import build_scans
 from zeco_train.collectives import PendingScan
 from zeco_train.collectives.wire import Wire
@@ -25,9 +25,8 @@ from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice, build_attention
 from zeco_train.sp.backend import LocalScan
 from zeco_train.sp.backend_registry import Backend, SPConfig
-from zeco_train.sp.exchange import connect
-from zeco_train.sp.exposed import ExposedMeter, active_meter
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect, connect_model
+from zeco_train.sp.exposed import ExposedMeter, MeteredScan, active_meter
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")
@@ -118,7 +117,6 @@ def attention_waits(rank: int, world_size: int) -> dict[str, dict[str, list[floa
                 else:
                     method.backward(do, q, k, v, attended, span, (0, 2, 4), 1.0)
             results[name][way].append(meter.take())
-    dist.barrier()
     return results
 
 
@@ -132,9 +130,11 @@ def test_waits_of_softmax_attention_count_as_exposed() -> None:
         assert first[name]["outside"] == second[name]["outside"] == [None], name
 
 
-def first_messages(rank: int, world_size: int) -> dict[str, list[str]]:
-    """What is on the wire while a hybrid's exchange is built, and in its first forward pass, by method."""
-    found, mesh = {}, init_mesh(Launch(rank, world_size, rank), world_size, CPU, timedelta(seconds=60))
+@pytest.mark.processes
+@on_ranks(2)
+def test_ranks_of_softmax_attention_are_connected_before_the_first_step(rank: int, world_size: int) -> None:
+    """By what is on the wire while a hybrid's exchange is built, and in its first forward pass."""
+    mesh = init_mesh(Launch(rank, world_size, rank), world_size, CPU, timedelta(seconds=60))
     model = load_config(["model.attn.every=2"]).model
     post = Wire._start
     for name in METHODS:
@@ -151,33 +151,18 @@ def first_messages(rank: int, world_size: int) -> dict[str, list[str]]:
             q = torch.ones(1, 2, 2, 4)
             assert scan.attention is not None
             scan.attention.forward(q, q, q, Span(2 * rank, 2 * rank + 2), (0, 2, 4), 1.0)
-        found[name] = messages
         scan.drain()
-    dist.barrier()
-    return found
+        assert messages[:2] == ["all-to-all of a first message", "built"], name
+        assert "all-to-all of a first message" not in messages[1:], name
 
 
 @pytest.mark.processes
-def test_ranks_of_softmax_attention_are_connected_before_the_first_step() -> None:
-    for found in run_distributed(first_messages, 2):
-        for name, messages in found.items():
-            assert messages[:2] == ["all-to-all of a first message", "built"], name
-            assert "all-to-all of a first message" not in messages[1:], name
-
-
-def alone(rank: int, world_size: int) -> dict[str, float | None]:
+@on_ranks(1)
+def test_single_rank_has_no_exposed_time(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    scans = {
-        "dp": LocalScan(),
-        "zeco": connect(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)).states,
-    }
-    return {name: measured(scan, 0.0, carry=True) for name, scan in scans.items()}
-
-
-@pytest.mark.processes
-def test_single_rank_has_no_exposed_time() -> None:
-    assert run_distributed(alone, 1) == [{"dp": None, "zeco": None}]
+    for scan in (LocalScan(), connect(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)).states):
+        assert measured(scan, 0.0, carry=True) is None
 
 
 class SlowScan:
@@ -203,7 +188,7 @@ def test_exposed_time_sums_all_calls_and_is_taken_once() -> None:
         raise RuntimeError("a peer is gone")
     assert active_meter() is None
     with meter.measuring():
-        scans = [meter.metered(SlowScan(), CPU, finish_waits=True) for _ in range(2)]
+        scans = [MeteredScan(SlowScan(), CPU, meter, finish_waits=True) for _ in range(2)]
     # Scans launched inside `measuring` are measured even if the waits come later.
     began = time.perf_counter()
     for scan in scans:
@@ -268,7 +253,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def device_steps(meter: ExposedMeter, *milliseconds: float) -> None:
     with meter.measuring():
         for value in milliseconds:
-            scan = meter.metered(DeviceScan(value), torch.device("cuda", 1), finish_waits=True)
+            scan = MeteredScan(DeviceScan(value), torch.device("cuda", 1), meter, finish_waits=True)
             assert scan.wait() is STATE
             FakeEvent.clock += 100.0  # compute between the two calls is not waiting
             scan.finish()
@@ -316,7 +301,7 @@ def test_courier_scan_records_two_events(capturing: list[bool]) -> None:
     meter, scan = ExposedMeter(), PendingScan(want_carry=False)
     scan.incoming.set_result(STATE)
     with meter.measuring():
-        metered: Any = meter.metered(scan, torch.device("cuda", 1), finish_waits=False)
+        metered: Any = MeteredScan(scan, torch.device("cuda", 1), meter, finish_waits=False)
     metered.wait()
     metered.finish()
     assert FakeEvent.made == 2

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.distributed import run_distributed
+from lab.functional_stub import stub
+from tests.support.distributed import on_ranks
 from tests.support.operator_cases import dims_of, expected_of_rows, make, own_tokens
 from zeco_train import functional
 from zeco_train.errors import ConfigError
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.oracle import exact_softmax
 from zeco_train.sp.backend_registry import SHARING
-from zeco_train.sp.functions import stub
 
 pytestmark = pytest.mark.numeric
 
@@ -83,25 +83,6 @@ def check(
         assert error <= TOLERANCE, f"{name} {what}: {error:.1e}, {with_documents=}, {with_states=}, {ranks}"
 
 
-def over_ranks(rank: int, world_size: int) -> None:
-    """Every operator with documents and states, by one backend each."""
-    connected = {backend: functional.connect(backend=backend) for backend in SHARING}
-    for number, name in enumerate(OPERATORS):
-        backend = SHARING[number % len(SHARING)]
-        ranks = connected[backend]
-        assert (ranks.rank, ranks.size, ranks.backend) == (rank, world_size, backend)
-        check(name, ranks, LENGTHS, *cases(name)[-1])
-    softmax_over_ranks(rank, world_size)
-    # Also over a part of the ranks, which the others need not know of.
-    group = dist.new_group([1, 2])
-    if rank != 0:
-        check("kda", functional.connect(group), LENGTHS[:2], True, True)
-    else:
-        with pytest.raises(ConfigError, match="group"):
-            functional.connect(group)
-    dist.barrier()  # keep ranks alive until their peers have received everything
-
-
 def softmax_over_ranks(rank: int, world_size: int) -> None:
     ranks = functional.connect()
     bounds = [*itertools.accumulate(LENGTHS[:world_size], initial=0)]
@@ -130,8 +111,23 @@ def test_function_alone_equals_the_recurrence(name: str) -> None:
         check(name, None, [23], *case)
 
 
-def test_functions_over_ranks_equal_the_recurrence() -> None:
-    run_distributed(over_ranks, 3)
+@on_ranks(3)
+def test_functions_over_ranks_equal_the_recurrence(rank: int, world_size: int) -> None:
+    """Every operator with documents and states, by one backend each."""
+    connected = {backend: functional.connect(backend=backend) for backend in SHARING}
+    for number, name in enumerate(OPERATORS):
+        backend = SHARING[number % len(SHARING)]
+        ranks = connected[backend]
+        assert (ranks.rank, ranks.size, ranks.backend) == (rank, world_size, backend)
+        check(name, ranks, LENGTHS, *cases(name)[-1])
+    softmax_over_ranks(rank, world_size)
+    # Also over a part of the ranks, which the others need not know of.
+    group = dist.new_group([1, 2])
+    if rank != 0:
+        check("kda", functional.connect(group), LENGTHS[:2], True, True)
+    else:
+        with pytest.raises(ConfigError, match="group"):
+            functional.connect(group)
 
 
 @pytest.mark.few(quick=3)

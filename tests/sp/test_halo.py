@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.operator_cases import expected_of_rows, make
 from tests.support.positions import position_of
 from tests.support.sp_reference import TIMEOUT, RecordedExchange
@@ -40,8 +40,10 @@ def check(found: Tensor, wanted: Tensor, where: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE, msg=where)
 
 
-def segments(rank: int, world_size: int, share: int) -> None:
-    """A sequence in three segments, the last one first in the backward pass, each replayed."""
+@pytest.mark.parametrize(("world_size", "share"), [pytest.param(3, 4, marks=pytest.mark.campaign), (2, 1)])
+@on_ranks()
+def test_segments_carry_inputs_and_their_gradients(rank: int, world_size: int, share: int) -> None:
+    """A sequence in three segments, each replayed; with 2 tokens a segment, inputs pass through whole segments."""
     halo, count = dist.new_group(), 3
     exchange = connect(SPConfig(), (dist.new_group(), dist.new_group()), TIMEOUT, halo=(halo, dist.new_group()))
     scan = RecordedExchange(exchange.replaced(states=exchange.halo))
@@ -72,16 +74,10 @@ def segments(rank: int, world_size: int, share: int) -> None:
         check(dx, wanted["dx"][:, part], f"dx from {part.start}")
     check(dcarry, wanted["dcarry_in"], "the first segment")
     scan.drain()
-    dist.barrier()
 
 
-@pytest.mark.parametrize(("world_size", "share"), [pytest.param(3, 4, marks=pytest.mark.campaign), (2, 1)])
-def test_segments_carry_inputs_and_their_gradients(world_size: int, share: int) -> None:
-    """With 2 tokens a segment, inputs pass through whole segments."""
-    run_distributed(segments, world_size, share)
-
-
-def beside_a_backend(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_backend_takes_a_halo_beside_it(rank: int, world_size: int) -> None:
     """A halo of a mesh's groups: prepared, taken by the shard's place, measured and drained with its backend."""
     mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=60))
     halo = halo_groups(mesh)
@@ -100,10 +96,6 @@ def beside_a_backend(rank: int, world_size: int) -> None:
     assert halo_groups(alone) is None
     exchange = connect(SPConfig(), alone.scan_groups, alone.timeout)
     assert exchange.halo is exchange.states
-
-
-def test_backend_takes_a_halo_beside_it() -> None:
-    run_distributed(beside_a_backend, 2)
 
 
 def messages(rank: int, world_size: int) -> list[tuple[int, int]]:
@@ -126,7 +118,6 @@ def messages(rank: int, world_size: int) -> list[tuple[int, int]]:
             assert bool((pending.carry_out() == world_size).all())
             halo.drain()
         found.append((sum(sent), len(sent)))
-    dist.barrier()
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.operator_cases import ENDS, NAMES, dims_of, expected_of_rows, in_dtype, make, own_tokens
 from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta.chunk_states import Chunks
@@ -171,7 +171,11 @@ def check(name: str, found: dict[str, Tensor], wanted: dict[str, Tensor], tokens
         assert error <= TOLERANCE, f"{key} is off by {error:.1e}: {where}"
 
 
-def suite(rank: int, world_size: int, quick: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in (1, 2, 3, 5))]
+)
+@on_ranks()
+def test_rows_with_documents_of_their_own_equal_their_recurrences(rank: int, world_size: int, quick: bool) -> None:
     """Quick: each operator with one backend, and each backend with an operator."""
     scans = build_scans(tuple(range(world_size)))
     for number, name in enumerate(OPERATORS):
@@ -183,14 +187,6 @@ def suite(rank: int, world_size: int, quick: bool) -> None:
             compare("short_conv", "lasp2", scans["lasp2"], rank, lengths)
     for scan in scans.values():
         scan.drain()
-    dist.barrier()  # keep ranks alive until their peers have received everything
-
-
-@pytest.mark.parametrize(
-    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in (1, 2, 3, 5))]
-)
-def test_rows_with_documents_of_their_own_equal_their_recurrences(world_size: int, quick: bool) -> None:
-    run_distributed(suite, world_size, quick)
 
 
 def made_matrices(rank: int, world_size: int) -> list[int]:
@@ -201,7 +197,6 @@ def made_matrices(rank: int, world_size: int) -> list[int]:
             compare("delta", "two_shot", scan, rank, LENGTHS[world_size], carry=carry, want_carry=want_carry)
         made.append(make.call_count)
     scan.drain()
-    dist.barrier()
     return made
 
 

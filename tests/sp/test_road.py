@@ -16,7 +16,7 @@ import torch.distributed as dist
 from models.mixers.gla import GatedLinearAttention
 from models.spec import ModelSpec
 from tests.support.commands import REPOSITORY
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks
 from tests.support.steps import TINY
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
@@ -24,12 +24,16 @@ from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import connect
 
 # Files with arithmetic on this rank's tokens: those that they call see no state on its road.
-LOCAL = ("zeco_train/ops/gla/chunked.py", "models/projections.py")
+LOCAL = ("zeco_train/ops/gla/chunked.py",)
+# Those that make the operands, before there is a state.
+BEFORE = ("models/projections.py", "zeco_train/ops/__init__.py")
 TOKENS = 64
 
 
-def road(rank: int, world_size: int) -> list[str]:
-    """The files entered between the mixer's forward pass and the first send, those of the worker's thread included."""
+@pytest.mark.processes
+@on_ranks(2)
+def test_a_state_passes_through_few_files(rank: int, world_size: int) -> None:
+    """Those entered between the mixer's forward pass and the first send; those of the worker's thread included."""
     entered, watched = dict[str, None](), threading.Event()
     passing: list[bool] = []
     launched: list[int] = []
@@ -45,11 +49,10 @@ def road(rank: int, world_size: int) -> list[str]:
         if frame.f_code.co_name == "overlap":
             launched.append(threading.get_ident())
         name, above = _name(frame), frame.f_back
-        is_local = frame.f_code is GatedLinearAttention._operands.__code__
-        if is_local or not passing or name is None or threading.get_ident() in launched:
+        if not passing or name is None or name in BEFORE or threading.get_ident() in launched:
             return
         while above is not None:
-            if _name(above) in LOCAL or above.f_code is GatedLinearAttention._operands.__code__:
+            if _name(above) in (*LOCAL, *BEFORE):
                 return
             above = above.f_back
         entered[name] = None
@@ -71,8 +74,10 @@ def road(rank: int, world_size: int) -> list[str]:
         model(ids, shard)
         sys.setprofile(None)
     exchange.drain()
-    dist.barrier()
-    return [*entered]
+    if rank == 0:
+        assert "zeco_train/collectives/wire.py" in entered
+        # models/mixers/base.py among them: one formula serves a sequence and a token.
+        assert len(entered) <= 10, [*entered]
 
 
 def _name(frame: FrameType) -> str | None:
@@ -80,10 +85,3 @@ def _name(frame: FrameType) -> str | None:
     path = Path(frame.f_code.co_filename)
     name = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else ""
     return name if name.startswith(("models/", "zeco_train/")) else None
-
-
-@pytest.mark.processes
-def test_a_state_passes_through_few_files() -> None:
-    first, _ = run_distributed(road, 2)
-    assert "zeco_train/collectives/wire.py" in first
-    assert len(first) <= 9, first

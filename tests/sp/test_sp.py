@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests.sp.test_operators import TOLERANCE, compare, found_by
+from tests.sp.test_operators import compare, found_by
 from tests.support.comparison import largest
-from tests.support.distributed import run_distributed
+from tests.support.distributed import on_ranks
 from tests.support.operator_cases import expected_of_rows, in_dtype, make, own_tokens
 from tests.support.recurrence import naive_gla
 from tests.support.sp_reference import CONFIGS, RecordedExchange, build_scans
@@ -25,7 +24,6 @@ from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.mix import mix
-from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
 from zeco_train.sp.backend_registry import BACKENDS, Backend, SPConfig
@@ -72,15 +70,15 @@ class Sequence:
         wide = {key: x.double() for key, x in self.values.items()}
         self.wanted = expected_of_rows("gla", wide, ((), ()), carry_in=True, carry_out=True)
 
-    def found(self, scan: RecordedExchange, piece: int, **changes: Tensor | None) -> dict[str, Tensor]:
-        """Of a piece; `carry_in` and `dcarry_out` may be others, and `replayed` what it has received before."""
-        start, stop = self.bounds[piece : piece + 2]
-        own = own_tokens("gla", self.values, slice(start, stop)) | changes
-        return found_by("gla", own, SequencePosition((start, stop), exchange=scan), own.pop("replayed", None))
+    def found(self, scan: RecordedExchange, rank: int) -> dict[str, Tensor]:
+        """Of a rank's tokens."""
+        start, stop = self.bounds[rank : rank + 2]
+        own = own_tokens("gla", self.values, slice(start, stop))
+        return found_by("gla", own, SequencePosition((start, stop), exchange=scan))
 
-    def errors(self, found: dict[str, Tensor], piece: int) -> dict[str, float]:
+    def errors(self, found: dict[str, Tensor], rank: int) -> dict[str, float]:
         """Maximum deviation of each tensor, relative to its maximum over all ranks."""
-        mine = own_tokens("gla", self.wanted, slice(*self.bounds[piece : piece + 2]))
+        mine = own_tokens("gla", self.wanted, slice(*self.bounds[rank : rank + 2]))
         largest_of = {key: x.abs().max().item() for key, x in self.wanted.items()}
         return {key: (x.double() - mine[key]).abs().max().item() / largest_of[key] for key, x in found.items()}
 
@@ -115,34 +113,6 @@ def precision(rank: int, world_size: int, scans: dict[str, RecordedExchange], qu
             for tensor, error in sequence.errors(sequence.found(scan, rank), rank).items():
                 bound = 2 * alone[tensor] + 4 * 2.0**-24
                 assert error <= bound, f"{tensor} is off by {error:.1e} > {bound:.1e}: {name}, {dtype}, rank {rank}"
-
-
-def segments(rank: int, world_size: int, scans: dict[str, RecordedExchange], quick: bool) -> None:
-    """A sequence also cut into segments: all of them forward, then from the last one back, each replayed."""
-    sequence = Sequence((*LENGTHS[world_size][0], *LENGTHS[world_size][1]))
-    for place, (name, scan) in enumerate(scans.items()):
-        if quick and place % 3:
-            continue
-        scan.events.clear()
-        pieces, carry, received = [rank, rank + world_size], sequence.values["carry_in"], []
-        unknown = torch.full_like(carry, torch.nan)
-        with torch.no_grad():
-            for piece in pieces:
-                start, stop = sequence.bounds[piece : piece + 2]
-                operands = [sequence.values[key][:, start:stop] for key in OPERATORS["gla"].operands]
-                place_of = SequencePosition((start, stop), exchange=scan)
-                o, carry = mix("gla", operands, place_of, carry_in=carry, want_carry=True)
-                received.append(scan.received["R"])
-                assert sequence.errors({"o": o}, piece)["o"] <= TOLERANCE, name
-        assert carry is not None
-        assert sequence.errors({"carry_out": carry}, piece)["carry_out"] <= TOLERANCE, name
-        dcarry = sequence.values["dcarry_out"]
-        for piece, state in reversed([*zip(pieces, received, strict=True)]):
-            found = sequence.found(scan, piece, carry_in=unknown, dcarry_out=dcarry, replayed=state)
-            dcarry = found.pop("dcarry_in")
-            assert largest(sequence.errors(found, piece).values()) <= TOLERANCE, name
-        assert sequence.errors({"dcarry_in": dcarry}, piece)["dcarry_in"] <= TOLERANCE, name
-        assert [event for event in scan.events if "launch" in event] == ["launch forward"] * 2 + ["launch reverse"] * 2
 
 
 def noted(events: list[str], owner: object, name: str) -> Callable[..., Any]:
@@ -188,25 +158,22 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordedExchange
         assert events == expected, f"{name}: {events}"
 
 
-def suite(rank: int, world_size: int, quick: bool) -> None:
-    """All checks of a world size in one spawn; the traceback of a failure shows which part."""
+@pytest.mark.parametrize(
+    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in range(1, 5))]
+)
+@on_ranks()
+def test_every_backend_equals_the_recurrence(rank: int, world_size: int, quick: bool) -> None:
+    """Also replays, bit-identical repetition, lower precision, and overlap of scans and compute.
+
+    All checks of a world size in one spawn; the traceback of a failure shows which part.
+    """
     scans = build_scans(tuple(range(world_size)))
     parity(rank, world_size, scans, quick)
     determinism(rank, world_size, scans, quick)
     precision(rank, world_size, scans, quick)
     order_of_calls(rank, world_size, scans)
-    segments(rank, world_size, scans, quick)
     for scan in scans.values():
         scan.drain()
-    dist.barrier()  # keep ranks alive until their peers have received everything
-
-
-@pytest.mark.parametrize(
-    ("world_size", "quick"), [(3, True), *(pytest.param(n, False, marks=pytest.mark.campaign) for n in range(1, 5))]
-)
-def test_every_backend_equals_the_recurrence(world_size: int, quick: bool) -> None:
-    """Also replays, two segments, bit-identical repetition, lower precision, and overlap of scans and compute."""
-    run_distributed(suite, world_size, quick)
 
 
 def test_every_backend_and_algorithm_is_tested() -> None:

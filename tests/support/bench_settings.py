@@ -1,4 +1,4 @@
-"""Fast settings of the benchmarks' case `model`, and the error line of any command."""
+"""Fast settings of the benchmarks' case `model`, a case on ranks, and the error line of any command."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from zeco_train.bench import __main__ as command
+from zeco_train.bench.session import Session
+from zeco_train.lifecycle.join import Launch
 
 TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=32", "heads=[2]"]
 QUICK = [*TINY, "device=cpu", "tokens=[32]", "steps=5", "warmup=1", "check_tokens=32", "timeout_seconds=60"]
+
+
+def measure(rank: int, world_size: int, case: str, *arguments: str) -> None:
+    """A case, on a rank of `run_distributed`."""
+    config = command.CASES[case].config.load(arguments)
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    command.CASES[case].measure(config, session)
+    session.drain()
 
 
 def error_line(

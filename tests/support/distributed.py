@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -127,6 +128,33 @@ def run_distributed(
                 connection.close()
 
 
+def on_ranks(
+    world_size: int | None = None, *, may_die: Collection[int] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a test `(rank, world_size, ...)`, which runs on so many ranks by `run_distributed`.
+
+    Its other parameters are fixtures or parametrized, and must pickle; `world_size` is parametrized if not given here.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            size = given.pop("world_size") if world_size is None else world_size
+            run_distributed(_run_body, size, test, given, may_die=may_die)
+
+        # Not functools.wraps: pytest would look for the fixtures of `body`.
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(body, name))
+        own = [*inspect.signature(body).parameters.values()][1 if world_size is None else 2 :]
+        test.__signature__, test.body = inspect.Signature(own), body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(rank: int, world_size: int, test: Any, given: dict[str, Any]) -> None:
+    test.body(rank, world_size, **given)
+
+
 def _collect(
     ranks: dict[Connection, tuple[int, BaseProcess]],
     deadline: float,
@@ -202,6 +230,10 @@ def _run_rank(
             # A rank that is connected could otherwise leave, and close connections that a slower peer still makes.
             dist.barrier()
         result = fn(rank, world_size, *args)
+        if backend == "gloo" and dist.is_initialized():
+            # It may not leave before its peers have received all that it sent, or while they join groups.
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
     except BaseException:  # report every cause, SystemExit included
         trace = traceback.format_exc()
     # By value: tensors in shared memory would be freed when this process ends.

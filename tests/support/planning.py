@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -56,6 +59,17 @@ def command(*arguments: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
     return code, out.getvalue(), err.getvalue()
+
+
+def counted(owner: Any, name: str, count: Callable[..., int], add: Callable[[int], object]) -> Any:
+    """In place of a function one that also hands on what `count` makes of each call."""
+    original = getattr(owner, name)
+
+    def record(*args: Any, **options: Any) -> Any:
+        add(count(*args, **options))
+        return original(*args, **options)
+
+    return mock.patch.object(owner, name, record)
 
 
 def saved_bytes(

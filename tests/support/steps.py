@@ -17,16 +17,17 @@ from torch import Tensor
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store.documents import Documents
-from data.store.writer import StoreWriter
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from models.parameters import parameter_rules
 from tests.support.comparison import largest, relative
 from tests.support.sp_reference import RecordedExchange
+from tests.support.stores import write_tokens
 from tests.support.training import full
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh, init_mesh
+from zeco_train.distributed.owned_matrices import local
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
@@ -71,6 +72,8 @@ class Case:
 
     strategy: Strategy = Strategy.zero2
     _: KW_ONLY
+    shard_size: int = -1
+    global_batch: int = GLOBAL_BATCH
     matmul: Matmul = Matmul.bf16
     recompute: Recompute = Recompute.none
     segments: int = 1
@@ -93,6 +96,7 @@ class Result:
         parameters: after the last step.
         val_loss: of the first sequence, with the last parameters, summed over its tokens.
         launches: scans per step, forward and reverse.
+        held: elements of the parameters on this rank.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -101,6 +105,7 @@ class Result:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     val_loss: float = 0.0
     launches: tuple[int, int] = (0, 0)
+    held: int = 0
 
 
 def write_documents(folder: Path) -> Path:
@@ -109,10 +114,7 @@ def write_documents(folder: Path) -> Path:
     num_tokens = 2 * len(STARTS) * SEQ_LEN + 1
     lengths = np.diff([*starts, num_tokens]).tolist()
     tokens = np.random.default_rng(0).integers(2, TINY.vocab_size, num_tokens)
-    with StoreWriter(folder, vocab_size=TINY.vocab_size, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(tokens, lengths)
-        writer.finish("sources")
-    return folder
+    return write_tokens(folder, tokens, lengths, TINY.vocab_size)
 
 
 def make_mesh(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
@@ -123,7 +125,7 @@ def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) 
     """A model in fp64, and its step."""
     train = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute, matmul=case.matmul)
     config = dataclasses.replace(case.model, num_layers=case.num_layers)
-    model = build_model(config, train, case.strategy, mesh, seed=0)
+    model = build_model(config, train, case.strategy, mesh, 0, case.shard_size)
     if case.compiler is not None:
         model.compile_parts(backend=case.compiler)
     step = TrainingStep(
@@ -133,7 +135,7 @@ def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) 
         mesh,
         strategy=case.strategy,
         grad_clip=grad_clip,
-        tokens_per_step=GLOBAL_BATCH * SEQ_LEN,
+        tokens_per_step=case.global_batch * SEQ_LEN,
     )
     return model, step
 
@@ -149,7 +151,8 @@ def make_loader(case: Case, mesh: ProcessMesh, store: str | Path) -> SequenceLoa
         case.documents,
         case.segments,
     )
-    return SequenceLoader([Source(Documents(TokenStore.open(Path(store))))], split, seed=3, global_batch=GLOBAL_BATCH)
+    sources = [Source(Documents(TokenStore.open(Path(store))))]
+    return SequenceLoader(sources, split, seed=3, global_batch=case.global_batch)
 
 
 def run_steps(case: Case, scan: RecordedExchange, mesh: ProcessMesh, store: str | Path) -> Result:
@@ -161,7 +164,8 @@ def run_steps(case: Case, scan: RecordedExchange, mesh: ProcessMesh, store: str 
         scan.events.clear()
         step.zero_grad()
         for micro_step in range(loader.micro_steps):
-            segments = [loader.batch(number * GLOBAL_BATCH, micro_step, segment) for segment in range(case.segments)]
+            first = number * case.global_batch
+            segments = [loader.batch(first, micro_step, segment) for segment in range(case.segments)]
             step.backward(segments, last=micro_step == loader.micro_steps - 1)
         launches = tuple(scan.events.count(f"launch {direction}") for direction in ("forward", "reverse"))
         assert number == 0 or launches == result.launches, (launches, result.launches)
@@ -174,6 +178,7 @@ def run_steps(case: Case, scan: RecordedExchange, mesh: ProcessMesh, store: str 
     val_loss = step.loss([loader.readers[0].read([0], segment) for segment in range(case.segments)])
     dist.all_reduce(val_loss)
     result.val_loss = val_loss.item() / mesh.dp_size
+    result.held = sum(local(parameter).numel() for parameter in model.parameters())
     result.parameters = {name: full(p).clone() for name, p in model.named_parameters()}
     return result
 

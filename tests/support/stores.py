@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,26 @@ def write_lines(path: Path, records: list[Any]) -> Path:
     return path
 
 
-def write_numbered_store(folder: Path, lengths: list[int]) -> None:
-    """A store of documents of these lengths whose token t is t, so that values reveal their positions."""
-    with StoreWriter(folder, vocab_size=1000, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(np.arange(sum(lengths)), lengths)
-        writer.finish("sources")
+def write_tokens(
+    folder: Path,
+    tokens: np.ndarray,
+    lengths: Sequence[int] | np.ndarray,
+    vocab_size: int = 259,
+    kind: str = "bytes",
+    preparation: dict[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """A store of documents of these lengths."""
+    with StoreWriter(folder, vocab_size=vocab_size, eos_id=1, tokenizer={"kind": kind}, **options) as writer:
+        writer.append(tokens, lengths)
+        writer.finish("sources", preparation)
+    return folder
+
+
+def write_numbered_store(folder: Path, lengths: list[int], first: int = 0) -> TokenStore:
+    """A store whose token t is `first` + t, so that values reveal their positions."""
+    tokens = np.arange(first, first + sum(lengths))
+    return TokenStore.open(write_tokens(folder, tokens, lengths, vocab_size=1000))
 
 
 def write_store(
@@ -61,7 +76,4 @@ def write_store(
     """A store of one random document."""
     tokens = np.random.default_rng(seed).integers(2, vocab_size, num_tokens)
     tokens[-1] = 1
-    with StoreWriter(folder, vocab_size=vocab_size, eos_id=1, tokenizer={"kind": kind}) as writer:
-        writer.append(tokens, [num_tokens])
-        writer.finish("sources")
-    return folder
+    return write_tokens(folder, tokens, [num_tokens], vocab_size, kind)

@@ -48,7 +48,7 @@ def test_stopped_courier_restarts_on_submit() -> None:
 def test_late_thread_ends_if_process_is_already_ending() -> None:
     """A watchdog thread that fires during shutdown must not outlive the interpreter."""
     ending = Job(Launch(0, 1, 0), Advice("", "", ""))
-    ending._claim_end()
-    late = background.start(ending._abandon, RuntimeError("late"), name="late")
+    ending.watchdog.claim_end()
+    late = background.start(ending.watchdog.abandon, RuntimeError("late"), name="late")
     late.join(10)
     assert not late.is_alive()

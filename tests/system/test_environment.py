@@ -48,21 +48,17 @@ def test_commit_of_own_source_tree_is_recorded(repository: Path, monkeypatch: py
     assert environment.installation()["commit"] == f"{commit}+"
 
 
-@pytest.mark.parametrize("folder", [".venv/lib/site-packages", "."])
+@pytest.mark.parametrize(("folder", "is_tracked"), [(".venv/lib/site-packages", False), (".", False), ("copied", True)])
 def test_commit_of_surrounding_repository_is_not_recorded(
-    folder: str, repository: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, is_tracked: bool, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installed package in a virtual environment inside it, and one unpacked into it."""
+    """An installed package in a virtual environment inside it, one unpacked into it, and a copy that it tracks."""
     install(repository / folder, monkeypatch)
+    if is_tracked:
+        git(repository, "add", ".")
+        git(repository, "commit", "-m", "copy")
     found = environment.installation()
     assert (found["commit"], found["dirty"]) == ("", None)
-
-
-def test_commit_of_repository_with_a_copy_is_not_recorded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(repository / "copied", monkeypatch)
-    git(repository, "add", ".")
-    git(repository, "commit", "-m", "copy")
-    assert environment.installation()["commit"] == ""
 
 
 @pytest.fixture

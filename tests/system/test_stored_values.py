@@ -13,10 +13,9 @@ from tests.support.commands import SMALL, Outcome, run_here, train_here
 from zeco_train import export
 from zeco_train.config.schema import load_config, read_config
 from zeco_train.distributed.mesh import Device
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError
 from zeco_train.evaluate import __main__ as evaluate
 from zeco_train.system.stored_values import flatten, read_values
-from zeco_train.tracking.starts import read_starts
 
 SECRET = "hunter2"
 
@@ -43,10 +42,7 @@ def _change(path: Path, old: str, new: str) -> None:
 
 
 def _in_run(run: Path, *arguments: str) -> list[Outcome]:
-    return [
-        run_here(evaluate.main, str(run), *arguments),
-        run_here(export.main, str(run), str(run.with_name("again"))),
-    ]
+    return [run_here(evaluate.main, str(run), *arguments), run_here(export.main, str(run), str(run.with_name("again")))]
 
 
 @pytest.mark.parametrize(
@@ -79,14 +75,6 @@ def test_interpolation_in_export_is_refused(trained: tuple[Path, Path], tmp_path
     (error,) = outcome.errors
     assert error.startswith(f"{out / 'zeco_train.json'}: cannot be read: logger.tags.1=${{oc.env:ZECO_TEST_SECRET}}: ")
     assert SECRET not in outcome.out + outcome.err
-
-
-def test_interpolation_in_run_without_starts_is_refused(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    run = Path(shutil.copytree(trained[0], tmp_path / "run", symlinks=True))
-    (run / "starts.jsonl").unlink()
-    _change(run / "config.yaml", "backend: zeco", "backend: ${oc.env:ZECO_TEST_SECRET}")
-    with pytest.raises(DataError, match=r"is not the configuration of a run \(sp\.backend=\$\{oc\.env:ZECO_TEST_SECR"):
-        read_starts(run, 1)
 
 
 def test_interpolation_in_recipe_is_refused(tmp_path: Path) -> None:

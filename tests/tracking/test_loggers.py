@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -203,37 +201,6 @@ def test_wandb_offline_runs_share_id_and_layout(offline: tuple[str, list[Path]])
     assert [row["step"] for row in rows] == [3, 4, 5]
     # The median excludes the first row of a start, which includes compilation.
     assert [row["tokens_per_second_per_device_median"] for row in rows] == [30.0, 40.0, 45.0]
-
-
-_ONLINE = """
-import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
-config = LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online)
-try:
-    build_logger(config, sys.argv[1], 0).begin({}, Start(0, Layout("zeco", "gla_tiny", 1024, 1, 1), {}), None)
-except ConfigError as error:
-    print(error)
-"""
-
-
-class _Refuse(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        self.send_error(403)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_refusing_wandb_server_gives_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with HTTPServer(("127.0.0.1", 0), _Refuse) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        account = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_ERROR_REPORTING": "false"}
-        done = run_python(["-c", _ONLINE, str(tmp_path / "run")], tmp_path, **account)
-        server.shutdown()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("logger.mode=online: W&B cannot start (")
-    assert "403" in done.stdout
-    assert done.stdout.count("\n") == 1
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import REPOSITORY, Outcome, check_line, run_here, snapshot, train_here
+from tests.support.commands import Outcome, check_line, run_here, snapshot, train_here
 from tests.support.few import one_of
 from zeco_train import compare, export
 from zeco_train.bench import __main__ as bench
@@ -194,27 +194,10 @@ def test_invalid_starts_and_validation_records_are_refused(
             plot_validations(run)
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"median_ms": "fast"}, "row 2: median_ms is 'fast', not a number"),
-        ({"tokens": 0}, "row 2: tokens is 0, not a whole number ≥ 1"),
-        ({"runs": HUGE}, "row 2: runs is 1000000"),
-        ({"variant": 3}, "row 2: variant is 3, not text"),
-        ({"p90_ms": None}, "row 2: lacks p90_ms"),
-    ],
-)
-def test_invalid_benchmark_rows_are_refused(values: dict[str, object], problem: str, tmp_path: Path) -> None:
-    source = REPOSITORY / "lab" / "results" / "model_4xh200_16k.json"
-    results = json.loads(source.read_text())
-    results["rows"][1] |= values
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(results))
-    for main, arguments in (
-        (report.main, [str(path), "--out", str(tmp_path / "report")]),
-        (bench.main, ["plot", str(path)]),
-    ):
-        check_line(run_here(main, *arguments), DATA, f"{path}: {problem}")
+ROW = {"model": "gla_1b", "heads": 16, "tokens": 64, "variant": "dp", "median_ms": 1.0, "p10_ms": 1.0, "p90_ms": 1.0}
+ROW |= {"runs": 3, "tokens_per_second_per_gpu": 1e4}
+RESULTS = {"case": "model", "rows": [ROW, ROW], "world_size": 1, "environment": {}}
+RESULTS |= {"config": {"strategy": "zero2", "segments": 1, "dtype": "bf16"}}
 
 
 @pytest.mark.parametrize(
@@ -227,14 +210,21 @@ def test_invalid_benchmark_rows_are_refused(values: dict[str, object], problem: 
         ({"world_size": "4"}, "world_size is '4', not a whole number"),
         ({"environment": None}, "environment is None, not an object"),
         ({"config": {}}, "config has no strategy"),
+        ({"rows": [ROW, ROW | {"median_ms": "fast"}]}, "row 2: median_ms is 'fast', not a number"),
+        ({"rows": [ROW, ROW | {"tokens": 0}]}, "row 2: tokens is 0, not a whole number ≥ 1"),
+        ({"rows": [ROW, ROW | {"runs": HUGE}]}, "row 2: runs is 1000000"),
+        ({"rows": [ROW, ROW | {"variant": 3}]}, "row 2: variant is 3, not text"),
+        ({"rows": [ROW, ROW | {"p90_ms": None}]}, "row 2: lacks p90_ms"),
     ],
 )
 def test_invalid_benchmark_results_are_refused(values: dict[str, object], problem: str, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    config = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
-    base: dict[str, object] = {"case": "model", "rows": [], "world_size": 1, "environment": {}, "config": config}
-    path.write_text(json.dumps(base | values))
-    check_line(run_here(bench.main, "plot", str(path)), DATA, f"{path}: {problem}")
+    path.write_text(json.dumps(RESULTS | values))
+    for main, arguments in (
+        (report.main, [str(path), "--out", str(tmp_path / "report")]),
+        (bench.main, ["plot", str(path)]),
+    ):
+        check_line(run_here(main, *arguments), DATA, f"{path}: {problem}")
 
 
 def test_rows_with_missing_columns_are_read(run: Path) -> None:

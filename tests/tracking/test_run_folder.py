@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -29,6 +30,12 @@ IDENTITY = {"seed": 0, "model.mixer": "gla"}
 STARTS = 10
 
 
+def _begun(path: Path, identity: Mapping[str, object] = IDENTITY) -> RunFolder:
+    folder = RunFolder(path, identity)
+    folder.begin({"seed": 0}, [])
+    return folder
+
+
 def _start_at_once(path: Path) -> tuple[list[RunFolder], list[Exception]]:
     """Open and begin `path` from many threads; a lock belongs to an open file, so threads exclude each other.
 
@@ -40,9 +47,7 @@ def _start_at_once(path: Path) -> tuple[list[RunFolder], list[Exception]]:
     def start() -> None:
         gate.wait()
         try:
-            folder = RunFolder(path, IDENTITY)
-            folder.begin({"seed": 0}, [])
-            winners.append(folder)
+            winners.append(_begun(path))
         except Exception as error:
             errors.append(error)
 
@@ -68,9 +73,7 @@ def test_only_one_of_concurrent_starts_gets_folder(tmp_path: Path) -> None:
 
 def test_refused_start_leaves_folder_unchanged(tmp_path: Path) -> None:
     run, empty, new = tmp_path / "run", tmp_path / "empty", tmp_path / "new"
-    first = RunFolder(run, IDENTITY)
-    first.begin({}, ["seed=0"])
-    first.release()
+    _begun(run).release()
     empty.mkdir()
     before = snapshot(tmp_path)
     with pytest.raises(CheckpointError, match="seed=1: the run in"):
@@ -134,15 +137,11 @@ def test_command_line_is_recorded_for_replay_and_configuration_resolved(tmp_path
 
 
 def test_tokenizer_is_identified_by_digest_not_path(tmp_path: Path) -> None:
-    """The digest identifies it."""
-
     def of(path: str, digest: str) -> dict[str, object]:
         return {**IDENTITY, "data.tokenizer": {"kind": "huggingface", "path": path, "sha256": digest}}
 
     for path in ("/old", "/new"):
-        folder = RunFolder(tmp_path, of(path, "a"))
-        folder.begin({}, [])
-        folder.release()
+        _begun(tmp_path, of(path, "a")).release()
     with pytest.raises(CheckpointError, match=r"^data\.tokenizer=.* or remove that one, which has no checkpoint yet$"):
         RunFolder(tmp_path, of("/old", "b"))
 
@@ -152,8 +151,7 @@ def test_model_weights_are_not_kept_with_tokenizer(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer.model", "config.json", "model.safetensors", "original/a.pth", ".git/a"):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).touch()
-    folder = RunFolder(tmp_path / "run", IDENTITY)
-    folder.begin({}, [])
+    folder = _begun(tmp_path / "run")
     folder.keep_tokenizer(model)
     folder.release()
     kept = {path.name for path in (tmp_path / "run" / "tokenizer").rglob("*") if path.is_file()}
@@ -178,9 +176,7 @@ def test_write_errors_name_run_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exists", [True, False])
 def test_links_out_of_the_folder_are_refused(name: str, exists: bool, tmp_path: Path) -> None:
     run, private = tmp_path / "run", tmp_path / "private"
-    folder = RunFolder(run, IDENTITY)
-    folder.begin({"seed": 0}, [])
-    folder.release()
+    _begun(run).release()
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(private)
@@ -191,12 +187,6 @@ def test_links_out_of_the_folder_are_refused(name: str, exists: bool, tmp_path: 
     ):
         RunFolder(run, IDENTITY)
     assert private.read_text() == "mine" if exists else not private.exists()
-
-
-def _begun(path: Path) -> RunFolder:
-    folder = RunFolder(path, IDENTITY)
-    folder.begin({"seed": 0}, [])
-    return folder
 
 
 def _link_checkpoints(run: Path, to: Path) -> None:

@@ -1,7 +1,4 @@
-"""AdamW's kernel against torch's AdamW: in fp64 under Triton's interpreter, and torch's fused one on a GPU.
-
-The last results on GPUs are in gpu_results.md.
-"""
+"""AdamW's kernel against torch's AdamW in fp64, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from zeco_train.kernels import adamw as launch
-from zeco_train.training.optim.adamw import AdamW
 
 pytestmark = pytest.mark.numeric
 
@@ -104,35 +100,3 @@ def test_addresses_of_captures_stay_and_are_of_the_stream(monkeypatch: pytest.Mo
     is_captured = False
     updater._addresses(rows, 1).zero_()
     assert captured[0].tolist() == [16, 32, 80, 64]
-
-
-@pytest.mark.gpu
-def test_kernel_matches_fp64_on_a_gpu() -> None:
-    for offset in (0, 1):
-        errors = _trained(torch.device("cuda"), offset)
-        assert errors.pop("step") == 0.0
-        assert all(error <= 5e-7 for error in errors.values()), errors
-
-
-@pytest.mark.gpu
-def test_optimizer_has_the_state_of_torchs_and_its_weights() -> None:
-    device, found = torch.device("cuda"), []
-    for kind, more in ((AdamW, {}), (torch.optim.AdamW, {"fused": True})):
-        weights = [torch.nn.Parameter(weight) for weight in _tensors(0, device, 0)]
-        optimizer = kind(weights, **SETTINGS, **more)  # type: ignore[arg-type]
-        for number in range(STEPS):
-            for weight, grad in zip(weights, _tensors(number + 1, device, 0), strict=True):
-                weight.grad = grad
-            optimizer.step()
-        found.append((weights, optimizer.state_dict()))
-    (weights, state), (expected, expected_state) = found
-    # torch's takes 1 − β₂ in fp32, which is 1.3e-5 off at 0.999; ours is within 5e-7 of fp64, see above.
-    tolerance = 2e-5
-    for weight, other in zip(weights, expected, strict=True):
-        assert float((weight - other).norm()) <= tolerance * float(other.norm())
-    assert state["param_groups"] == expected_state["param_groups"]
-    for index, own in state["state"].items():
-        for name, tensor in own.items():
-            other = expected_state["state"][index][name]
-            assert (tensor.dtype, tensor.device) == (other.dtype, other.device)
-            assert float((tensor - other).norm()) <= tolerance * float(other.norm())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.linear import quantise_rows
-from zeco_train.ops.mix import mix_at
-from zeco_train.ops.position import SequencePosition, find_doc_ids
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange, exchange_of
 from zeco_train.sp.exchange import local_exchange
@@ -131,29 +128,6 @@ def test_a_handle_and_a_copy_of_it_name_the_exchange_as_long_as_it_lives() -> No
         exchange_of(handle)
 
 
-@pytest.mark.gpu
-def test_compiled_code_takes_the_outputs_of_operators_for_aligned() -> None:
-    """Of an op with an input on the CPU Inductor would not, and its kernels read them more slowly."""
-    device = torch.device("cuda")
-    position = SequencePosition((0, 256), exchange=local_exchange()).on(torch.empty(1, 256, device=device))
-    q, k, v = (torch.randn(1, 256, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    g = -torch.rand(1, 256, 2, 64, device=device, requires_grad=True)
-
-    def layer(*operands: Tensor) -> Tensor:
-        o, _ = mix_at("gla", operands, 0.125, position, StateInput())
-        return (o.float() * o.float().square().mean(-1, keepdim=True).rsqrt()).sum()
-
-    from torch._inductor.utils import run_fw_bw_and_get_code
-
-    _, codes = run_fw_bw_and_get_code(lambda: torch.compile(layer)(q, k, v, g))
-    kernels = re.findall(r"'signature': \{(.*?)\}.*?'configs': \[\{(.*?)\}\]", "".join(codes))
-    assert kernels
-    for signature, aligned in kernels:
-        kinds = [kind.split("'")[3] for kind in signature.split(", ")]
-        for position, kind in enumerate(kinds):
-            assert not kind.startswith("*") or f"({position},): [['tt.divisibility', 16]]" in aligned, (kinds, aligned)
-
-
 def two_ranks(rank: int, world_size: int, store: str, name: str, case: Case) -> None:
     mesh, scan = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))[name]
     expected = run_steps(case, scan, mesh, store)
@@ -180,49 +154,6 @@ def test_cpu_compiles_only_with_setting_always(setting: Compile, calls: int, mes
     assert options == [{}, {"options": {"deterministic": True}}][: 2 * calls]
 
 
-def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """q, k, v, g; do; and a state."""
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=generator, dtype=torch.float64)
-
-    inputs = [random(tokens, 3, size).to(dtype) for size in (4, 4, 5)]
-    inputs.append(-random(tokens, 3, 4).abs().to(wide))
-    return inputs, random(tokens, 3, 5).to(dtype), random(3, 4, 5).to(wide)
-
-
-@pytest.mark.slow
-def test_operator_passes_opcheck() -> None:
-    check_operator(torch.bfloat16, 70, documents=True)
-
-
-def check_operator(dtype: torch.dtype, tokens: int, *, documents: bool) -> None:
-    exchange = local_exchange()
-    handle = exchange.handle(torch.device("cpu"))
-    inputs, do, state = _tokens(dtype, tokens)
-    borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
-    doc_ids = find_doc_ids(borders, 0, tokens, torch.device("cpu"))
-    for replay in (False, True):
-        for carry in (False, True):
-            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-            carry_in = state.clone().requires_grad_() if carry else None
-            incoming_state = 2 * state if replay else None
-            arguments = (leaves, "gla", 0.5, handle, doc_ids, incoming_state, carry_in, carry)
-            tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
-            if not (replay and carry):
-                # This check compares outputs, and the carry_out of a replay is NaN.
-                tests.append("test_aot_dispatch_dynamic")
-            opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
-            with torch.no_grad():
-                _, received, _, transition, saved = torch.ops.zeco.mix(*arguments)
-            received = received if incoming_state is None else incoming_state
-            dcarry_out = -state if carry else None
-            kept = inputs, do, saved, transition, received, dcarry_out
-            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle, doc_ids, carry))
-
-
 @pytest.mark.slow
 def test_projections_pass_opcheck() -> None:
     x = torch.randn(2, 7, 4, dtype=torch.float64)
@@ -234,9 +165,10 @@ def test_projections_pass_opcheck() -> None:
         ([False, False, False], [], every),
         ([True, False, True], [*quantise_rows(x.flatten(0, 1))], every[1:]),  # the first multiplies its inputs
     ):
-        inputs = x.clone().requires_grad_(), leaves, in_fp8, rounded
+        inputs = x.clone().requires_grad_(), leaves, in_fp8, rounded, True
         opcheck(torch.ops.zeco.parallel_linear.default, inputs, test_utils=tests)
         opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights, in_fp8))
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the fourth compares outputs, NaN here
     for is_fp8 in (False, True):
-        opcheck(torch.ops.zeco.unread_linear.default, (x.clone().requires_grad_(), leaves[0], is_fp8), test_utils=tests)
+        inputs = x.clone().requires_grad_(), leaves[:1], [is_fp8], [], False
+        opcheck(torch.ops.zeco.parallel_linear.default, inputs, test_utils=tests)

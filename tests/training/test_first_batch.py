@@ -13,8 +13,8 @@ import pytest
 
 from data.loader import SequenceLoader
 from data.store import OFFSETS_FILE, shard_name
-from data.store.writer import StoreWriter
 from tests.support.distributed import run_distributed
+from tests.support.stores import write_tokens
 from tests.support.training import train
 from zeco_train.errors import ZecoError
 from zeco_train.lifecycle import join
@@ -57,19 +57,14 @@ def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_differences_between_ranks_are_reported(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(TOKENS, [4000, 5000])
-        writer.finish("sources")
+    write_tokens(tmp_path / "store", TOKENS, [4000, 5000])
     for copy in ("copy", "stale", "borders"):
         shutil.copytree(tmp_path / "store", tmp_path / copy)
     # Same size, valid meta.json, shifted tokens.
     (tmp_path / "stale" / shard_name(0)).write_bytes(np.roll(TOKENS, 1).astype(np.uint16).tobytes())
     np.save(tmp_path / "borders" / OFFSETS_FILE, np.array([0, 4100, 9000]))
     # The same tokens with other document borders.
-    with StoreWriter(tmp_path / "split", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(TOKENS, [4100, 4900])
-        writer.finish("sources")
-
+    write_tokens(tmp_path / "split", TOKENS, [4100, 4900])
     found, other = run_distributed(_train_on, 2, str(tmp_path))
     # Each rank names its own copy of the store.
     assert found | {"stale": ""} == other | {"stale": ""}

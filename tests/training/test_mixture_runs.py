@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.store.writer import StoreWriter
 from tests.support.commands import check_line, snapshot, train_here
+from tests.support.stores import write_tokens
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 
 pytestmark = pytest.mark.numeric
@@ -21,10 +21,7 @@ CONFIG, DATA, CHECKPOINT = ConfigError.exit_code, DataError.exit_code, Checkpoin
 def write(folder: Path, seed: int, num_documents: int = 60, tokenizer: str = "bytes", **preparation: str) -> Path:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 200, num_documents)
-    with StoreWriter(folder, vocab_size=259, eos_id=1, tokenizer={"kind": tokenizer}) as writer:
-        writer.append(rng.integers(2, 259, lengths.sum()), lengths)
-        writer.finish("sources", preparation)
-    return folder
+    return write_tokens(folder, rng.integers(2, 259, lengths.sum()), lengths, kind=tokenizer, preparation=preparation)
 
 
 @pytest.fixture(scope="module")

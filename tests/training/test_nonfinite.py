@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from data.loader import Batch
 from models.language_model import LanguageModel
 from tests.support.distributed import run_distributed
-from tests.support.replays import REPLAYABLE, REPLAYS_BEGIN
 from tests.support.training import SMALL, train
 from tests.training.test_graphs import RunAgain
 from zeco_train.config.schema import load_config
@@ -310,21 +309,6 @@ def check_addresses(
 @pytest.mark.slow
 def test_first_non_finite_tensor_has_an_address(tmp_path: Path) -> None:
     check_addresses(tmp_path, [], FAULTS)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("ranks", "cuda_graphs", "parallel"),
-    [(1, "auto", "zero2"), (1, "off", "zero2"), (2, "auto", "ddp"), (2, "auto", "zero3"), (2, "off", "zero2")],
-)
-def test_addresses_of_compiled_and_captured_steps(ranks: int, cuda_graphs: str, parallel: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    settings = [*REPLAYABLE, "train.compile=always", f"train.cuda_graphs={cuda_graphs}", f"parallel={parallel}"]
-    faults = [fault._replace(rank=min(fault.rank, ranks - 1)) for fault in LATER]
-    check_addresses(tmp_path, [*settings, "data.seq_len=512"], faults, ranks, backend="cpu:gloo,cuda:nccl")
-    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert (REPLAYS_BEGIN in log) == (cuda_graphs == "auto")
 
 
 @pytest.mark.parametrize(("policy", "limit"), [("stop", 0), ("skip:1", 1), ("skip:20", 20)])

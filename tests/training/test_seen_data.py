@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from data.store import META_FILE, OFFSETS_FILE, shard_name
-from data.store.writer import StoreWriter
 from tests.support.commands import Outcome, check_line, snapshot, train_here
+from tests.support.stores import write_tokens
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.training import seen_data
 from zeco_train.training.seen_data import RECORD_FILE
@@ -28,10 +28,7 @@ VERIFY = "data.verify=true"
 def write(folder: Path, lengths: list[int] = LENGTHS, seed: int = 0) -> Path:
     """A store of shards of 1,000 tokens."""
     tokens = np.random.default_rng(seed).integers(2, 259, sum(LENGTHS))
-    with StoreWriter(folder, vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}, shard_tokens=1000) as writer:
-        writer.append(tokens, lengths)
-        writer.finish("sources")
-    return folder
+    return write_tokens(folder, tokens, lengths, shard_tokens=1000)
 
 
 def flip(path: Path) -> None:
@@ -156,23 +153,6 @@ def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
     assert run.start().code == 0
     line = f"{path}: its contents differ from what was prepared; copy the store again or prepare it again\n"
     assert run.start(VERIFY).err == f"error: {line}"
-
-
-@pytest.mark.slow
-def test_each_store_of_mixture_is_checked(tmp_path: Path) -> None:
-    stores = [write(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
-    settings = ["data=mixture", f"data.stores=[{{path: {stores[0]}}}, {{path: {stores[1]}}}]"]
-    settings += [f"run_dir={tmp_path / 'run'}"]
-    assert train_here(*settings, "train.steps=1").code == 0
-    flip(stores[1] / shard_name(2))
-    check_line(train_here(*settings, "train.steps=2"), DATA, f"{stores[1] / shard_name(2)}: changed since")
-
-
-@pytest.mark.slow
-def test_synthetic_task_writes_no_record(tmp_path: Path) -> None:
-    settings = ["data=synthetic", "data.synthetic.facts=2", "data.seq_len=64", f"run_dir={tmp_path / 'run'}"]
-    assert train_here(*settings, "train.steps=1").code == 0
-    assert not (tmp_path / "run" / RECORD_FILE).exists()
 
 
 @pytest.mark.slow

@@ -97,18 +97,6 @@ def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("operator", [name for name in VERIFIED if name != "gla"])
-def test_every_backend_passes_with_every_operator(operator: str) -> None:
-    """Of two heads one would have no decays; of five, four have decays up to 20 a token."""
-    arguments = ["tokens=[30]", "dtypes=[fp64]", "sp_sizes=[2]", f"operator={operator}"]
-    table = passing(2, *arguments, "heads=5", "key_dim=8", "value_dim=5", "device=cpu")
-    assert f", operator {operator}" in table[0]
-    for backend in ("float64 itself", *_SCANS):
-        assert sum(row.endswith(" ok") for row in rows_of(table, backend)) == 2, backend
-
-
-@pytest.mark.slow
 def test_every_method_passes_with_documents_and_windows() -> None:
     table = passing(2, *SMALL, "operator=softmax", "sp_sizes=[2]", "heads=4", "tokens=[24]", "dtypes=[fp64]")
     assert len(rows_of(table, "one device, in halves")) == 2, "without a window, where queries are paired"
@@ -308,49 +296,6 @@ def test_invalid_arguments_give_one_line_errors(
 def torchrun(ranks: int, folder: Path, script: list[str], *arguments: str) -> Command:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
     return Command([*launcher, *script, *arguments], folder)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_hanging_rank_ends_verification_after_timeout(tmp_path: Path) -> None:
-    script = tmp_path / "hangs.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "from tests.support.gate import meet\n"
-        "from zeco_train.verify import __main__ as command, cases\n"
-        "run = cases.run_on_ranks\n"
-        "def stop(*args):\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        time.sleep(600)\n"
-        "    return run(*args)\n"
-        "cases.run_on_ranks = stop\n"
-        "meet()\n"
-        "sys.exit(command.main(sys.argv[1:]))\n"
-    )
-    with torchrun(2, tmp_path, [str(script)], *OF_GLA, "tokens=[20]", "timeout=10", "sp_sizes=[2]") as run:
-        outcome = run.wait()
-    assert outcome.code != 0
-    assert len(outcome.errors) == 1, outcome
-    assert "every rank is alive: one is stuck, or slower than timeout" in outcome.errors[0]
-
-
-@pytest.mark.processes
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_verification_passes_on_gpus(tmp_path: Path) -> None:
-    ranks = 1 << min(torch.cuda.device_count(), 4).bit_length() - 1
-    with torchrun(ranks, tmp_path, ["-m", "zeco_train.verify"], "tokens=[1000]", "out=results.json") as run:
-        outcome = run.wait()
-    print(outcome.out)
-    assert outcome.code == 0, outcome
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert {row["dtype"] for row in rows} == {"fp32", "bf16"}
-    assert not [row for row in rows if not row["ok"]]
-    skipped = [row["skipped"] for row in rows if row["skipped"]]
-    devices = range(ranks)
-    if all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
-        assert not skipped, "the GPUs reach each other's memory"
-    assert all("NVLink" in reason for reason in skipped)
 
 
 @pytest.mark.parametrize(("documents", "window"), [(LAUNCHED_DOCUMENTS, 7), (None, None)])

@@ -21,13 +21,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.end import Job, run_job
 from zeco_train.system.command import docstring
 
-CASES = {
-    "collectives": collectives.CASE,
-    "operator": operator.CASE,
-    "attention": attention.CASE,
-    "model": model.CASE,
-    "decode": decode.CASE,
-}
+CASES = {case.name: case for case in (collectives.CASE, operator.CASE, attention.CASE, model.CASE, decode.CASE)}
 
 
 def main(arguments: list[str]) -> int:

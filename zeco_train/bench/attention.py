@@ -101,10 +101,6 @@ class AttentionVariant:
     deterministic: bool = False
 
     @property
-    def is_linear(self) -> bool:
-        return self.backend is not None
-
-    @property
     def is_alone(self) -> bool:
         """Whether each rank has its own sequence."""
         return self.method == "dp" if self.backend is None else self.backend.is_dp
@@ -112,7 +108,7 @@ class AttentionVariant:
     @property
     def reference(self) -> str:
         """The variant that does the same on one rank."""
-        return f"{LINEAR}:dp" if self.is_linear else "dp"
+        return "dp" if self.backend is None else f"{LINEAR}:dp"
 
 
 # With default settings.
@@ -326,18 +322,17 @@ class AttentionConfig(RunsConfig):
 
     def shape(self, variant: AttentionVariant, tokens: int) -> Shape:
         """The sizes of a variant's operands."""
-        operator, groups = (LINEAR, None) if variant.is_linear else ("softmax", self.num_key_heads)
+        operator, groups = ("softmax", self.num_key_heads) if variant.backend is None else (LINEAR, None)
         return Shape(self.heads, self.head_dim, self.head_dim, tokens, operator, groups)
 
 
-def run(config: AttentionConfig, session: Session) -> Report:
-    """Measure all combinations; results are in the report's folder.
+def run(config: AttentionConfig, session: Session, report: Report) -> None:
+    """Measure all combinations into the report.
 
     Raises:
         WrongResultError: before anything is timed.
         ConfigError: these ranks support none of the variants.
     """
-    report = Report("attention", config, session, COLUMNS)
     served = config.shape(VARIANTS["dp"], 1).call(config.dtype).problem(session.target) is None
     report.note(f"softmax attention on a rank: {kernel_name(session.target, served)}")
     ours = [VARIANTS[name] for name in config.variants if VARIANTS[name].method != TORCH]
@@ -348,10 +343,9 @@ def run(config: AttentionConfig, session: Session) -> Report:
     runner = Runner(config, session)
     for tokens in report.in_budget(config.tokens, "{:,} tokens a rank".format):
         report.add(_measure(tokens, config, session, runner, report.folder, checked))
-    return report
 
 
-CASE = Case(AttentionConfig, run)
+CASE = Case("attention", AttentionConfig, COLUMNS, run)
 
 
 def _check_all(config: AttentionConfig, session: Session, report: Report) -> dict[AttentionVariant, float]:
@@ -372,7 +366,7 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
             continue
         own = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
         whole = own.gathered()
-        if variant.is_linear:
+        if variant.backend is not None:
             expected = exact_results(OPERATORS[shape.operator], whole.operands, whole.do)
         else:
             q, k, v = whole.operands.values()
@@ -434,7 +428,7 @@ def _within(on_ranks: OnRanks, step: Subject) -> object:
 def _flops(config: AttentionConfig, variant: AttentionVariant, tokens: int, kind: str, ranks: int) -> float:
     # Of a rank: two products forward, five backward, of each pair of a query and a key that it reads. Those of linear
     # attention depend on the chunks.
-    if variant.is_linear:
+    if variant.backend is not None:
         return math.nan
     ranks = 1 if variant.is_alone else ranks
     length = tokens * ranks

@@ -18,12 +18,12 @@ from zeco_train.bench.timing import Contender
 from zeco_train.bench.variants import Variant
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import device_mesh
+from zeco_train.distributed.owned_matrices import local
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.exchange import build_softmax, local_exchange
+from zeco_train.sp.exchange import build_softmax, local_exchange, softmax_load
 from zeco_train.sp.exposed import ExposedMeter
-from zeco_train.sp.of_model import softmax_load
 from zeco_train.training.build import build_graphs, build_model
 from zeco_train.training.graphs import StepGraphs
 from zeco_train.training.kernels_ahead import kernels_ahead
@@ -162,7 +162,7 @@ class Backends:
         grads = []
         for parameter in self.model.parameters() if keep else ():
             assert parameter.grad is not None
-            grads.append(_local(parameter.grad))
+            grads.append(local(parameter.grad))
         step.zero_grad()
         self._session.drain()
         dist.all_reduce(loss)
@@ -204,10 +204,6 @@ class Backends:
 def state_elements(run: Config) -> int:
     """Elements of a layer's state."""
     return math.prod(spec_of(run.model).state_shape)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _nobody_stops() -> bool:

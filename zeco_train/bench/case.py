@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -117,33 +118,26 @@ class Report:
             write_result(self.folder / TABLE_FILE, f"{table}\n")
 
 
-class LogLines(logging.Handler):
-    """While entered, prints and stores each distinct line of level INFO that the project logs.
+@contextmanager
+def log_lines(session: Session) -> Iterator[list[str]]:
+    """Print and collect each distinct line of level INFO that the project logs: choices of `auto`, and fallbacks."""
+    texts: list[str] = []
 
-    These are choices of `auto`, and fallbacks.
-    """
+    def emit(record: logging.LogRecord) -> None:
+        if (text := record.getMessage()) not in texts:
+            texts.append(text)
+            session.say(text)
 
-    def __init__(self, session: Session) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-        self._session = session
-        self._logger = logging.getLogger("zeco_train")
-
-    def __enter__(self) -> LogLines:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.INFO)
-        self._logger.addHandler(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.setLevel(self._level)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if text not in self.texts:
-            self.texts.append(text)
-            self._session.say(text)
+    logger, handler = logging.getLogger("zeco_train"), logging.Handler(logging.INFO)
+    handler.emit = emit  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10", "p90", "min", "max")) -> Columns:
@@ -154,10 +148,12 @@ def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10"
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark: its settings, and what measures with them."""
+    """A benchmark: its settings, the columns of its table, and what measures with them into a report."""
 
+    name: str
     config: type[CaseConfig]
-    run: Callable[[Any, Session], Report]
+    columns: Columns
+    run: Callable[[Any, Session, Report], None]
 
     def measure(self, config: CaseConfig, session: Session) -> Report:
         """Run, store what the project logs meanwhile, and plot the results.
@@ -165,9 +161,10 @@ class Case:
         Raises:
             ZecoError: a wrong result, an unwritable folder, or a lost rank.
         """
-        with LogLines(session) as lines:
-            report = self.run(config, session)
-        report.notes += lines.texts
+        with log_lines(session) as lines:
+            report = Report(self.name, config, session, self.columns)
+            self.run(config, session, report)
+        report.notes += lines
         report.finish()
         return report
 

@@ -38,22 +38,20 @@ COLUMNS = {
 }
 
 
-def run(config: CollectivesConfig, session: Session) -> Report:
-    """Measure all sizes; results are in the report's folder.
+def run(config: CollectivesConfig, session: Session, report: Report) -> None:
+    """Measure all sizes into the report.
 
     Raises:
         WrongResultError: before anything of its size is timed.
     """
-    report = Report("collectives", config, session, COLUMNS)
     runner = Runner(config, session)
     if config.graph and not session.on_cuda:
         report.note("no CUDA graphs on a CPU: eager only")
     for size in report.in_budget(config.sizes_mb, "a state of {:g} MiB".format):
         report.add(_measure_size(size, config, session, runner))
-    return report
 
 
-CASE = Case(CollectivesConfig, run)
+CASE = Case("collectives", CollectivesConfig, COLUMNS, run)
 
 
 def _measure_size(size: float, config: CollectivesConfig, session: Session, runner: Runner) -> list[Row]:

@@ -38,8 +38,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
-from zeco_train.sp.exchange import build_softmax
-from zeco_train.sp.of_model import softmax_load
+from zeco_train.sp.exchange import build_softmax, softmax_load
 from zeco_train.system.environment import process_memory
 from zeco_train.training.config import Dtype
 
@@ -63,19 +62,17 @@ COLUMNS = {
 }
 
 
-def run(config: DecodeConfig, session: Session) -> Report:
-    """Measure all combinations; results are in the report's folder.
+def run(config: DecodeConfig, session: Session, report: Report) -> None:
+    """Measure all combinations into the report.
 
     Raises:
         WrongResultError: before anything is timed.
         ConfigError: this machine supports none of the variants.
     """
-    report = Report("decode", config, session, COLUMNS)
     _Measurement(config, session, report).measure()
-    return report
 
 
-CASE = Case(DecodeConfig, run)
+CASE = Case("decode", DecodeConfig, COLUMNS, run)
 
 
 @dataclass(frozen=True)

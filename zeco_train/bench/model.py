@@ -49,7 +49,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import find_slow_paths
 from zeco_train.system.files import write_result
 from zeco_train.system.numbers import relative_error
-from zeco_train.tracking.recorder import utilisation
+from zeco_train.tracking.metrics import utilisation
 from zeco_train.training.checks import kernel_calls
 from zeco_train.training.config import Dtype
 
@@ -90,14 +90,13 @@ COLUMNS = {
 }
 
 
-def run(config: ModelConfig, session: Session) -> Report:
-    """Measure all combinations; results are in the report's folder.
+def run(config: ModelConfig, session: Session, report: Report) -> None:
+    """Measure all combinations into the report.
 
     Raises:
         WrongResultError: before anything of the same model is timed.
         ConfigError: this machine supports none of the variants.
     """
-    report = Report("model", config, session, COLUMNS)
     if config.trace and not session.on_cuda:
         report.note(trace.NONE_ON_CPU)
     if config.seq_len % (session.world_size * config.segments):
@@ -118,10 +117,9 @@ def run(config: ModelConfig, session: Session) -> Report:
         text = mixer_table(rows)
         session.say(text)
         session.agree(lambda: write_result(report.folder / MIXERS_FILE, text) if session.mesh.is_main else None)
-    return report
 
 
-CASE = Case(ModelConfig, run)
+CASE = Case("model", ModelConfig, COLUMNS, run)
 
 
 def _available(config: ModelConfig, session: Session, report: Report) -> dict[ModelSettings, list[Variant]]:

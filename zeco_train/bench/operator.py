@@ -279,13 +279,12 @@ def peer_results(inputs: Inputs, attention: Attention, *, backward: bool, varian
         raise ConfigError("variants", variant, f"is refused by fla itself ({text}){forward}") from error
 
 
-def run(config: OperatorConfig, session: Session) -> Report:
-    """Measure all combinations; results are in the report's folder.
+def run(config: OperatorConfig, session: Session, report: Report) -> None:
+    """Measure all combinations into the report.
 
     Raises:
         WrongResultError: before anything of the same heads and dims is timed. A peer's is recorded instead.
     """
-    report = Report("operator", config, session, COLUMNS)
     shapes = [Shape(1, key_dim, value_dim, 1, config.operator) for key_dim, value_dim in config.dims]
     session.check_kernels(config.kernels, [("bench operator", shape.call(config.dtype)) for shape in shapes])
     runner = Runner(config, session)
@@ -304,10 +303,9 @@ def run(config: OperatorConfig, session: Session) -> Report:
         if dims not in checked:
             checked[dims] = _check(dims, config, session, report)
         _measure_shape(shape, config, session, runner, report, checked[dims])
-    return report
 
 
-CASE = Case(OperatorConfig, run)
+CASE = Case("operator", OperatorConfig, COLUMNS, run)
 
 
 def sharded_operator(variant: Variant, shape: Shape, session: Session, purpose: str = "eager") -> Attention:

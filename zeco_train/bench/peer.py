@@ -58,8 +58,6 @@ def check_peer(run: Config, session: Session) -> None:
     if run.train.dtype is not Dtype.bf16:
         raise ConfigError("variants", "fla", "is trained in bf16; take dtype=bf16")
     form = _format(run.model)
-    if form is None:
-        raise ConfigError("variants", "fla", f"has no model with {run.model.mixer} here")
     if run.model.attn.chosen(run.model.num_layers):
         raise ConfigError("variants", "fla", "is measured without softmax layers: fla's need the package flash-attn")
     check_expressible(run.model, form)
@@ -108,7 +106,6 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
     import fla.models
 
     form = _format(config)
-    assert form is not None
     peer_model = getattr(fla.models, form.architecture)
     with torch.device("meta"), warnings.catch_warnings():
         # Silence the warning that the fused loss rounds differently: fla's users train with the fused loss.
@@ -137,13 +134,15 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
     return model
 
 
-def _format(config: LanguageModelConfig) -> ModelFormat | None:
-    return next((one for one in formats_of(config) if one.library == "fla"), None)
+def _format(config: LanguageModelConfig) -> ModelFormat:
+    form = next((one for one in formats_of(config) if one.library == "fla"), None)
+    if form is None:
+        raise ConfigError("variants", "fla", f"has no model with {config.mixer} here")
+    return form
 
 
 def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
     form = _format(run.model)
-    assert form is not None
     with torch.device("meta"):
         rules = parameter_rules(spec_of(run.model).build())
         ours = {renamed(name, form.names.parts): rule for name, _, rule in rules}

@@ -60,21 +60,20 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def _problem_of(result: dict[str, Any]) -> str | None:
-    if (number := result.get("format", FORMAT)) != FORMAT:
-        return f"format is {shown_value(number)}, not {FORMAT}: another version of zeco-train wrote it"
-    if not isinstance(result["case"], str):
-        return f"case is {shown_value(result['case'])}, not one of {', '.join(_NEEDED)}"
-    if not _is_count(result["world_size"]):
-        return f"world_size is {shown_value(result['world_size'])}, not a whole number ≥ 1"
-    if not isinstance(result["environment"], dict):
-        return f"environment is {shown_value(result['environment'])}, not an object"
+    for name, is_right, expected in (
+        ("format", result.get("format", FORMAT) == FORMAT, f"{FORMAT}: another version of zeco-train wrote it"),
+        ("case", isinstance(result["case"], str), f"one of {', '.join(_NEEDED)}"),
+        ("world_size", _is_count(result["world_size"]), "a whole number ≥ 1"),
+        ("environment", isinstance(result["environment"], dict), "an object"),
+        ("rows", isinstance(result["rows"], list), "a list"),
+    ):
+        if not is_right:
+            return f"{name} is {shown_value(result[name])}, not {expected}"
     if result["case"] == "model":
         config = result.get("config")
         for name, kind in (("strategy", str), ("segments", int), ("dtype", str)):
             if not isinstance(config, dict) or not isinstance(config.get(name), kind):
                 return f"config has no {name}"
-    if not isinstance(result["rows"], list):
-        return f"rows is {shown_value(result['rows'])}, not a list"
     problems = ((number, _problem_of_row(row, result["case"])) for number, row in enumerate(result["rows"], start=1))
     return next((f"row {number}: {problem}" for number, problem in problems if problem), None)
 
@@ -85,17 +84,16 @@ def _problem_of_row(row: object, case: str) -> str | None:
     for name, value in row.items():
         if value is None:
             continue
-        if name in _TEXTS and not isinstance(value, str):
-            return f"{name} is {shown_value(value)}, not text"
-        # A lone surrogate is not printable, and no path can have it.
-        if name in _NAMES and not (is_plain_name(value) and value.isprintable()):
-            return f"{name} is {shown_value(value)}, not a plain name without /"
-        if name in _COUNTS and not _is_count(value):
-            return f"{name} is {shown_value(value)}, not a whole number ≥ 1"
-        if _NUMBERS.fullmatch(name) and not _is_number(value):
-            return f"{name} is {shown_value(value)}, not a number"
-        if name in _POSITIVE and not 0 < value < math.inf:
-            return f"{name} is {shown_value(value)}, not a finite number > 0"
+        for is_meant, is_right, expected in (
+            (name in _TEXTS, lambda x: isinstance(x, str), "text"),
+            # A lone surrogate is not printable, and no path can have it.
+            (name in _NAMES, lambda x: is_plain_name(x) and x.isprintable(), "a plain name without /"),
+            (name in _COUNTS, _is_count, "a whole number ≥ 1"),
+            (_NUMBERS.fullmatch(name), _is_number, "a number"),
+            (name in _POSITIVE, lambda x: 0 < x < math.inf, "a finite number > 0"),
+        ):
+            if is_meant and not is_right(value):
+                return f"{name} is {shown_value(value)}, not {expected}"
     if row.get("median_ms") and (missing := [name for name in _NEEDED[case] if row.get(name) is None]):
         return f"lacks {', '.join(missing)}"
     return None

@@ -165,7 +165,7 @@ def overlap_of(events: Iterable[dict[str, Any]], *, replayed: bool = False) -> O
     idle = [start - stop for (_, stop), (start, _) in itertools.pairwise(_spans(kernels))]
     return Overlap(
         length(spans),
-        length(intersection(spans, compute)),
+        length(spans) + length(compute) - length(union([*spans, *compute])),
         length(compute),
         tuple(sorted({e["name"] for e in communication})),
         idle_us=sum(idle),
@@ -188,12 +188,6 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
         else:
             merged.append((start, stop))
     return merged
-
-
-def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Intersection of two sets of disjoint intervals."""
-    pairs = ((max(a, c), min(b, d)) for a, b in first for c, d in second)
-    return [(start, stop) for start, stop in pairs if start < stop]
 
 
 def length(intervals: Sequence[Interval]) -> float:

@@ -24,11 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from zeco_train.checkpoint.config import CheckpointConfig, CheckpointMode, Missing
@@ -170,9 +166,8 @@ class Checkpointer:
     def latest_sound(self) -> Path | None:
         """The newest intact checkpoint, after newer ones are logged and renamed; None if there is no checkpoint at all.
 
-        Raises:
-            CheckpointError: all are damaged (none is renamed then); there is none, but the run had one (see
-                `CheckpointConfig.missing`); or the storage cannot be read.
+        Raises CheckpointError if all are damaged (none is renamed then), there is none, but the run had one (see
+        `CheckpointConfig.missing`), or the storage cannot be read.
         """
         # Listed by rank 0 alone: ranks that list a shared disk by themselves may find different newest checkpoints.
         found = [agree(self._mesh, lambda: complete_checkpoints(self._run_dir) if self._mesh.is_main else [])]
@@ -195,8 +190,7 @@ class Checkpointer:
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
         """Restore weights, optimizer state and RNG in place, resharding as needed.
 
-        Raises:
-            CheckpointError: the checkpoint is damaged or of another model.
+        Raises CheckpointError if the checkpoint is damaged or of another model.
         """
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         rng_state = torch.get_rng_state()

@@ -29,14 +29,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zeco_train.checkpoint.files import METADATA_FILE, PROGRESS_FILE, named_step, parse_progress
+from zeco_train.checkpoint.files import METADATA_FILE, PROGRESS_FILE, is_count, named_step, parse_progress
 from zeco_train.errors import CheckpointError
 from zeco_train.system.paths import is_plain_name
 from zeco_train.system.small_files import read_json, read_small
 
 # 20 layers and their optimizer state, sharded over 1,024 ranks, take about 90 MB.
 _LARGEST_BYTES = 1 << 30
-_LARGEST_NUMBER = (1 << 63) - 1
 _MOST_DIMENSIONS = 64
 # Each distinct chunk takes more bytes than this in the file; a list with more chunks repeats references to one object.
 _LEAST_BYTES_PER_CHUNK = 8
@@ -58,11 +57,8 @@ _RECORDS = {
 def read_metadata(folder: Path) -> Metadata:
     """DCP's metadata of the checkpoint in `folder`; nothing that the file names is imported or called.
 
-    Fields that loading does not need (`planner_data`, `storage_meta`, memory formats) are omitted.
-
-    Raises:
-        CheckpointError: the file is not DCP metadata, or is inconsistent; names the first entry concerned.
-        OSError: it cannot be read.
+    Fields that loading does not need (`planner_data`, `storage_meta`, memory formats) are omitted. Raises OSError, or
+    CheckpointError if the file is not DCP metadata, or is inconsistent, which names the first entry concerned.
     """
     content = read_small(folder / METADATA_FILE, _LARGEST_BYTES)
     try:
@@ -88,12 +84,7 @@ def files_of(metadata: Metadata) -> dict[str, int]:
 def find_contradiction(folder: Path, table: Mapping[str, tuple[int, str]]) -> str | None:
     """Find an inconsistency between the files of a checkpoint, each of which is intact; None if they agree.
 
-    Args:
-        folder: the checkpoint's.
-        table: its `checksums.json`, see `read_checksums`.
-
-    Raises:
-        OSError: a storage failure.
+    `table` is its `checksums.json`, see `read_checksums`. Raises OSError for a storage failure.
     """
     for name in (METADATA_FILE, PROGRESS_FILE):
         if name not in table:
@@ -170,7 +161,6 @@ class _Unpickler(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """See `pickle.Unpickler.find_class`."""
         if (module, name) in _RECORDS:
             return self.kinds[name]
         if module == "torch" and name in _DTYPES:
@@ -180,7 +170,6 @@ class _Unpickler(pickle.Unpickler):
         raise _Refused(f"names {module}.{name}, which no checkpoint has; nothing of it was run")
 
     def persistent_load(self, pid: object) -> Any:
-        """See `pickle.Unpickler.persistent_load`."""
         raise _Refused("refers to something outside of it")
 
 
@@ -270,7 +259,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _number(value: Any, where: str) -> int:
-    if type(value) is not int or not 0 <= value <= _LARGEST_NUMBER:
+    if not is_count(value):
         raise _Refused(f"{where}: {value!r:.40} is no number from 0 to 2^63 − 1")
     return value
 

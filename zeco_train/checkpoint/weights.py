@@ -40,10 +40,7 @@ def read_state(
     """Load the tensors of `state` from a checkpoint by name, each rank its shards. Collective over `group`, if given.
 
     Non-tensor values of `state` must be in the checkpoint, too, and are left unchanged. `reader`: for a checkpoint in
-    another format than DCP.
-
-    Raises:
-        CheckpointError: an entry is missing or has another shape, or the checkpoint cannot be read.
+    another format than DCP. Raises CheckpointError if an entry is missing or has another shape, or it cannot be read.
     """
     reader = reader or _Reader(path)
     try:
@@ -95,8 +92,7 @@ class _Planner(DefaultLoadPlanner):
 def problem_of(path: Path) -> str | None:
     """Describe a checkpoint's damage; None if it is intact. This process alone reads all files.
 
-    Raises:
-        CheckpointError: a storage failure.
+    Raises CheckpointError for a storage failure.
     """
     with system_errors(lambda reason: CheckpointError(f"{path}: cannot be read: {reason}")):
         return _problem(path, 0, 1)

@@ -20,8 +20,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
@@ -142,7 +144,8 @@ class CheckpointWriter(FileSystemWriter):
             divided = zip(_divided(plan.items, count), places, strict=True)
             parts = [replace(plan, items=items, storage_data=place) for items, place in divided]
         with ThreadPoolExecutor(len(parts), "checkpoint") as pool:
-            written = [pool.submit(super(CheckpointWriter, self).write_data, part, planner) for part in parts]
+            write = super().write_data
+            written = [pool.submit(write, part, cast(SavePlanner, _Staged(planner))) for part in parts]
             if self._report is not None:
                 self._follow(written, total, self._report)
             try:
@@ -196,6 +199,24 @@ class CheckpointWriter(FileSystemWriter):
             for old in saved_checkpoints(self._run_dir)[: -self._keep]:
                 # Renamed first, so that a kill during the removal leaves no partial one under a complete one's name.
                 _remove(old.rename(old.with_suffix(".tmp")))
+
+
+class _Staged:
+    # A planner whose tensors of a GPU come one after the other through the same pinned memory: getting new memory from
+    # the system for each of them takes longer than copying it (8 of 18 s for 16 GB, 8 threads, H100).
+    def __init__(self, planner: SavePlanner) -> None:
+        self._planner, self._memory = planner, torch.empty(0, dtype=torch.uint8)
+
+    def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
+        data = self._planner.resolve_data(item)
+        return self.staged(data.detach()) if isinstance(data, Tensor) and data.is_cuda and data.numel() else data
+
+    def staged(self, data: Tensor) -> Tensor:
+        # A tensor with a storage of its size, as torch would otherwise copy it again; valid until the next call.
+        if data.nbytes > len(self._memory):
+            self._memory = torch.empty(data.nbytes, dtype=torch.uint8, pin_memory=data.is_cuda)
+        memory = torch.frombuffer(self._memory.numpy(), dtype=data.dtype, count=data.numel())
+        return memory.view(data.shape).copy_(data)
 
 
 class _HashingFileSystem(FileSystem):

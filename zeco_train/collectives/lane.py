@@ -67,7 +67,7 @@ class _LaneScan(ScanJob):
         self._pairs[self._own] = message[self._own]
         self._returned = message.new_empty((*message.shape[:2], self._slices.width, message.shape[3]))
         gathering, self._returning = (
-            wire.open_exchange([Message(into[place], position, what) for place, position in mates], tag)
+            wire.post_receives([Message(into[place], position, what) for place, position in mates], tag)
             for into, what, tag in zip(
                 (self._pairs, self._returned), ("slices", "results"), self._tags[:_EXCHANGES], strict=True
             )

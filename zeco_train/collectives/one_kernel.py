@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +12,8 @@ from zeco_train.collectives.arena import Arena, Capacity, ChainCapacity, TwoShot
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.seam import ScanRequest
 
+# Tests run the kernels on a CPU under Triton's interpreter.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # ZeCO, section 4: elements per block of the pipelined All-Scan.
 PAPER_BLOCK = 16_384
 
@@ -40,30 +43,20 @@ class Partition:
     places: tuple[str, ...]  # the layout's offsets and strides, in the kernel's order
     constants: tuple[int, ...]  # dimensions, in the kernel's order
 
+    def arguments(
+        self, arena: Arena, position: int, ranks: int, seconds: float, *, has_carry: bool, want_carry: bool
+    ) -> tuple[Any, ...]:
+        """The kernel's arguments behind the five tensors, the same for all calls of a shape, direction and carries.
 
-@dataclass(frozen=True)
-class FixedArguments:
-    """A kernel's arguments behind the five tensors, the same for all calls of a shape, direction and carries."""
-
-    arena: Arena
-    cut: Partition
-    position: int  # this rank's place in scan order
-    ranks: int
-    seconds: float  # bound of each wait
-    has_carry: bool  # `carry_in` is read here
-    want_carry: bool
-    assembly: bool  # wait and signal by PTX, which Triton's interpreter cannot run
-
-    def in_order(self) -> tuple[Any, ...]:
-        """In the order of the kernels' parameters."""
-        arena, cut = self.arena, self.cut
+        `position`: this rank's in scan order; `seconds` bounds each wait; `has_carry`: `carry_in` is read here.
+        """
         return (
-            *(arena.peers, arena.control, arena.failure, arena.status_address, int(self.seconds * 1e9)),
-            *cut.sizes,
-            *(arena.layout.offsets[name] for name in cut.places),
-            *(self.position, self.ranks, *cut.constants, self.has_carry, self.want_carry),
-            # `wait_for` needs one lane for each thread.
-            *(32 * cut.num_warps, self.assembly),
+            *(arena.peers, arena.control, arena.failure, arena.status_address, int(seconds * 1e9)),
+            *self.sizes,
+            *(arena.layout.offsets[name] for name in self.places),
+            *(position, ranks, *self.constants, has_carry, want_carry),
+            # `wait_for` needs one lane for each thread; Triton's interpreter cannot run its PTX.
+            *(32 * self.num_warps, not INTERPRETED),
         )
 
 

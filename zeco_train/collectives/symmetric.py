@@ -11,7 +11,6 @@ log-decays to owners and receives as much in results. `carry_out` adds S to the 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -30,14 +29,11 @@ from zeco_train.collectives.arena import (
     keep,
     on_all_ranks,
 )
-from zeco_train.collectives.one_kernel import FixedArguments, Kernel, KernelTuning, power_of_2
+from zeco_train.collectives.one_kernel import INTERPRETED, Kernel, KernelTuning, power_of_2
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
 from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec, ScanWorker, scan_alone
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest, is_matrix
-
-# Tests run the kernels on a CPU under Triton's interpreter.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Kinds of waits in a kernel's failure word; the codes are defined in `kernels/all_scan/`.
 WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a credit", 5: "carry_out"}
@@ -75,10 +71,9 @@ def transport_problem(worker: ScanWorker, device: torch.device) -> str | None:
 class _Launch:
     # A kernel with all its arguments but the five tensors of a call. Triton's launcher inspects every argument; once
     # the kernel is compiled for them, it is launched with raw addresses.
-    def __init__(self, kernel: Any, fixed: FixedArguments) -> None:
-        self._kernel, self._fixed = kernel, fixed.in_order()
-        self._grid, self._num_warps = (fixed.cut.ctas, 1, 1), fixed.cut.num_warps
-        self._addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in self._fixed)
+    def __init__(self, kernel: Any, ctas: int, num_warps: int, fixed: tuple[Any, ...]) -> None:
+        self._kernel, self._grid, self._num_warps, self._fixed = kernel, (ctas, 1, 1), num_warps, fixed
+        self._addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in fixed)
         self._compiled: Callable[..., None] | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -138,11 +133,9 @@ class SymmetricScans:
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
         """Start the scan; it completes without this rank's `wait`.
 
-        `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements.
-
-        Raises:
-            CommunicationError: an earlier scan of the worker failed.
-            RuntimeError: a CUDA graph is being captured and no scan like this one has run; or out of memory.
+        `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements. Raises
+        CommunicationError if an earlier scan of the worker failed; RuntimeError if a CUDA graph is being captured and
+        no scan like this one has run, or out of memory.
         """
         operation, kernel = f"symmetric_{algorithm.name}", algorithm.kernel
         wire = self._worker.wire(operation, request.reverse)
@@ -199,10 +192,10 @@ class SymmetricScans:
             with torch.cuda.device_of(state):
                 cut = kernel.cut(request, wire, tuning, blocks)
                 arena, seconds = self._arena(cut.needed, request, wire), self._worker.timeout.total_seconds()
-                fixed = FixedArguments(
-                    arena, cut, wire.position, wire.size, seconds, has_carry, want_carry, assembly=not INTERPRETED
+                fixed = cut.arguments(
+                    arena, wire.position, wire.size, seconds, has_carry=has_carry, want_carry=want_carry
                 )
-                launch = self._launches[key] = _Launch(kernel.load(), fixed)
+                launch = self._launches[key] = _Launch(kernel.load(), cut.ctas, cut.num_warps, fixed)
         return launch
 
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from zeco_train.errors import ConfigError
-from zeco_train.system.numbers import divisors
+from zeco_train.system.numbers import check_divides
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,8 @@ class Topology:
         """The ranks on nodes of `count`, or on one if there are fewer. Raises ConfigError if they do not fill them."""
         if count >= self.ranks:
             return Topology((self.ranks,), self.hosts)
-        if self.ranks % count:
-            legal = ", ".join(map(str, divisors(self.ranks)))
-            allowed = f"must divide the {self.ranks} ranks that share a sequence: {legal}"
-            raise ConfigError("sp.all_scan.ranks_per_node", count, allowed)
+        rule = f"must divide the {self.ranks} ranks that share a sequence"
+        check_divides("sp.all_scan.ranks_per_node", count, self.ranks, rule)
         return Topology((count,) * (self.ranks // count), self.hosts)
 
     def __str__(self) -> str:

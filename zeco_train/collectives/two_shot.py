@@ -26,7 +26,7 @@ from zeco_train.collectives.worker import ScanJob, ScanSpec
 from zeco_train.ops.seam import fold
 
 
-class _Exchange(ScanJob):
+class _TwoShot(ScanJob):
     operation = "all_scan_two_shot"
 
     def run(self) -> None:
@@ -81,7 +81,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 TWO_SHOT = ScanSpec(
     name="two_shot",
     description="every rank owns a slice of all states and scans it alone, between two all-to-alls",
-    launch=lambda request, worker: worker.launch(_Exchange(request)),
+    launch=lambda request, worker: worker.launch(_TwoShot(request)),
     bytes_sent=_bytes_sent,
     seconds=_seconds,
     kernel=TWO_SHOT_KERNEL,

@@ -32,7 +32,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Message(NamedTuple):
-    """A message of `Wire.exchange`."""
+    """A message of `Wire.send_and_receive`."""
 
     tensor: Tensor  # contiguous; to send, or to receive into
     position: int  # of the other rank
@@ -103,7 +103,7 @@ class Wire:
             lambda: dist.irecv(into, group=self._group, group_src=peer, tag=tag), f"receive of {what}", peer, into
         )
 
-    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Transfer]:
+    def send_and_receive(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Transfer]:
         """Start to send and receive messages in one group, so that NCCL waits for no order among them.
 
         At most one message goes each way between two ranks. Before the first, all ranks must have called a collective.
@@ -128,12 +128,12 @@ class Wire:
         tensors = [message.tensor for _, message in messages]
         return [Transfer(self, work, ", ".join(names), None, *tensors) for work in works]
 
-    def open_exchange(self, received: Sequence[Message], tag: int) -> MutualMessages:
+    def post_receives(self, received: Sequence[Message], tag: int) -> PostedReceives:
         """Messages both ways between ranks, whose receives are posted at once where that is possible.
 
-        The requirements of `exchange` hold, and no other messages between these ranks have `tag`.
+        The requirements of `send_and_receive` hold, and no other messages between these ranks have `tag`.
         """
-        return MutualMessages(self, received, tag)
+        return PostedReceives(self, received, tag)
 
     def broadcast(self, tensor: Tensor, position: int, what: str) -> Transfer:
         """Start to copy `tensor` of the rank at `position` into that of every other rank."""
@@ -201,8 +201,8 @@ class Wire:
         return message.strip().splitlines()[0] if message.strip() else "failed without a message"
 
 
-class MutualMessages:
-    """Messages between ranks that send to each other; see `Wire.open_exchange`.
+class PostedReceives:
+    """Messages between ranks that send to each other; see `Wire.post_receives`.
 
     gloo finds a message's receive by its tag, so receives can wait from the start. NCCL matches the messages of two
     ranks by their order: two ranks that post their receives first would wait for each other.
@@ -217,7 +217,7 @@ class MutualMessages:
     def start(self, sent: Sequence[Message]) -> tuple[list[Transfer], list[Transfer]]:
         """Start to send, once; returns what to wait for before received tensors are read, and what later."""
         if self._posted is None:
-            return self._wire.exchange(sent, self._received), []
+            return self._wire.send_and_receive(sent, self._received), []
         return self._posted, [self._wire.send(*message[:2], self._tag, message.what) for message in sent]
 
 

@@ -175,9 +175,7 @@ class ScanWorker:
 
     @property
     def topology(self) -> Topology:
-        if self._topology is None:
-            self._topology = Topology.one_node(self.size)
-        return self._topology
+        return self._topology or Topology.one_node(self.size)
 
     def wire(self, operation: str, reverse: bool) -> Wire:
         wire = self._wires.get((operation, reverse))
@@ -195,27 +193,20 @@ class ScanWorker:
         if job.wire.size == 1:
             return scan_alone(request)
         job.scan = scan = PendingScan(request.want_carry)
-        with self._launching(request):
-            job.post()
-            self.submit(job.run, scan.futures, request.state.device)
-            if is_capturing(request.state.device):
+        self.check()
+        device = request.state.device
+        with torch.no_grad(), self._side_stream(request) if has_streams(device) else contextlib.nullcontext():
+            try:
+                job.post()
+                self.submit(job.run, scan.futures, device)
+            except CommunicationError as error:
+                self._queue.failure = error
+                raise
+            if is_capturing(device):
                 # A capture must end with all its streams joined, even if this rank's sends are never waited for.
                 scan.ended = torch.cuda.Event()
                 scan.ended.record()
         return scan
-
-    @contextlib.contextmanager
-    def _launching(self, request: ScanRequest) -> Iterator[None]:
-        # Around a launch and its inputs: on CUDA it runs on the worker's stream.
-        self.check()
-        tensors = [x for x in (request.state, request.transition, request.carry_in) if x is not None]
-        has_stream = has_streams(request.state.device)
-        with torch.no_grad(), self._side_stream(tensors) if has_stream else contextlib.nullcontext():
-            try:
-                yield
-            except CommunicationError as error:
-                self._queue.failure = error
-                raise
 
     def check(self) -> None:
         """Raise CommunicationError if a scan has failed, without waiting for those in flight."""
@@ -229,7 +220,8 @@ class ScanWorker:
             raise self._queue.failure
 
     @contextlib.contextmanager
-    def _side_stream(self, inputs: list[Tensor]) -> Iterator[None]:
+    def _side_stream(self, request: ScanRequest) -> Iterator[None]:
+        inputs = [x for x in (request.state, request.transition, request.carry_in) if x is not None]
         if self._stream is None:
             # High priority: the scan is small and on the critical path of other ranks, so it goes before the overlapped
             # compute.

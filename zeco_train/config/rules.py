@@ -14,7 +14,7 @@ from models.config import LanguageModelConfig
 from models.mixer_registry import check_document, longest_document, unmasked_mixers
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend_registry import SPConfig
-from zeco_train.sp.of_model import check_softmax
+from zeco_train.sp.exchange import check_softmax
 
 # Of section `model.attn`: they choose the layers; the others shape them.
 _CHOOSING = ("every", "offset", "layers")

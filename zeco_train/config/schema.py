@@ -6,6 +6,7 @@ Each section's dataclass is defined in the module that it configures. No other m
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.config import DataConfig, check_config
+from data.config import FIXED, DataConfig, check_config
 from data.loader.masking import TaskConfig
 from models.config import LanguageModelConfig
 from models.mixer_registry import DEFAULT_CONFIG, check_document, describe_mixer, describe_mixers
@@ -59,9 +60,9 @@ class Config:
 
     name: str = MISSING
     run_dir: str = MISSING
-    seed: int = 0
+    seed: int = field(default=0, metadata=FIXED)
     train: TrainConfig = field(default_factory=TrainConfig)
-    model: LanguageModelConfig = field(default_factory=DEFAULT_CONFIG)
+    model: LanguageModelConfig = field(default_factory=DEFAULT_CONFIG, metadata=FIXED)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     sp: SPConfig = field(default_factory=SPConfig)
@@ -93,22 +94,20 @@ class Config:
             raise ConfigError("logger.timeout_seconds", self.logger.timeout_seconds, allowed)
 
     def identity(self) -> dict[str, Any]:
-        """The settings that define model, data and numerics; they cannot change during the life of a run's folder.
+        """The settings that define model, data and numerics: those marked `FIXED`, for the life of a run's folder.
 
         `data.loader.batches.OpenedData.identity` adds those of the opened stores.
         """
-        data, task = to_plain(self.data), to_plain(self.task)
-        of_task = task if self.task.is_masked else ("name",)
-        return {
-            "seed": self.seed,
-            "train.dtype": self.train.dtype.value,
-            "train.matmul": self.train.matmul.value,
-            "optim.name": self.optim.name.value,
-            **dict(flatten(to_plain(self.model), "model", lists=False)),
-            **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
-            "data.labels_across_documents": self.data.has_labels_across,
-            **{f"task.{key}": task[key] for key in of_task},
-        }
+        return dict(_fixed(self, self)) | {"data.labels_across_documents": self.data.has_labels_across}
+
+
+def _fixed(config: Config, settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for entry in dataclasses.fields(settings):
+        key, value, mark = f"{prefix}{entry.name}", getattr(settings, entry.name), entry.metadata.get("fixed")
+        if mark == "always" or (mark == "if read" and unmet_need(key, config) is None):
+            yield from flatten(to_plain(value), key, lists=False)
+        elif dataclasses.is_dataclass(value):
+            yield from _fixed(config, value, f"{key}.")
 
 
 def to_plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend_registry import BACKENDS
-from zeco_train.system.numbers import divisors
+from zeco_train.system.numbers import check_divides
 
 
 class Strategy(Enum):
@@ -57,10 +57,8 @@ def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: 
         return 1
     if shard_size == -1:
         return sp_size if strategy is Strategy.hsdp else world_size
-    if world_size % shard_size:
-        legal = ", ".join(map(str, divisors(world_size)))
-        allowed = f"must divide the world size {world_size}: {legal}, or -1 for the strategy's default"
-        raise ConfigError("parallel.shard_size", shard_size, allowed)
+    rule = f"must divide the world size {world_size}"
+    check_divides("parallel.shard_size", shard_size, world_size, rule, ", or -1 for the strategy's default")
     return shard_size
 
 
@@ -71,13 +69,8 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
     """
     if sp_size == -1:
         return world_size if BACKENDS[backend].scans else 1
-    legal = divisors(world_size)
-    if sp_size not in legal:
-        raise ConfigError(
-            "sp.size",
-            sp_size,
-            f"must divide the world size {world_size}: {', '.join(map(str, legal))}, or -1 for the backend's default",
-        )
+    rule = f"must divide the world size {world_size}"
+    check_divides("sp.size", sp_size, world_size, rule, ", or -1 for the backend's default")
     if (problem := BACKENDS[backend].size_problem(sp_size)) is not None:
         raise ConfigError("sp.size", sp_size, problem)
     return sp_size

@@ -89,15 +89,12 @@ class ProcessMesh:
     scan_groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
     timeout: timedelta  # of every communication
     topology: Topology  # nodes of the SP group's ranks
+    sp_size: int  # ranks that share a sequence
 
     @property
     def dp_size(self) -> int:
         """Number of SP groups; each reads its own sequences."""
-        return self.devices.size(0)
-
-    @property
-    def sp_size(self) -> int:
-        return self.devices.size(1)
+        return self.world_size // self.sp_size
 
     @property
     def dp_rank(self) -> int:
@@ -138,23 +135,13 @@ def init_mesh(
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
     groups = _scan_groups(devices, device, timeout, "scan")
     topology = topology or find_topology(devices.get_group("sp"))
-    return ProcessMesh(launch.rank, launch.world_size, device, devices, groups, timeout, topology)
-
-
-class _LoneMesh(ProcessMesh):
-    @property
-    def dp_size(self) -> int:
-        return 1
-
-    @property
-    def sp_size(self) -> int:
-        return 1
+    return ProcessMesh(launch.rank, launch.world_size, device, devices, groups, timeout, topology, sp_size)
 
 
 def lone_mesh(device: torch.device) -> ProcessMesh:
     """Of this process alone, which communicates with no other; there need not be a process group."""
     nothing: Any = None
-    return _LoneMesh(0, 1, device, nothing, nothing, timedelta(), Topology.one_node(1))
+    return ProcessMesh(0, 1, device, nothing, nothing, timedelta(), Topology.one_node(1), sp_size=1)
 
 
 def halo_groups(mesh: ProcessMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:

@@ -1,10 +1,9 @@
 """FSDP2's private interface (torch 2.13): the only file that names it, so that a new torch is checked in one place.
 
-- `unit_parameters`, for `unsharded`: FSDP2's public extension of the all-gather is an attribute of the local tensor
-  itself, which only FSDP2's records name. Casts in place read and write 6 bytes a parameter instead of 10. Sums of
-  micro-batches take a launch a unit instead of one a parameter, and no copy after the last one (16 bytes a parameter).
-- `replace_gradient_copy`, for `unsharded`: `fsdp::chunk_cat` has half of the memory's speed when the copy is
-  also a cast; `torch_gradient_copy` and `torch_copy` are what torch does without this project's kernels.
+- `unit_parameters`, for `unsharded`, which has the figures: FSDP2's public extension of the all-gather is an attribute
+  of the local tensor itself, which only FSDP2's records name.
+- `replace_gradient_copy`, for `unsharded`; `torch_gradient_copy` and `torch_copy` are what torch does without this
+  project's kernels.
 - `forget_gathers`, for CUDA graphs: the event of FSDP2's last all-gather must not be between a capture and other work.
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
-    # Before the other imports, which take seconds.
     run_command("zeco_train.evaluate.__main__")
 
 import difflib
@@ -13,7 +12,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,13 @@ from models.spec import spec_of
 from zeco_train.config.help import describe_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.config import count_shards, resolve_sp_size
-from zeco_train.distributed.mesh import Device, agree, find_device, join_alike
+from zeco_train.distributed.mesh import Device, agree
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS, Task, build_tasks
-from zeco_train.hf.trained import Trained, find_trained
+from zeco_train.hf.trained import find_trained, join_to_use
 from zeco_train.lifecycle.end import Advice, Job, run_job
-from zeco_train.ops.operator import Target
-from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.system.command import Parser, user_path
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
@@ -56,23 +52,21 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     check_read(request.overrides)
     tasks = build_tasks(request.tasks, request.standard, request.settings)
     trained = find_trained(request.path)
-    _check_causal(trained, [*request.tasks, *request.standard])
-    config = trained.configure([*request.overrides, *_fitting_batch(request.overrides)])
+    for asked in [*request.tasks, *request.standard]:
+        if not trained.model.causal and asked != "validation":
+            problem = "asks for next tokens, which this model (model.causal=false) reads; only validation is possible"
+            raise ConfigError("--tasks", asked, problem)
+    # data.global_batch, which is not read here, must be a multiple of the data.micro_batch that is asked for.
+    pairs = [text.partition("=") for text in request.overrides]
+    fitting = [f"data.global_batch={value}" for key, _, value in pairs if key == "data.micro_batch"]
+    config = trained.configure([*request.overrides, *fitting])
     # By default all ranks share a sequence, except for lm_eval's short texts.
     size = 1 if config.sp.size == -1 and not request.tasks else config.sp.size
     sp_size = resolve_sp_size(size, job.launch.world_size, config.sp.backend.value)
     count_shards(config.parallel.strategy, config.parallel.shard_size, job.launch.world_size, sp_size)
-    device = find_device(config.train.device, job.launch, "train.device")
-    calls = spec_of(trained.model).calls(config.train.dtype.compute)
-    slow = check_kernels("train.kernels", config.train.kernels, calls, Target.of(device))
-    timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    with job.joining(timeout):
-        mesh = join_alike(to_plain(config), job.launch, sp_size, device, timeout)
-    if mesh.is_main:
-        warn_of(slow)
-    config = replace(
-        config, sp=replace(config.sp, size=sp_size), train=replace(config.train, device=Device(device.type))
-    )
+    mesh = join_to_use(config, job, sp_size, spec_of(trained.model).calls(config.train.dtype.compute))
+    device = Device(mesh.device.type)
+    config = replace(config, sp=replace(config.sp, size=sp_size), train=replace(config.train, device=device))
     evaluation = Evaluation(trained, config, mesh, job.enter, request.standard)
     for name, task in tasks.items():
         job.enter(f"preparing {name}")
@@ -89,19 +83,6 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     if folder is not None and folder.path is not None:
         print(visible(f"results: {folder.path / RESULTS_FILE}"), flush=True)
     return 0
-
-
-def _check_causal(trained: Trained, tasks: Sequence[str]) -> None:
-    for task in tasks:
-        if not trained.model.causal and task != "validation":
-            problem = "asks for next tokens, which this model (model.causal=false) reads; only validation is possible"
-            raise ConfigError("--tasks", task, problem)
-
-
-def _fitting_batch(overrides: Sequence[str]) -> list[str]:
-    """Override data.global_batch, which is unused here, to a multiple of the requested data.micro_batch."""
-    pairs = [text.partition("=") for text in overrides]
-    return [f"data.global_batch={value}" for key, _, value in pairs if key == "data.micro_batch"]
 
 
 def _run(evaluation: Evaluation, tasks: Mapping[str, Task], folder: ResultsFolder | None) -> None:

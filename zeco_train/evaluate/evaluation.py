@@ -12,7 +12,7 @@ from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model
 from zeco_train.system.stored_values import flatten
 from zeco_train.system.terminal import visible
 from zeco_train.training.forward import SequenceForward
@@ -53,18 +53,15 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        """Name of the model in plots."""
         trained = self.trained
         name = trained.config.name if trained.config is not None else trained.path.name
         return name if trained.step is None else f"{name}, step {trained.step}"
 
     @property
     def train_len(self) -> int | None:
-        """Sequence length in training, if known."""
         return self.trained.config.data.seq_len if self.trained.config is not None else None
 
     def note(self, text: str) -> None:
-        """Print a line, on rank 0."""
         if self.mesh.is_main:
             print(visible(text), flush=True)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from data.config import DataKind, check_seq_len
-from data.loader import Source, for_task
+from data.loader import for_task
 from data.loader.opening import open_held_out
 from data.tokenizer import BYTES
 from zeco_train.config.rules import check_documents
@@ -40,14 +40,12 @@ class HeldOut:
     sequences: int = 0
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         if self.sequences < 0:
             raise ConfigError("sequences", self.sequences, "must be ≥ 0; 0 is all")
         if len(set(self.lengths)) < len(self.lengths):
             raise ConfigError("lengths", self.lengths, "names one twice")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """Open the held-out stores, and check the lengths against them and the ranks."""
         config, mesh, trained = evaluation.config, evaluation.mesh, evaluation.trained
         if config.data.kind is DataKind.synthetic:
             task = config.data.synthetic.task.value
@@ -87,7 +85,6 @@ class HeldOut:
                 raise ConfigError(setting, length, allowed)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
-        """Compute the losses of each length."""
         by_length = {}
         for length in self.lengths or [evaluation.config.data.seq_len]:
             validation, lines = self._validation(evaluation, length)
@@ -115,8 +112,12 @@ class HeldOut:
             ),
             self.sequences or _ALL,
         )
-        short = [source for source in self._sources if source not in fitting]
-        return validation, [*validation.coverage("validation.sequences"), *(_too_short(s, length) for s in short)]
+        short = [source.documents for source in self._sources if source not in fitting]
+        left_out = [
+            f"{documents.store.path}: left out: its {documents.num_tokens:,} tokens are no sequence of {length:,}"
+            for documents in short
+        ]
+        return validation, [*validation.coverage("validation.sequences"), *left_out]
 
 
 def _tokenizer(trained: Trained) -> Mapping[str, str]:
@@ -124,11 +125,6 @@ def _tokenizer(trained: Trained) -> Mapping[str, str]:
     info = trained.tokenizer_info
     is_told = not info or info.get("kind") == BYTES or "sha256" in info
     return info if is_told else trained.tokenizer.info
-
-
-def _too_short(source: Source, length: int) -> str:
-    documents = source.documents
-    return f"{documents.store.path}: left out: its {documents.num_tokens:,} tokens are no sequence of {length:,}"
 
 
 def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluation: Evaluation) -> TaskResult:

@@ -53,7 +53,6 @@ class LanguageModel(TemplateLM):
         return self._tokenizer.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, without special tokens, as in training."""
         ids: list[int] = self._tokenizer.encode([string])[0].tolist()
         return ids
 

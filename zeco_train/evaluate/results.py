@@ -27,7 +27,6 @@ class ResultsFolder:
 
     Args:
         out: None for `evaluation/step_…` beside the model (or `….1`, `….2`, … if that exists).
-        trained: the model.
         facts: of the evaluation as a whole, for results.json.
 
     Attributes:

@@ -135,8 +135,6 @@ def score_examples(
 
     Args:
         examples: functions that generate them; all have the length of `cut` and the same number of answers.
-        forward: of the model.
-        cut: how they are batched.
         enter: sets the name of this rank's current phase.
     """
     mesh = forward.mesh

@@ -67,7 +67,6 @@ class Service:
         return self._work("score", list(requests))
 
     def generate(self, prompts: Sequence[str], sampling: Sampling, limits: Limits) -> list[Completion]:
-        """Generate texts, from rank 0."""
         return self._work("generate", (list(prompts), sampling, limits))
 
     def _work(self, what: str, work: Any) -> Any:

@@ -37,7 +37,6 @@ class StandardTasks:
     seed: int = 1234
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         least = {"num_fewshot": 0, "limit": 1, "batch_tokens": 1, "seed": 0}
         check_least(self, **{name: number for name, number in least.items() if getattr(self, name) is not None})
         if self.include_path is not None:
@@ -46,12 +45,10 @@ class StandardTasks:
                 raise ConfigError("include_path", self.include_path, "no such folder")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """Check the tasks' names, and find the tokenizer."""
         agree(evaluation.mesh, lambda: self._check_names(evaluation) if evaluation.mesh.is_main else None)
         agree(evaluation.mesh, lambda: evaluation.trained.tokenizer)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
-        """Run lm_eval on rank 0."""
         # Imported late: it pulls in transformers and the generation modules.
         from zeco_train.evaluate.service import Service
 

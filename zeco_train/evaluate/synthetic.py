@@ -39,11 +39,9 @@ class ZeroedScan(TappedScan):
     """A scan that runs, but passes on zero states, to measure a model on its own shard alone."""
 
     def received(self, request: ScanRequest, state: Tensor) -> Tensor:
-        """Zeros in place of a state from other ranks."""
         return torch.zeros_like(state)
 
     def carried(self, request: ScanRequest, state: Tensor) -> Tensor:
-        """Zeros in place of a state from an earlier segment."""
         return torch.zeros_like(state)
 
 
@@ -77,13 +75,11 @@ class SyntheticTask:
         cls.__doc__ = f"{docstring(cls.__mro__[1])}\n{own}"
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         check_least(self, depths=0, examples=1, seed=0, tokens=1)
         if len(set(self.lengths)) < len(self.lengths):
             raise ConfigError("lengths", self.lengths, "names one twice")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """Create the task, and check it and the lengths against model and ranks."""
         config, mesh = evaluation.config, evaluation.mesh
         self._asked = self._configure(evaluation)
         tokenizer = evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer()
@@ -99,7 +95,6 @@ class SyntheticTask:
             raise ConfigError(f"{self.task.value}.zeroed", "true", allowed)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
-        """Score the examples, and if wanted again with zeroed states."""
         tables = {"": self._table(evaluation, evaluation.forward)}
         if self.zeroed:
             zeroed = evaluation.exchange.wrapped(ZeroedScan)

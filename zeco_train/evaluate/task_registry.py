@@ -56,7 +56,6 @@ class TaskKind:
     where: str  # MODULE:CLASS
 
     def load(self) -> type[Task]:
-        """The task's class."""
         module, _, name = self.where.partition(":")
         return cast("type[Task]", getattr(importlib.import_module(module), name))
 

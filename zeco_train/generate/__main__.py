@@ -5,7 +5,6 @@ from __future__ import annotations
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
-    # Before the other imports, which take seconds.
     run_command("zeco_train.generate.__main__")
 
 import argparse
@@ -13,7 +12,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,19 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import spec_of
-from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.config import resolve_sp_size
-from zeco_train.distributed.mesh import ProcessMesh, agree, find_device, join_alike
+from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Limits, Speed
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.generate.sampling import Sampling
-from zeco_train.hf.trained import Trained, find_trained, load_trained
+from zeco_train.hf.trained import Trained, find_trained, join_to_use, load_trained
 from zeco_train.lifecycle.end import Advice, Job, run_job
-from zeco_train.lifecycle.join import Launch
-from zeco_train.ops.operator import Target
-from zeco_train.ops.slow_paths import check_kernels, warn_of
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model
 from zeco_train.system.command import Parser, user_path
 from zeco_train.system.files import decode_text, read_errors
 from zeco_train.system.paths import check_output_file, warn_of_replacing
@@ -76,9 +70,13 @@ def _generate(arguments: list[str], job: Job) -> int:
     if not trained.model.causal:
         raise ConfigError("RUN", options.run, "reads in both directions (model.causal=false), so it cannot generate")
     config = trained.configure(options.overrides)
-    timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    with job.joining(timeout):
-        mesh = _join(config, options, job.launch, timeout)
+    spec, dtype = spec_of(config.model), config.train.dtype.compute
+    # The prompts' passes, and a step for each token of the texts.
+    calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
+    sp_size = resolve_sp_size(config.sp.size, job.launch.world_size, config.sp.backend.value)
+    # Prompts and results are rank 0's alone; a model's path may differ between nodes.
+    own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
+    mesh = join_to_use(config, job, sp_size, calls, own)
     if mesh.is_main:
         warn_of_replacing([] if options.json is None else [options.json])
     job.enter("loading the model")
@@ -125,21 +123,6 @@ def _generate(arguments: list[str], job: Job) -> int:
     return 128 + generator.stopped_by if generator.stopped_by else 0
 
 
-def _join(config: Config, options: Options, launch: Launch, timeout: timedelta) -> ProcessMesh:
-    sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
-    device = find_device(config.train.device, launch, "train.device")
-    spec, dtype = spec_of(config.model), config.train.dtype.compute
-    # The prompts' passes, and a step for each token of the texts.
-    calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
-    slow = check_kernels("train.kernels", config.train.kernels, calls, Target.of(device))
-    # Prompts and results are rank 0's alone; a model's path may differ between nodes.
-    own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
-    mesh = join_alike(to_plain(config), launch, sp_size, device, timeout, own)
-    if mesh.is_main:
-        warn_of(slow)
-    return mesh
-
-
 def _share_prompts(
     options: Options, generator: Generator, trained: Trained, mesh: ProcessMesh
 ) -> tuple[list[str], list[Tensor]]:
@@ -147,10 +130,7 @@ def _share_prompts(
     def read() -> tuple[list[str], list[Tensor]]:
         texts = read_prompts(options.prompts)
         prompts = [generator.encode(text, control=options.control_strings == "ids") for text in texts]
-        largest = max(int(ids.max()) for ids in prompts)
-        if largest >= trained.model.vocab_size:
-            problem = f"its tokenizer gives id {largest}, and it has {trained.model.vocab_size}"
-            raise DataError(trained.path, problem, "the tokenizer is of another model")
+        trained.check_ids(prompts)
         return texts, prompts
 
     found = agree(mesh, read if mesh.is_main else lambda: ([], []))

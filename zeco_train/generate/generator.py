@@ -43,7 +43,6 @@ class Limits:
     at_eos: bool = True
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         if self.max_tokens < 1:
             raise ConfigError("max_tokens", self.max_tokens, "must be ≥ 1")
         if not all(self.stops):
@@ -135,12 +134,9 @@ class Generator:
 
     Args:
         model: replicated on every rank, in the compute dtype.
-        tokenizer: of the model.
         mesh: an SP group shares a prompt, different groups process different prompts.
-        exchange: connects the ranks in prefill.
         prefill_tokens: maximum prompt tokens per rank and prefill piece; bounds memory.
         batch: texts decoded at once per rank.
-        cuda_graph: see `Decoder`.
         stop: polled periodically; a nonzero value on any rank ends all texts.
 
     Attributes:
@@ -192,8 +188,6 @@ class Generator:
         Args:
             prompts: `encode`d, [T_i] int64.
             sampling: sample j of each prompt uses seed `sampling.seed` + j.
-            limits: stopping criteria.
-            samples: texts per prompt.
             on_text: callback for this rank's texts as they are generated.
 
         Returns:

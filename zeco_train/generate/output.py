@@ -20,7 +20,6 @@ class Printer:
         samples: per prompt.
         out: output stream. On a terminal, control characters in generated text are escaped; a file or a pipe gets the
             text unchanged.
-        stream: whether to print incomplete texts.
 
     Attributes:
         is_closed: the reader has closed the pipe, as after `| head`.
@@ -37,7 +36,6 @@ class Printer:
         self.is_closed = False
 
     def tell(self, prompt: int, sample: int, piece: str, is_last: bool) -> None:
-        """Add the next piece of a text."""
         number = prompt * self._samples + sample
         self._waiting.setdefault(number, []).append(piece)
         if is_last:

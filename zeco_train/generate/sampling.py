@@ -34,7 +34,6 @@ class Sampling:
     seed: int = 0
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature < math.inf:
             allowed = f"must be finite and ≥ {_LEAST_TEMPERATURE:g}; or 0, which takes the likeliest token"
             raise ConfigError("temperature", self.temperature, allowed)

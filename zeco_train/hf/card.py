@@ -66,7 +66,11 @@ def model_card(
         "optimizer": f"learning rate {config.optim.lr:g}, weight decay {config.optim.weight_decay:g}",
         **{name: f"{value:.4f} nats a token" for name, value in losses.items()},
     }
-    remark = f"{form.remark(model)}\n\n" if form.remark(model) else ""
+    beginning = _OF_TRANSFORMERS
+    if form.library == "fla":
+        packages = " flash-attn" if model.attn.chosen(model.num_layers) else ""
+        beginning = _OF_FLA.format(name=form.name, packages=packages)
+    use, remark = _USE.format(beginning=beginning), f"{form.remark(model)}\n\n" if form.remark(model) else ""
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n"
@@ -74,7 +78,7 @@ def model_card(
         f"# {config.name}, step {progress.step}\n\n"
         f"A language model with {form.title or form.mixer.title}, trained with ZeCO-Train "
         f"{origin['version']}. {_memory(model)}, but it was trained on {data.seq_len:,} tokens at once.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(model, form)}\n\n{remark}"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{use}\n\n{remark}"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
 
@@ -94,14 +98,6 @@ def _memory(model: LanguageModelConfig) -> str:
         return "Its memory is a state of one size: it knows no longest sequence"
     kept = "all tokens before" if model.attn.window is None else f"the last {model.attn.window:,} tokens"
     return f"Its memory is a state of one size in most layers, and keys and values of {kept} in softmax layers"
-
-
-def _use(model: LanguageModelConfig, form: ModelFormat) -> str:
-    beginning = _OF_TRANSFORMERS
-    if form.library == "fla":
-        packages = " flash-attn" if model.attn.chosen(model.num_layers) else ""
-        beginning = _OF_FLA.format(name=form.name, packages=packages)
-    return _USE.format(beginning=beginning)
 
 
 def last_losses(run_dir: Path, step: int) -> dict[str, float]:

@@ -54,9 +54,7 @@ def to_config_json(
     """The contents of config.json.
 
     Args:
-        model: the shape.
         tokenizer: provides the end-of-sequence id; there is no beginning-of-sequence token.
-        pad_id: padding id, if there is one.
         seq_len: sequence length in training; no limit of the model, but tools require one.
         dtype: of the weights, by its torch name.
         model_type: of the format; None: the first that can express the model.

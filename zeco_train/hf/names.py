@@ -32,7 +32,6 @@ class FileTensors:
 
     @property
     def is_one(self) -> bool:
-        """Whether one tensor is one parameter."""
         return len(self.ours) == len(self.theirs) == 1
 
     def join(self, parameters: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
-"""`python -m zeco_train.hf.parity EXPORT`: compare an export in fla's model with this package's model, on a GPU.
+"""`python -m zeco_train.hf.parity EXPORT`: compare an export in its library's model with this package's model.
 
 Compares the logits of one sequence in fp32 and bf16, each also against this package's in fp64, and the texts that both
-generate with the same seed, fla's through transformers. fla's model uses Triton and so needs a GPU. Its fp32 matmuls
+generate with the same seed, theirs through transformers. fla's models use Triton and so need a GPU; their fp32 matmuls
 use tf32 unless TRITON_F32_DEFAULT=ieee is set, and the error of tf32 exceeds the tolerance here.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
-    # Before the other imports, which take seconds.
     run_command("zeco_train.hf.parity")
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ from torch import Tensor
 from zeco_train.checkpoint.files import is_hf_folder
 from zeco_train.config.help import describe_settings
 from zeco_train.config.overrides import load_settings
-from zeco_train.distributed.mesh import ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import ProcessMesh, init_mesh, pick_device
 from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import whole_logits
@@ -62,7 +62,6 @@ class ParitySettings:
     seed: int = 0
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         check_least(self, tokens=1, prompt_tokens=1, new_tokens=1)
         if self.prompt_tokens > self.tokens:
             raise ConfigError("prompt_tokens", self.prompt_tokens, f"must be ≤ tokens={self.tokens}")
@@ -103,7 +102,7 @@ def check_states_are_passed(model: Any) -> None:
 def compare(
     trained: Trained, mesh: ProcessMesh, settings: ParitySettings, dtypes: Sequence[Dtype] = tuple(ALLOWED)
 ) -> Iterator[Parity]:
-    """Compare both models, of an export, in each dtype, on one rank with a GPU.
+    """Compare both models, of an export, in each dtype, on one rank; those of fla need a GPU.
 
     Raises:
         ConfigError: the model would generate without its states with this transformers.
@@ -170,9 +169,14 @@ def main(arguments: Sequence[str]) -> int:
     has_softmax = bool(trained.model.attn.chosen(trained.model.num_layers))
     if is_of_fla and has_softmax and importlib.util.find_spec("flash_attn") is None:
         raise ConfigError("EXPORT", arguments[0], "fla's softmax layers need the package flash-attn, which is missing")
-    if not torch.cuda.is_available():
+    device = pick_device("auto")
+    if is_of_fla and device.type == "cpu":
         raise ConfigError("device", "cpu", "fla's model computes with Triton and needs a GPU")
-    mesh = init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(minutes=5))
+    if device.type == "cpu":
+        # transformers takes the kernels of these packages, which need a GPU, wherever they are installed.
+        for name in ("fla", "causal_conv1d", "mamba_ssm"):
+            sys.modules[name] = None  # type: ignore[assignment]
+    mesh = init_mesh(Launch.from_environment(), 1, device, timedelta(minutes=5))
     print(HEADER, flush=True)
     all_pass = True
     for row in compare(trained, mesh, settings):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 from data.tokenizer import BYTES, HuggingFaceTokenizer, Tokenizer, load_tokenizer, tokenizer_files, tokenizer_name
 from models.config import LanguageModelConfig
@@ -21,9 +23,9 @@ from models.spec import spec_of
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
 from zeco_train.config.composing import stored_class
 from zeco_train.config.overrides import as_override
-from zeco_train.config.schema import Config, config_of, defaults_of, load_config, read_config
+from zeco_train.config.schema import Config, config_of, defaults_of, load_config, read_config, to_plain
 from zeco_train.distributed.config import Strategy
-from zeco_train.distributed.mesh import Device, ProcessMesh, host_group
+from zeco_train.distributed.mesh import Device, ProcessMesh, find_device, host_group, join_alike
 from zeco_train.distributed.parallelize import parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.config_json import model_fields
@@ -31,8 +33,10 @@ from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
+from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch
-from zeco_train.ops.slow_paths import Kernels
+from zeco_train.ops.operator import Target
+from zeco_train.ops.slow_paths import Calls, Kernels, check_kernels, warn_of
 from zeco_train.system.paths import check_path
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.run_folder import read_identity
@@ -81,6 +85,12 @@ class Trained:
         if not is_own and tokenizer.info.get("sha256") != self.tokenizer_info.get("sha256"):
             raise DataError(name, "is not the tokenizer of the training (its SHA-256 differs)", remedy)
         return tokenizer
+
+    def check_ids(self, ids: Iterable[Tensor]) -> None:
+        """Raise DataError for an id of the tokenizer that the model does not have."""
+        if (largest := max(int(each.max()) for each in ids)) >= self.model.vocab_size:
+            problem = f"its tokenizer gives id {largest}, and it has {self.model.vocab_size}"
+            raise DataError(self.path, problem, "the tokenizer is of another model")
 
     def configure(self, overrides: list[str]) -> Config:
         """The run's configuration with overrides in `train.py`'s syntax.
@@ -161,6 +171,26 @@ def load_trained(
         parallelize(model, model.sharding_units(), strategy, dtype.compute, mesh, shard_size)
     load_weights(trained.path, model, mesh, host_group(mesh) if mesh.world_size > 1 else None)
     return model.eval().requires_grad_(False)
+
+
+def join_to_use(
+    config: Config, job: Job, sp_size: int, calls: Calls, more: Mapping[str, Any] | None = None
+) -> ProcessMesh:
+    """Check device and kernels of a command that uses a trained model, then join the ranks. Collective.
+
+    `calls` are those of the model; `more`: JSON values that must be the same on all ranks, besides the configuration.
+
+    Raises:
+        ConfigError: a setting that this machine does not allow; ranks that differ.
+    """
+    device = find_device(config.train.device, job.launch, "train.device")
+    slow = check_kernels("train.kernels", config.train.kernels, calls, Target.of(device))
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    with job.joining(timeout):
+        mesh = join_alike(to_plain(config), job.launch, sp_size, device, timeout, more)
+    if mesh.is_main:
+        warn_of(slow)
+    return mesh
 
 
 def _of_checkpoint(path: Path) -> Trained:

@@ -7,34 +7,27 @@ failing rank waits for no other. Any other exception is a bug and propagates.
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import IO, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from tqdm import tqdm
 
 from zeco_train.errors import CommunicationError, OutOfMemoryError, ZecoError, open_files_error
 from zeco_train.lifecycle.join import Launch, OwnRankError, launcher_store
-from zeco_train.lifecycle.watch import DUMP_SECONDS, SILENCE_SECONDS, TERMINATED, Watchdog, is_communication_failure
+from zeco_train.lifecycle.watch import SILENCE_SECONDS, Watchdog, is_communication_failure, leave_process, print_error
 from zeco_train.system import background
-from zeco_train.system.signals import STOP_SIGNALS, catch_in_this_process, die_with_launcher
+from zeco_train.system.signals import STOP_SIGNALS, die_with_launcher
 from zeco_train.system.terminal import is_reader_gone, repeat_below_launcher, report_to_launcher
 
 logger = logging.getLogger(__name__)
@@ -55,56 +48,6 @@ class Advice:
     timeout_key: str
 
 
-class Postmortem:
-    """Writes the stacks and flight records of one rank, once."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._log: IO[bytes] | None = None
-        self._prefix = Path()
-        self._done = threading.Lock()
-
-    def open(self, log: Path, start: str) -> None:
-        """Prepare to write beside `log`, this rank's log file; names begin with `start`, the same on every rank."""
-        self._log, self._prefix = log.open("ab", buffering=0), log.parent / start
-        faulthandler.enable(self._log)
-        # Read by NCCL's watchdog on a timeout; the new and the old name of the variable.
-        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-            os.environ.setdefault(name, f"{self._prefix}_nccl_rank_")
-
-    def close(self) -> None:
-        """Disable the postmortem at a regular shutdown."""
-        if self._log is not None:
-            faulthandler.disable()
-            self._log.close()
-            self._log = None
-
-    def write(self) -> None:
-        """Write the stacks and records; only the first call has an effect, and takes a few seconds at most."""
-        # Never released: later callers return at once.
-        if self._log is None or not self._done.acquire(blocking=False):
-            return
-        faulthandler.dump_traceback(self._log)
-        for name, recorder in (
-            (f"gloo_rank_{self._rank}.json", "_dump_fr_trace"),
-            (f"nccl_rank_{self._rank}", "_dump_nccl_trace"),
-        ):
-            # Not every torch build has both.
-            if (dump := getattr(_distributed_c10d, recorder, None)) is not None:
-                background.start(self._save, name, dump, name="flight recorder").join(DUMP_SECONDS)
-
-    def _save(self, name: str, dump: Callable[[], bytes]) -> None:
-        path = Path(f"{self._prefix}_{name}")
-        try:
-            content = dump()
-            if path.suffix == ".json":
-                # The analyzer fails on records of gloo groups (torch 2.13), of which only the pickle has the stacks.
-                content = json.dumps(pickle.loads(content), indent=1).encode()
-            path.write_bytes(content)
-        except (OSError, RuntimeError) as error:
-            logger.info("no flight record in %s: %s", path, error)
-
-
 class Job:
     """A command's handle on its rank while it runs.
 
@@ -115,12 +58,8 @@ class Job:
 
     def __init__(self, launch: Launch, advice: Advice) -> None:
         self.launch, self._advice = launch, advice
-        self._store = launcher_store(launch)
-        self.watchdog = Watchdog(launch, self._store, advice.lost_peer, advice.timeout_key)
+        self.watchdog = Watchdog(launch, launcher_store(launch), advice.lost_peer, advice.timeout_key)
         self.closing = ExitStack()
-        self._postmortem = Postmortem(launch.rank)
-        # Held by the thread that ends this process because of a failure; reentrant, since `fail` calls `_abandon`.
-        self._ending = threading.RLock()
 
     def enter(self, activity: str) -> None:
         """Set this rank's current activity, for error messages."""
@@ -128,37 +67,27 @@ class Job:
 
     @contextmanager
     def joining(self, timeout: timedelta) -> Iterator[None]:
-        """For the creation of the process groups; afterwards `guard` is in force.
+        """For the creation of the process groups; afterwards `Watchdog.guard` is in force.
 
         This rank ends if it takes much longer than `timeout`, which gloo applies to each of its tries to connect.
         """
         self.enter("joining the other ranks")
         seconds = timeout.total_seconds()
         late = CommunicationError(self.launch.rank, self.watchdog.activity, f"not done within {seconds:g} s")
-        timer = threading.Timer(seconds + SILENCE_SECONDS, self._abandon, [late])
+        timer = threading.Timer(seconds + SILENCE_SECONDS, self.watchdog.abandon, [late])
         timer.daemon = True
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
-        self.guard(timeout)
-
-    def guard(self, timeout: timedelta) -> None:
-        """From now on, end this rank if the next one's heartbeat stops for longer than `timeout`.
-
-        SIGTERM no longer ends it at once: a launcher sends it to the survivors within 0.1 s of a rank's death, often
-        before they have noticed the loss, and an immediate exit could not name the lost rank.
-        """
-        if self._store is not None:
-            catch_in_this_process(signal.SIGTERM, self._remember_termination)
-        self.watchdog.guard(timeout, self._abandon, self._on_loss)
+        self.watchdog.guard(timeout)
 
     def keep_evidence(self, log: Path) -> None:
         """From now on, write a postmortem beside this rank's log file if the job fails. Collective."""
         start = [time.strftime("%Y%m%dT%H%M%S")]
         dist.broadcast_object_list(start, src=0)
-        self._postmortem.open(log, start[0])
+        self.watchdog.postmortem.open(log, start[0])
 
     def report_stop(self, line: str) -> None:
         """Have `line`, which the user has seen, come last on the screen, below torchrun's own report."""
@@ -178,7 +107,7 @@ class Job:
             dist.all_reduce(torch.zeros(()))
         # Before the process groups on which worker threads wait are destroyed.
         _end_threads(code)
-        self._postmortem.close()
+        self.watchdog.postmortem.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -189,10 +118,10 @@ class Job:
             The exit code; None for a bug, whose traceback is due. After the rendezvous, an expected failure exits the
             process here.
         """
-        self._claim_end()
+        self.watchdog.claim_end()
         expected = self._as_expected(error)
         if not isinstance(expected, OutOfMemoryError) and is_communication_failure(error):
-            self._abandon(error)
+            self.watchdog.abandon(error)
         if expected is None:
             report_to_launcher("".join(traceback.format_exception(error)).rstrip())
             self.watchdog.report_failure(f"{type(error).__name__}: {_first_line(error)}")
@@ -205,7 +134,7 @@ class Job:
         self._print_once(expected)
         self.closing.close()
         if dist.is_initialized():
-            _leave(expected.exit_code)
+            leave_process(expected.exit_code)
         return expected.exit_code
 
     def leave(self, number: signal.Signals) -> int:
@@ -215,30 +144,12 @@ class Job:
         """
         # A launcher forwards the SIGINT that the terminal has already sent.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._claim_end()
+        self.watchdog.claim_end()
         self.watchdog.report_failure(number.name)
         self.closing.close()
         if dist.is_initialized():
-            _leave(128 + number)
+            leave_process(128 + number)
         return 128 + number
-
-    def _remember_termination(self, number: int, frame: FrameType | None) -> None:
-        # A plain attribute: a signal handler must not take locks.
-        self.watchdog.is_terminated = True
-
-    def _on_loss(self) -> None:
-        # Another rank has given up; this one may already be shutting down.
-        if self._ending.acquire(blocking=False):
-            self._ending.release()
-            self._postmortem.write()
-
-    def _claim_end(self) -> None:
-        # Only one thread shuts down; any other that tries stops here.
-        if not self._ending.acquire(blocking=False):
-            if threading.current_thread() is not threading.main_thread():
-                raise SystemExit  # ends this thread only, and without a message
-            # The main thread must not return: the process would exit before the other thread has reported.
-            threading.Event().wait()
 
     def _as_expected(self, error: Exception) -> ZecoError | None:
         # None for a bug.
@@ -260,7 +171,7 @@ class Job:
         joined = dist.is_initialized()
         if self.launch.rank != 0:
             waited = 0.0
-            while not joined and waited < _SECONDS_TO_IMPORT and not self.watchdog.is_reported():
+            while not joined and waited < _SECONDS_TO_IMPORT and not self.watchdog.board.is_reported():
                 time.sleep(_POLL_SECONDS)
                 waited += _POLL_SECONDS
             # When this rank exits, its launcher kills the others, perhaps mid-message; no wait if it already has begun.
@@ -269,40 +180,12 @@ class Job:
                 time.sleep(_POLL_SECONDS)
                 waited += _POLL_SECONDS
         # Without the launcher's store, or before the rendezvous, ranks cannot agree on which one prints.
-        if (not joined and self._store is None) or self.watchdog.claim_reporting():
-            _print(error)
-
-    def _abandon(self, error: Exception) -> NoReturn:
-        # Exits after a peer is lost: names it, saves nothing, waits for no rank.
-        self._claim_end()
-        if threading.current_thread() is threading.main_thread():
-            # A launcher that has seen the peer die sends SIGTERM to this process at once.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        logger.info("communication failed", exc_info=error)
-        self.watchdog.report_loss()
-        # Stacks are most useful now; but a launcher may terminate all ranks without a loss, which needs no postmortem.
-        if not self.watchdog.is_terminated:
-            self._postmortem.write()
-        explained = self.watchdog.diagnose(error)
-        logger.info("%s", explained)
-        self.watchdog.report_leaving()
-        if explained.exit_code != TERMINATED:
-            report_to_launcher(explained.line)
-            self._postmortem.write()
-            if self.watchdog.claim_reporting():
-                _print(explained)
-                # torchrun's report ends with the lost rank, of which it has only the signal.
-                if not _is_restarted():
-                    repeat_below_launcher(explained.line)
-        _leave(explained.exit_code)
+        if (not joined and self.watchdog.board.store is None) or self.watchdog.board.claim_reporting():
+            print_error(error)
 
 
 def run_job(command: Callable[[Job], int], advice: Advice) -> int:
-    """Run a command on this rank; returns the exit code, unless a failure exits the process directly.
-
-    Raises:
-        Exception: a bug, unchanged.
-    """
+    """Run a command on this rank; returns the exit code, unless a failure exits the process directly. Raises bugs."""
     try:
         launch = Launch.from_environment()
         if launch.world_size > 1:
@@ -312,7 +195,7 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
         report_to_launcher(error.line)
         # There is no store yet to elect the reporting rank: one rank a node prints.
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OwnRankError):
-            _print(error)
+            print_error(error)
         return error.exit_code
     code = 1  # Python's exit code after an uncaught exception
     try:
@@ -335,34 +218,13 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
     return code
 
 
-def _print(error: ZecoError) -> None:
-    # A closed terminal changes neither the shutdown nor the exit code.
-    with suppress(OSError):
-        # Above a progress bar, if there is one.
-        tqdm.write(error.line, file=sys.stderr)
-        sys.stderr.flush()
-
-
-def _is_restarted() -> bool:
-    # Whether torchrun starts the ranks again after they have failed.
-    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return count < most
-
-
-def _leave(code: int) -> NoReturn:
-    # Not sys.exit: destroying the process groups would wait for the lost rank.
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)
-
-
 def _end_threads(code: int) -> None:
     # If a background thread keeps running, the interpreter cannot be finalised.
     if running := background.stop_all():
         logger.info("still running: %s", ", ".join(running))
         if isinstance(error := sys.exception(), Exception):
             sys.excepthook(type(error), error, error.__traceback__)
-        _leave(code)
+        leave_process(code)
 
 
 def _first_line(error: Exception) -> str:

@@ -83,8 +83,7 @@ class Launch:
     def from_environment(cls) -> Launch:
         """Read torchrun's variables; without `RANK` this is a single process, whatever else a cluster has set.
 
-        Raises:
-            ConfigError: some are missing, one is not a number or out of range, or `MASTER_ADDR` cannot be resolved.
+        Raises ConfigError if some are missing, one is no number or out of range, or `MASTER_ADDR` cannot be resolved.
         """
         if "RANK" not in os.environ:
             return cls(0, 1, 0)
@@ -141,7 +140,11 @@ def join(device: torch.device, timeout: timedelta) -> None:
     """Initialise the default process group, unless it exists."""
     if dist.is_initialized():
         return
-    record_communication()
+    # torch's flight recorder; variables that the user has set take precedence.
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
+    # NCCL's own watchdog aborts the process on a timeout; make it dump first.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     launch = Launch.from_environment()
     if launch.world_size == 1:
@@ -194,14 +197,6 @@ def launcher_store(launch: Launch) -> dist.Store | None:
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def record_communication() -> None:
-    """Enable torch's flight recorder; call before the rendezvous. Variables set by the user take precedence."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
-    # NCCL's own watchdog aborts the process on a timeout; make it dump first.
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-
-
 def gather(value: T, world_size: int) -> list[T]:
     """All-gather a picklable value; returns the values by rank. Collective over all ranks."""
     values = [value] * world_size
@@ -214,8 +209,7 @@ def gather(value: T, world_size: int) -> list[T]:
 def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
     """Check that all ranks have the same JSON values, by names for the user. Collective.
 
-    Raises:
-        ConfigError: on every rank; names the first value that differs, and the ranks that differ from the majority.
+    Else raises ConfigError on all, which names the first value that differs, and the ranks in the minority.
     """
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     if len(set(gather(digest, world_size))) == 1:

@@ -1,19 +1,36 @@
-"""One log file per rank with all Python logs and warnings; on the terminal only this project's warnings."""
+"""What a rank writes about itself: its log, and after a failure of the job a postmortem.
+
+The log file has all Python logs and warnings; the terminal only this project's warnings. The postmortem has the stacks
+of all threads, and torch's flight records: the last collectives.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import json
 import logging
 import os
+import pickle
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
+from torch._C import _distributed_c10d
 from tqdm import tqdm
 
 from zeco_train.errors import ConfigError
+from zeco_train.system import background
 from zeco_train.system.terminal import visible
 
+logger = logging.getLogger(__name__)
+
 LOG_FOLDER = "logs"
+# For a flight recorder's dump, which queries the device for the state of operations and may block on a hung one; there
+# are two.
+DUMP_SECONDS = 5.0
 # The packages of this repository; modules log to `logging.getLogger(__name__)`.
 _OWN_LOGGERS = ("zeco_train", "models", "data")
 
@@ -25,9 +42,7 @@ def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
 
     Rank 0 also shows this project's warnings and errors on stderr, one line each. Torch's loggers have stderr handlers
     and are redirected unless the user has set `TORCH_LOGS`; stderr of C++ code is not captured. The newest call counts.
-
-    Raises:
-        ConfigError: it cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
     close_logging()
     path = Path(run_dir) / LOG_FOLDER / f"rank_{rank}.log"
@@ -106,3 +121,64 @@ class _TerminalHandler(logging.Handler):
         except Exception:
             # The contract of logging handlers: a bad format string must not end the program.
             self.handleError(record)
+
+
+class Postmortem:
+    """Writes the stacks and flight records of one rank, once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._log: IO[bytes] | None = None
+        self._prefix = Path()
+        self._done = threading.Lock()
+
+    def open(self, log: Path, start: str) -> None:
+        """Prepare to write beside `log`, this rank's log file; names begin with `start`, the same on every rank."""
+        self._log, self._prefix = log.open("ab", buffering=0), log.parent / start
+        faulthandler.enable(self._log)
+        # Read by NCCL's watchdog on a timeout; the new and the old name of the variable.
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ.setdefault(name, f"{self._prefix}_nccl_rank_")
+
+    def close(self) -> None:
+        """Disable the postmortem at a regular shutdown."""
+        if self._log is not None:
+            faulthandler.disable()
+            self._log.close()
+            self._log = None
+
+    def write(self) -> None:
+        """Write the stacks and records; only the first call has an effect, and takes a few seconds at most."""
+        # Never released: later callers return at once.
+        if self._log is None or not self._done.acquire(blocking=False):
+            return
+        faulthandler.dump_traceback(self._log)
+        for name, recorder in (
+            (f"gloo_rank_{self._rank}.json", "_dump_fr_trace"),
+            (f"nccl_rank_{self._rank}", "_dump_nccl_trace"),
+        ):
+            # Not every torch build has both.
+            if (dump := getattr(_distributed_c10d, recorder, None)) is not None:
+                background.start(self._save, name, dump, name="flight recorder").join(DUMP_SECONDS)
+
+    def _save(self, name: str, dump: Callable[[], bytes]) -> None:
+        path = Path(f"{self._prefix}_{name}")
+        try:
+            content = dump()
+            if path.suffix == ".json":
+                # The analyzer fails on records of gloo groups (torch 2.13), of which only the pickle has the stacks.
+                content = json.dumps(pickle.loads(content), indent=1).encode()
+            path.write_bytes(content)
+        except (OSError, RuntimeError) as error:
+            logger.info("no flight record in %s: %s", path, error)
+
+
+def last_communication() -> str:
+    """This rank's last collective as text, such as `all_reduce of [[4]] over "scan forward"`; empty if unknown."""
+    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    entries = json.loads(dump(True, False)).get("entries") if dump is not None else None
+    if not entries:
+        return ""
+    last = max(entries, key=lambda entry: entry["record_id"])
+    name, group = last["profiling_name"].rpartition(":")[2], last["process_group"]
+    return f'{name} of {last["input_sizes"]} over "{group[1] if group[1] != "undefined" else group[0]}"'

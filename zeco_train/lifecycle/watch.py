@@ -1,36 +1,50 @@
-"""Finds the rank at fault when communication fails or times out.
+"""A lost rank: who notices, who names it, what the user reads, and when and with which code all others end.
 
-A thread of every rank increments a heartbeat in the launcher's store. When a communication fails or times out, the
-first rank to notice checks which heartbeats have stopped: those ranks are dead, stopped (SIGSTOP) or on a lost node.
-The others read its result: if each of 256 ranks checked all heartbeats, the store would get 400,000 requests at once.
-A rank that fails with an error of its own stores its message there too. In normal operation each rank watches only its
-neighbour's heartbeat; this ends waits that have no timeout of their own (a host that waits for a CUDA stream). A rank
-that gives up sets a flag in the store, and all others exit within moments, whatever they are waiting for.
+A rank is killed, stopped (SIGSTOP), or on a node that is gone, in the middle of a step:
+
+1. *Noticed*, at the latest by the end of `parallel.timeout_seconds`, by a communication with it that fails, a
+   `CommunicationError` (`Job.fail`). A wait that has no timeout (a host that waits for a CUDA stream) is ended by the
+   rank before it, which watches its heartbeat: `_watch`, `SILENCE_SECONDS` later.
+2. *Named* by the first rank that noticed, whose finding the others read: `_find`. It listens to all heartbeats for
+   `LISTEN_SECONDS`; a rank whose heartbeat stands still is lost. A rank that failed by an error of its own has stored
+   that (`report_failure`), and is named with it.
+3. *Read*: one rank prints one line, `diagnose`. All write stacks and flight records beside their logs.
+4. *Ended*: ranks that wait for something else read that the job is lost, within `WATCH_SECONDS`, and end themselves
+   `GRACE_SECONDS` later: `_watch`, `abandon`. All exit with the code of `CommunicationError`, 6, or that of the failed
+   rank, by which a launcher decides whether a restart helps; with 143 (`TERMINATED`) if no rank was lost, but the
+   launcher ended all. Nothing is saved, and nothing waits for another rank.
+
+The sums of these times are `REPORT_SECONDS` and `END_SECONDS`; a device that hangs takes two `DUMP_SECONDS` more, a
+store that is cut off `ANSWER_SECONDS`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import queue
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from types import FrameType
+from typing import NoReturn
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
+from tqdm import tqdm
 
-from zeco_train.errors import CommunicationError
+from zeco_train.errors import CommunicationError, ZecoError
+from zeco_train.lifecycle.board import STORE_ERRORS, Board
 from zeco_train.lifecycle.join import Launch, name_ranks
+from zeco_train.lifecycle.logs import Postmortem, last_communication
 from zeco_train.system import background
+from zeco_train.system.signals import catch_in_this_process
+from zeco_train.system.terminal import repeat_below_launcher, report_to_launcher
 
-# All times of a loss; the docs give the sums. Between two heartbeats:
+# Between two heartbeats.
 PERIOD_SECONDS = 0.5
 # Six periods: the heartbeat of a rank that is merely slow (two cores, eight processes) still advances within that.
 LISTEN_SECONDS = 3.0
@@ -42,79 +56,16 @@ WATCH_SECONDS = 2.0
 GRACE_SECONDS = 6.0
 # For the launcher's store to answer a request, which takes it milliseconds; later requests fail at once.
 ANSWER_SECONDS = 15.0
-# For a flight recorder's dump, which queries the device for the state of operations and may block on a hung one; there
-# are two.
-DUMP_SECONDS = 5.0
 
 # Both from the end of the timeout of communication, at most. Reported: a neighbour's silence is noticed, and all
 # heartbeats are listened to. All others ended: they read of the loss, and wait for their own failure.
 REPORT_SECONDS = SILENCE_SECONDS + WATCH_SECONDS + LISTEN_SECONDS
 END_SECONDS = SILENCE_SECONDS + WATCH_SECONDS + WATCH_SECONDS + GRACE_SECONDS
 
-# Of this module's keys.
-_PREFIX = "zeco"
-
 # Exit code of ranks that their launcher has terminated although none was lost: 128 + signal, as in a shell.
 TERMINATED = 128 + signal.SIGTERM
 
 logger = logging.getLogger(__name__)
-
-
-class BoundedStore:
-    """A store whose methods end within `seconds`, or raise `dist.DistNetworkError`.
-
-    A thread makes the requests one after another, as the store's own connection does. Once it does not answer, every
-    further request fails at once.
-    """
-
-    def __init__(self, store: dist.Store, seconds: float) -> None:
-        self._store, self._seconds = store, seconds
-        # None wakes the thread up to end.
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._is_silent = self._is_serving = self._is_stopped = False
-        # Of the last two, and of putting a request where a thread serves it.
-        self._lock = threading.Lock()
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return lambda *arguments: self._ask(lambda: getattr(self._store, method)(*arguments))
-
-    def _ask(self, request: Callable[[], Any]) -> Any:
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(request())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        silent = dist.DistNetworkError(f"no answer within {self._seconds:g} s")
-        if self._is_silent:
-            raise silent
-        with self._lock:
-            self._requests.put(run)
-            if not self._is_serving:
-                self._is_serving, self._is_stopped = True, False
-                background.start(self._serve, name="store", stop=self._stop)
-        # Not `result(timeout)`, whose TimeoutError a store may raise, too.
-        if not wait([answer], self._seconds).done:
-            self._is_silent = True
-            raise silent
-        return answer.result()
-
-    def _stop(self) -> None:
-        """End the thread when it has made all requests; a later one starts another."""
-        with self._lock:
-            self._is_stopped = True
-            self._requests.put(None)
-
-    def _serve(self) -> None:
-        while True:
-            if (request := self._requests.get()) is not None:
-                request()
-            with self._lock:
-                if self._is_stopped and self._requests.empty():
-                    self._is_serving = False
-                    return
 
 
 @dataclass(frozen=True)
@@ -127,28 +78,29 @@ class _Finding:
 
 
 class Watchdog:
-    """Publishes this rank's heartbeat and reads those of the others.
+    """Publishes this rank's heartbeat, watches that of the next one, and ends this process if a rank is lost.
 
     Without a store there are no heartbeats, and no rank can be blamed. `remedy` is advice to the user about a lost
     rank, `timeout_key` the setting of the communication timeout.
 
     Attributes:
-        is_terminated: set once this rank has received SIGTERM, for `guard` to act on.
+        activity: what this rank is doing, for errors.
+        board: the launcher's store.
+        postmortem: this rank's stacks and flight records.
+        is_terminated: this rank has received SIGTERM since `guard`.
     """
 
     def __init__(
-        self,
-        launch: Launch,
-        store: dist.Store | None,
-        remedy: str = "",
-        timeout_key: str = "the timeout",
+        self, launch: Launch, store: dist.Store | None, remedy: str = "", timeout_key: str = "the timeout"
     ) -> None:
         self._launch, self._remedy, self._timeout_key = launch, remedy, timeout_key
-        self._store = None if store is None else BoundedStore(store, ANSWER_SECONDS)
+        self.board = Board(launch, store, ANSWER_SECONDS)
+        self.postmortem = Postmortem(launch.rank)
         self.activity = "start"
         self.is_terminated = False
         self._stop = threading.Event()
-        self._reported = f"{_PREFIX}/reported"
+        # Held by the thread that ends this process because of a failure; reentrant, since `Job.fail` calls `abandon`.
+        self._ending = threading.RLock()
         if store is not None:
             background.start(self._beat, name="heartbeat", stop=self.stop)
 
@@ -156,57 +108,58 @@ class Watchdog:
         """Set this rank's current activity, for the error of a rank that finds this one unresponsive."""
         self.activity = activity
 
-    def guard(self, timeout: timedelta, abandon: Callable[[Exception], object], on_loss: Callable[[], object]) -> None:
-        """Watch the next rank from now on: if its heartbeat stops for longer than `timeout`, a thread calls `abandon`.
+    def guard(self, timeout: timedelta) -> None:
+        """From now on, `abandon` if the next rank's heartbeat stops for longer than `timeout`, or another gives up.
 
-        Communication with this `timeout` fails earlier by itself. If another rank has given up, `on_loss` is called at
-        once, and `abandon` after a grace period. `abandon` is also called after SIGTERM, which a launcher sends to the
-        survivors of a lost rank, and to all ranks if it has been terminated itself.
+        SIGTERM no longer ends this rank at once: a launcher sends it to the survivors within 0.1 s of a rank's death,
+        often before they have noticed the loss, and an immediate exit could not name the lost rank.
         """
-        if self._store is not None:
-            limit = timeout.total_seconds() + SILENCE_SECONDS
-            background.start(self._watch, self._store, limit, abandon, on_loss, name="watchdog", stop=self.stop)
+        if self.board.store is not None:
+            catch_in_this_process(signal.SIGTERM, self._remember_termination)
+            background.start(self._watch, timeout.total_seconds() + SILENCE_SECONDS, name="watchdog", stop=self.stop)
 
     def stop(self) -> None:
         """Stop the heartbeat and the watch at a regular shutdown; `background.stop_all` joins their threads."""
         self._stop.set()
 
     def report_failure(self, message: str, exit_code: int = CommunicationError.exit_code) -> None:
-        """Store the error with which this rank exits, for the others to report.
-
-        They exit with its code, too: a launcher decides on a restart by the first exit code.
-        """
+        """Store the error with which this rank exits, for the others to report; they exit with its code, too."""
         # In this order: ranks that learn of the loss look for its reason.
-        self._append("failed", message, exit_code)
-        self.report_loss()
+        self.board.append("failed", message, exit_code)
+        self.board.append("lost")
 
-    def report_leaving(self) -> None:
-        """Record that this rank exits because a peer is lost, so that it is not taken for the culprit."""
-        self._append("left")
+    def claim_end(self) -> None:
+        """Only one thread ends this process; any other that tries stops here."""
+        if not self._ending.acquire(blocking=False):
+            if threading.current_thread() is not threading.main_thread():
+                raise SystemExit  # ends this thread only, and without a message
+            # The main thread must not return: the process would exit before the other thread has reported.
+            threading.Event().wait()
 
-    def report_loss(self) -> None:
-        """Record that the job is lost: all ranks are to exit."""
-        self._append("lost")
-
-    def claim_reporting(self) -> bool:
-        """True for the first caller among all ranks, without the launcher's store on this node."""
-        if self._store is None:
-            # Before the rendezvous, no other rank is known to have the same error.
-            return self._launch.rank == 0 or not dist.is_initialized()
-        try:
-            return self._store.add(self._reported, 1) == 1
-        except (dist.DistError, RuntimeError) as error:
-            logger.info("the launcher's store is gone: %s", error)
-            return self._launch.local_rank == 0
-
-    def is_reported(self) -> bool:
-        """Whether a rank has succeeded in `claim_reporting`; True if the store is gone and that cannot be known."""
-        if self._store is None:
-            return False
-        try:
-            return self._store.check([self._reported])
-        except (dist.DistError, RuntimeError):
-            return True
+    def abandon(self, error: Exception) -> NoReturn:
+        """End this process because a communication failed, or another rank is lost: names it, waits for none."""
+        self.claim_end()
+        if threading.current_thread() is threading.main_thread():
+            # A launcher that has seen the peer die sends SIGTERM to this process at once.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        logger.info("communication failed", exc_info=error)
+        self.board.append("lost")
+        # Stacks are most useful now; but a launcher may terminate all ranks without a loss, which needs no postmortem.
+        if not self.is_terminated:
+            self.postmortem.write()
+        explained = self.diagnose(error)
+        logger.info("%s", explained)
+        # So that this rank is not taken for the culprit.
+        self.board.append("left")
+        if explained.exit_code != TERMINATED:
+            report_to_launcher(explained.line)
+            self.postmortem.write()
+            if self.board.claim_reporting():
+                print_error(explained)
+                # torchrun's report ends with the lost rank, of which it has only the signal.
+                if not _is_restarted():
+                    repeat_below_launcher(explained.line)
+        leave_process(explained.exit_code)
 
     def diagnose(self, error: Exception) -> CommunicationError:
         """Build the user-facing error after a failed communication; it names the rank at fault."""
@@ -214,11 +167,11 @@ class Watchdog:
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, CommunicationError):
             detail = error.problem if error.peer is None else f"with rank {error.peer}: {error.problem}"
-        if self._store is None:
+        if self.board.store is None:
             return CommunicationError(rank, operation, detail)
         try:
-            found = self._find(self._store)
-        except (dist.DistError, RuntimeError) as lost:
+            found = self._find()
+        except STORE_ERRORS as lost:
             logger.info("the store is gone: %s", lost)
             host = os.environ.get("MASTER_ADDR", "")
             problem = f"the launcher's store at {host} is gone, and so may be its node; {self._remedy}"
@@ -230,27 +183,28 @@ class Watchdog:
         explained.exit_code = found.exit_code
         return explained
 
-    def _find(self, store: BoundedStore) -> _Finding:
+    def _find(self) -> _Finding:
         # Elects one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks.
+        # If each of 256 ranks checked all heartbeats, the store would get 400,000 requests at once.
         turn = 0
-        while store.add(f"{_PREFIX}/checking/{turn}", 1) > 1:
+        while not self.board.is_first(f"checking/{turn}"):
             deadline = time.monotonic() + 2 * LISTEN_SECONDS
             # Not `store.wait`, which would block this rank's heartbeat on the same connection.
             while time.monotonic() < deadline:
-                if (text := self._get("finding")) is not None:
-                    return _Finding(**json.loads(text))
+                if (fields := self.board.published("finding")) is not None:
+                    return _Finding(**fields)
                 time.sleep(PERIOD_SECONDS)
             turn += 1
-        finding = self._check_heartbeats(store)
-        self._set("finding", json.dumps(asdict(finding)))
+        finding = self._check_heartbeats()
+        self.board.publish("finding", asdict(finding))
         return finding
 
-    def _check_heartbeats(self, store: BoundedStore) -> _Finding:
+    def _check_heartbeats(self) -> _Finding:
         others = [r for r in range(self._launch.world_size) if r != self._launch.rank]
-        before = self._heartbeats(store, others)
+        before = self.board.heartbeats(others)
         time.sleep(LISTEN_SECONDS)
-        after = self._heartbeats(store, others)
-        failed, left = self._entries("failed"), self._entries("left")
+        after = self.board.heartbeats(others)
+        failed, left = self.board.entries("failed"), self.board.entries("left")
         silent = [r for r in others if before[r][0] == after[r][0] and r not in left and r not in failed]
         culprits = [f"rank {r} failed: {text}" for r, (text, _) in sorted(failed.items())] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
@@ -263,16 +217,6 @@ class Watchdog:
             exit_code = TERMINATED
         return _Finding("; ".join(culprits), _name_places(places), exit_code)
 
-    def _beat(self) -> None:
-        count = 0
-        while not self._stop.wait(PERIOD_SECONDS):
-            count += 1
-            try:
-                self._set(f"heartbeat/{self._launch.rank}", f"{count} {self.activity}")
-            except (dist.DistError, RuntimeError):
-                # The store was the launcher's, and does not come back.
-                return
-
     def _operation(self, error: Exception) -> str:
         # With the communication that has failed, or the last one.
         if isinstance(error, CommunicationError):
@@ -281,76 +225,43 @@ class Watchdog:
             last = last_communication() if dist.is_initialized() else ""
         return f"{self.activity}, {last}" if last else self.activity
 
-    def _watch(
-        self, store: BoundedStore, limit: float, abandon: Callable[[Exception], object], on_loss: Callable[[], object]
-    ) -> None:
+    def _beat(self) -> None:
+        count = 0
+        with suppress(*STORE_ERRORS):
+            while not self._stop.wait(PERIOD_SECONDS):
+                count += 1
+                self.board.beat(count, self.activity)
+
+    def _watch(self, limit: float) -> None:
         neighbour = (self._launch.rank + 1) % self._launch.world_size
         last, since = "", time.monotonic()
         while not self._stop.wait(WATCH_SECONDS):
             if self.is_terminated:
-                abandon(CommunicationError(self._launch.rank, self.activity, "terminated by the launcher"))
-                return
+                self.abandon(CommunicationError(self._launch.rank, self.activity, "terminated by the launcher"))
             try:
-                lost = self._entries("lost")
-                count, _ = self._heartbeats(store, [neighbour])[neighbour]
-            except (dist.DistError, RuntimeError):
+                lost = self.board.entries("lost")
+                count, _ = self.board.heartbeats([neighbour])[neighbour]
+            except STORE_ERRORS:
                 # The store's node is gone. Communication will fail, or the launcher will terminate this rank.
                 continue
             if lost:
-                on_loss()
+                # This rank may already be shutting down.
+                if self._ending.acquire(blocking=False):
+                    self._ending.release()
+                    self.postmortem.write()
                 problem = f"rank {next(iter(lost))} has given up"
                 if not self._stop.wait(GRACE_SECONDS):
-                    abandon(CommunicationError(self._launch.rank, self.activity, problem))
+                    self.abandon(CommunicationError(self._launch.rank, self.activity, problem))
                 return
             if count != last:
                 last, since = count, time.monotonic()
             elif time.monotonic() - since > limit:
-                abandon(CommunicationError(self._launch.rank, self.activity, f"silent for {limit:.0f} s", neighbour))
-                return
+                problem = f"silent for {limit:.0f} s"
+                self.abandon(CommunicationError(self._launch.rank, self.activity, problem, neighbour))
 
-    def _heartbeats(self, store: BoundedStore, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
-        # The last heartbeat of each rank with its activity, in one request if all of them have started.
-        keys = {rank: f"{_PREFIX}/heartbeat/{rank}" for rank in ranks}
-        if not store.check([*keys.values()]):
-            # multi_get blocks on missing keys.
-            keys = {rank: key for rank, key in keys.items() if store.check([key])}
-        values = store.multi_get([*keys.values()]) if keys else []
-        heartbeats = dict.fromkeys(ranks, ("0", "start"))
-        for rank, value in zip(keys, values, strict=True):
-            beat, _, activity = value.decode().partition(" ")
-            heartbeats[rank] = beat, activity
-        return heartbeats
-
-    def _entries(self, kind: str) -> dict[int, list[Any]]:
-        # In order of time.
-        return dict(json.loads(line) for line in (self._get(kind) or "").splitlines())
-
-    def _append(self, kind: str, *entry: str | int) -> None:
-        # To a key that all ranks share, so that one request reads the entries of all.
-        if self._store is None:
-            return
-        line = json.dumps([self._launch.rank, entry]) + "\n"
-        try:
-            self._store.append(f"{_PREFIX}/{kind}", line)
-        except (dist.DistError, RuntimeError) as error:
-            logger.info("the launcher's store is gone: %s", error)
-
-    def _set(self, key: str, value: str) -> None:
-        if self._store is not None:
-            self._store.set(f"{_PREFIX}/{key}", value)
-
-    def _get(self, key: str) -> str | None:
-        if self._store is None or not self._store.check([f"{_PREFIX}/{key}"]):
-            return None
-        return self._store.get(f"{_PREFIX}/{key}").decode()
-
-
-def _name_places(activities: Mapping[int, str]) -> str:
-    # Groups ranks by activity: `ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data`.
-    by_activity: dict[str, list[int]] = {}
-    for rank in sorted(activities):
-        by_activity.setdefault(activities[rank], []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)} in {activity}" for activity, ranks in by_activity.items())
+    def _remember_termination(self, number: int, frame: FrameType | None) -> None:
+        # A plain attribute: a signal handler must not take locks.
+        self.is_terminated = True
 
 
 def is_communication_failure(error: BaseException) -> bool:
@@ -363,12 +274,30 @@ def is_communication_failure(error: BaseException) -> bool:
     )
 
 
-def last_communication() -> str:
-    """This rank's last collective as text, such as `all_reduce of [[4]] over "scan forward"`; empty if unknown."""
-    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    entries = json.loads(dump(True, False)).get("entries") if dump is not None else None
-    if not entries:
-        return ""
-    last = max(entries, key=lambda entry: entry["record_id"])
-    name, group = last["profiling_name"].rpartition(":")[2], last["process_group"]
-    return f'{name} of {last["input_sizes"]} over "{group[1] if group[1] != "undefined" else group[0]}"'
+def print_error(error: ZecoError) -> None:
+    """Print an error's line on stderr. A closed terminal changes neither the shutdown nor the exit code."""
+    with suppress(OSError):
+        # Above a progress bar, if there is one.
+        tqdm.write(error.line, file=sys.stderr)
+        sys.stderr.flush()
+
+
+def leave_process(code: int) -> NoReturn:
+    """Exit at once. Not by sys.exit: destroying the process groups would wait for the lost rank."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _name_places(activities: Mapping[int, str]) -> str:
+    # Groups ranks by activity: `ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data`.
+    by_activity: dict[str, list[int]] = {}
+    for rank in sorted(activities):
+        by_activity.setdefault(activities[rank], []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)} in {activity}" for activity, ranks in by_activity.items())
+
+
+def _is_restarted() -> bool:
+    # Whether torchrun starts the ranks again after they have failed.
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most

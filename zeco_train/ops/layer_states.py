@@ -52,6 +52,5 @@ class LayerStates:
         return tuple(found)
 
     def keep(self, state_output: StateOutput) -> None:
-        """Append the next state."""
         self.received.append(state_output.received)
         self.carry_out.append(state_output.carry_out)

@@ -163,16 +163,8 @@ def _whole(pending: LaunchedScan) -> Tensor:
     return pending.carry_out()
 
 
-def _mix_shapes(
-    operands: list[Tensor],
-    operator: str,
-    scale: float,
-    handle: Tensor,
-    doc_ids: Tensor | None,
-    incoming_state: Tensor | None,
-    carry_in: Tensor | None,
-    want_carry: bool,
-) -> tuple[Any, ...]:
+def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any, ...]:
+    _, _, doc_ids, incoming_state, _, want_carry = rest
     chosen = operator_of(operator, operands)
     like = operands[chosen.output]
     state, dtype = chosen.state_shape(operands), accumulation_dtype(like.dtype)
@@ -227,17 +219,8 @@ def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tenso
 # them by pytrees, which takes more host time than everything else here.
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        operator: str,
-        scale: float,
-        handle: Tensor,
-        doc_ids: Tensor | None,
-        incoming_state: Tensor | None,
-        carry_in: Tensor | None,
-        want_carry: bool,
-        *operands: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry, *operands = inputs
         # Otherwise the call would be dispatched to the autograd kernel, that is, here again.
         with torch._C._AutoDispatchBelowAutograd():
             o, received, carry_out, transition, saved = torch.ops.zeco.mix.default(

@@ -75,7 +75,6 @@ class SlowPath(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """The slow-down in words."""
         if self.slow_down is None:
             return "slower than kernels by a factor not measured"
         return f"about {self.slow_down:.3g} times as slow as kernels (measured with {self.source})"
@@ -156,7 +155,6 @@ class SlowDowns:
 
     @classmethod
     def read(cls, path: Path) -> SlowDowns:
-        """The table of a file."""
         stored = json.loads(path.read_text())
         return cls(stored["source"], tuple(SlowDown(**row) for row in stored["rows"]))
 

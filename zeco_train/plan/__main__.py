@@ -8,6 +8,7 @@ if __name__ == "__main__":
     # Before the other imports, which take seconds.
     run_command("zeco_train.plan.__main__")
 
+from dataclasses import asdict
 from pathlib import Path
 
 from zeco_train.plan.advice import evaluate, more_ranks, options, shard_note
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
         from zeco_train.plan.dry_run import dry_run
 
         found = dry_run(plan.planned.case, settings.rank)
-        text, values = f"{text}\n\n{found.as_text(plan.planned)}", values | {"dry_run": found.as_json()}
+        text, values = f"{text}\n\n{found.as_text(plan.planned)}", values | {"dry_run": asdict(found)}
     if settings.json is not None:
         write_json_result(Path(settings.json), values)
     print(text)

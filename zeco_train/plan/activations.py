@@ -1,16 +1,21 @@
-"""What a block keeps for its backward pass, what that pass takes beside it, and the elementwise work of both: measured.
+"""How much memory the activations of a block take: measured, on a machine that need not have the planned device.
 
-The block runs once on the meta device, for a target that need not be there (`zeco_train.ops.operator.assume`): compiled
-as in training, by the partitioner's graphs, whose elementwise chains are taken to be fused as the code generator does;
-else under a mode that sees every allocation. The operators' passes run inside, with kernels that are not launched.
+The way, from `Case.measured`:
 
-It runs with a prime number of chunks: memory whose size that number divides grows with the tokens, the rest does not.
+1. One block of the model is built on the meta device: its tensors have shapes, and no memory. Its operators choose what
+   they would on the planned device (`assume`), and their kernels launch nothing (`stand_ins.py`).
+2. A block that training compiles is traced by torch's compiler up to the partitioner, which cuts the graph in two: what
+   the forward graph hands to the backward graph is kept. What each of them has in memory meanwhile, fused as by
+   Inductor, is in `graph_memory.py`. A block that is not compiled runs, and `allocations.py` sees each of its tensors.
+3. `train.recompute` follows from the same trace: `selective` keeps all but what the MLP and its norm keep, `full` the
+   block's input and the states from other ranks. What is not kept exists again when the backward pass begins.
+
+It runs with a prime number of chunks: memory whose size that number divides grows with the tokens, the rest is fixed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +29,11 @@ from models.mixer_registry import LAYERS
 from models.parameters import cast
 from models.projections import set_matmul
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.linear import Matmul
-from zeco_train.ops.operator import Target, assume
+from zeco_train.ops.operator import assume
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
-from zeco_train.plan.allocations import Allocations, Bytes, Peak, Setting, stored
-from zeco_train.plan.fusion import Schedule, is_of_mlp
+from zeco_train.plan.allocations import Allocations, Bytes, Peak, Setting, amounts_of, stored
+from zeco_train.plan.graph_memory import GraphMemory, is_of_mlp
 from zeco_train.plan.stand_ins import without_code_generator, without_launches
 from zeco_train.sp.exchange import local_exchange
 
@@ -57,114 +61,44 @@ class BlockMemory:
 _MEASURED: dict[tuple[str, Setting], dict[Recompute, BlockMemory]] = {}
 
 
-def measure_block(
-    config: LanguageModelConfig,
-    layer: int,
-    dtype: torch.dtype,
-    recompute: Recompute,
-    *,
-    target: Target,
-    compiled: bool,
-    in_pytorch: bool,
-    batch: int = 1,
-    matmul: Matmul = Matmul.bf16,
-) -> BlockMemory:
-    """Measure the block of a layer; cached.
-
-    Args:
-        config: of the model.
-        layer: its index.
-        dtype: of compute.
-        recompute: what the backward pass recomputes.
-        target: device to run on, which need not be there.
-        compiled: whether blocks are compiled.
-        in_pytorch: whether its operator has no kernels there.
-        batch: sequences of a pass.
-        matmul: format of the linear layers' operands.
-    """
-    setting = Setting(config.mixer_of(layer), layer, dtype, matmul, compiled, target, batch, in_pytorch)
+def measure_block(config: LanguageModelConfig, setting: Setting, recompute: Recompute) -> BlockMemory:
+    """Measure a block of a model, once in a process."""
     key = _shape_of(config, setting.mixer), setting._replace(layer=0)
     found = _MEASURED.setdefault(key, {})
     if recompute not in found:
         config = copy.deepcopy(config)
-        with assume(target), without_launches():
-            found |= _compiled(config, setting) if compiled else {recompute: _eager(config, setting, recompute)}
+        with assume(setting.target), without_launches():
+            found |= _compiled(config, setting) if setting.compiled else {recompute: _eager(config, setting, recompute)}
     return found[recompute]
 
 
-def _shape_of(config: LanguageModelConfig, mixer: str) -> str:
-    # A block depends neither on the vocabulary, nor on which layers are of its kind.
-    values = dict(vars(config), name="", vocab_size=0)
-    attn = dict(vars(config.attn), every=0, layers=()) if mixer == SOFTMAX else None
-    # A parameter of the whole model has a part for each layer.
-    layers = config.num_layers if LAYERS[mixer].shared is not None else 0
-    return repr(values | {"attn": attn, "num_layers": layers})
-
-
-def _prepare(config: LanguageModelConfig, setting: Setting, recompute: Recompute) -> tuple[Block, Tensor, Any]:
-    """A block, its input, and a call of it."""
-    with torch.device("meta"):
-        block = Block(config, LAYERS[setting.mixer], setting.layer)
-        cast(block, setting.dtype)
-        set_matmul(block, setting.matmul)
-        block.recompute = recompute
-        wide, tokens = accumulation_dtype(setting.dtype), setting.tokens
-        of_residual = wide if config.has_wide_residual else setting.dtype
-        x = torch.empty(setting.batch, tokens, config.hidden_size, dtype=of_residual, requires_grad=True)
-        position = SequencePosition((0, tokens), exchange=local_exchange())
-        position = position.on(x, with_positions=block.attn.reads_positions)
-        shared, own = block.attn.shared, block.attn.wide_parameters
-        part = None if own is None else own()
-        if shared is not None:
-            whole = torch.empty(shared.shape(config), dtype=wide, requires_grad=True)
-            part = shared.parts(whole)[setting.layer]
-    return block, x, partial(block, x, position, (), part)
-
-
-def _eager(config: LanguageModelConfig, setting: Setting, recompute: Recompute) -> BlockMemory:
-    _, x, run = _prepare(config, setting, recompute)
-    with Allocations(setting) as seen:
-        y, *crossings = run()
-        forward = seen.traffic
-        seen.begin()
-        crossing = {x.untyped_storage()._cdata: setting.amount(x.untyped_storage().nbytes()) for x in crossings}
-        # States are counted by the step's segments, since they have one size for all lengths.
-        states = sum((x for x in crossing.values() if x.fixed), Bytes())
-        of_y = setting.amount(y.nbytes)
-        kept = seen.live - of_y - states
-        dy = torch.empty_like(y)
-        # The output is the next block's input, so it lives on, and is not this one's.
-        torch.autograd.backward(y, dy)
-    backward, attending = (peak.over(kept + of_y + states) for peak in (seen.peak, seen.attending))
-    return BlockMemory(kept + setting.amount(x.nbytes), backward, forward, seen.traffic, seen.widest, attending)
-
-
-def _compiled(config: LanguageModelConfig, setting: Setting) -> Mapping[Recompute, BlockMemory]:
+def _compiled(config: LanguageModelConfig, setting: Setting) -> dict[Recompute, BlockMemory]:
     # One trace without recomputation: recomputed parts begin the backward pass with what was not kept.
     block, of_x, run = _prepare(config, setting, Recompute.none)
-    (_, *crossings), (forward, backward) = _partitioned(block, run)
+    (_, *crossings), graphs = _partitioned(block, run)
     weights = {parameter.nbytes for parameter in block.parameters()}
-    first, second = (Schedule(graph, setting, weights) for graph in (forward, backward))
-    whole = stored((node.meta["val"] for node in second.saved), setting)
-    in_mlp = stored((node.meta["val"] for node in second.saved if is_of_mlp(node)), setting)
-    x = setting.amount(of_x.nbytes)
-    # States have a size for all lengths, and are counted by the step's segments.
-    replayed = Bytes(stored(crossings[::2], setting).by_token)
-    kept = {Recompute.none: whole, Recompute.selective: whole - in_mlp, Recompute.full: x + replayed}
-    # The output of a recomputed block exists again.
-    output = {Recompute.none: Bytes(), Recompute.selective: Bytes(), Recompute.full: x}
-    again = {Recompute.none: Bytes(), Recompute.selective: first.mlp_traffic, Recompute.full: first.traffic}
-    return {
-        mode: BlockMemory(
-            kept[mode],
-            second.peak.over(kept[mode] - output[mode]),
-            first.traffic,
-            second.traffic + again[mode],
-            second.widest,
-            second.attending.over(kept[mode] - output[mode]),
+    forward, backward = (GraphMemory(graph, setting, weights) for graph in graphs)
+    whole = stored((node.meta["val"] for node in backward.saved), setting)
+    in_mlp = stored((node.meta["val"] for node in backward.saved if is_of_mlp(node)), setting)
+    x, nothing = setting.amount(of_x.nbytes), Bytes()
+    # Received states; what does not grow with the tokens is counted by the step's segments.
+    received = Bytes(stored(crossings[::2], setting).by_token)
+    found = {}
+    for mode, kept, again, output in (
+        (Recompute.none, whole, nothing, nothing),
+        (Recompute.selective, whole - in_mlp, forward.mlp_traffic, nothing),
+        # The output of a recomputed block exists again.
+        (Recompute.full, x + received, forward.traffic, x),
+    ):
+        found[mode] = BlockMemory(
+            kept,
+            backward.peak.over(kept - output),
+            forward.traffic,
+            backward.traffic + again,
+            backward.widest,
+            backward.attending.over(kept - output),
         )
-        for mode in Recompute
-    }
+    return found
 
 
 def _partitioned(block: Block, run: Any) -> tuple[tuple[Tensor, ...], list[fx.Graph]]:
@@ -195,3 +129,49 @@ def _partitioned(block: Block, run: Any) -> tuple[tuple[Tensor, ...], list[fx.Gr
     torch._dynamo.reset()
     block.compile_compute(backend=backend)
     return run(), graphs
+
+
+def _eager(config: LanguageModelConfig, setting: Setting, recompute: Recompute) -> BlockMemory:
+    _, x, run = _prepare(config, setting, recompute)
+    with Allocations(setting) as seen:
+        y, *crossings = run()
+        forward = seen.traffic
+        seen.begin()
+        # States are counted by the step's segments, since they have one size for all lengths.
+        states = sum((amount for amount in amounts_of(crossings, setting).values() if amount.fixed), Bytes())
+        of_y = setting.amount(y.nbytes)
+        kept = seen.live - of_y - states
+        dy = torch.empty_like(y)
+        # The output is the next block's input, so it lives on, and is not this one's.
+        torch.autograd.backward(y, dy)
+    backward, attending = (peak.over(kept + of_y + states) for peak in (seen.peak, seen.attending))
+    return BlockMemory(kept + setting.amount(x.nbytes), backward, forward, seen.traffic, seen.widest, attending)
+
+
+def _prepare(config: LanguageModelConfig, setting: Setting, recompute: Recompute) -> tuple[Block, Tensor, Any]:
+    """A block, its input, and a call of it."""
+    with torch.device("meta"):
+        block = Block(config, LAYERS[setting.mixer], setting.layer)
+        cast(block, setting.dtype)
+        set_matmul(block, setting.matmul)
+        block.recompute = recompute
+        wide, tokens = accumulation_dtype(setting.dtype), setting.tokens
+        of_residual = wide if config.has_wide_residual else setting.dtype
+        x = torch.empty(setting.batch, tokens, config.hidden_size, dtype=of_residual, requires_grad=True)
+        position = SequencePosition((0, tokens), exchange=local_exchange())
+        position = position.on(x, with_positions=block.attn.reads_positions)
+        shared, own = block.attn.shared, block.attn.wide_parameters
+        part = None if own is None else own()
+        if shared is not None:
+            whole = torch.empty(shared.shape(config), dtype=wide, requires_grad=True)
+            part = shared.parts(whole)[setting.layer]
+    return block, x, partial(block, x, position, (), part)
+
+
+def _shape_of(config: LanguageModelConfig, mixer: str) -> str:
+    # A block depends neither on the vocabulary, nor on which layers are of its kind.
+    values = dict(vars(config), name="", vocab_size=0)
+    attn = dict(vars(config.attn), every=0, layers=()) if mixer == SOFTMAX else None
+    # A parameter of the whole model has a part for each layer.
+    layers = config.num_layers if LAYERS[mixer].shared is not None else 0
+    return repr(values | {"attn": attn, "num_layers": layers})

@@ -13,7 +13,6 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.sharding import parameter_seconds
 from zeco_train.plan.step_time import StepTime, plan_step
-from zeco_train.sp.backend import BackendSpec
 from zeco_train.system.numbers import divisors
 
 # Shorter segments per rank leave a device idle; this also bounds their number.
@@ -35,9 +34,9 @@ class Option:
         return f"train.recompute={self.case.recompute.value} train.segments={self.case.segments}"
 
 
-def evaluate(case: Case, headroom: float, backend: BackendSpec | None = None) -> Option:
-    """Plan one case, with its own backend or another."""
-    return Option(case, plan_memory(case, headroom), plan_step(case, backend))
+def evaluate(case: Case, headroom: float) -> Option:
+    """Plan one case."""
+    return Option(case, plan_memory(case, headroom), plan_step(case))
 
 
 def options(case: Case, headroom: float) -> list[Option]:
@@ -82,12 +81,12 @@ def more_ranks(case: Case, headroom: float) -> Option | None:
     return None
 
 
-def fastest_shards(case: Case, headroom: float, backend: BackendSpec | None = None) -> Option | None:
+def fastest_shards(case: Case, headroom: float) -> Option | None:
     """The case with the fastest `parallel.shard_size` that fits, the largest of equals; None without one."""
     if case.config.parallel.strategy is Strategy.ddp:
         return None
     sizes = reversed(divisors(case.world_size))
-    fitting = (evaluate(case.with_changes(shard_size=size), headroom, backend) for size in sizes)
+    fitting = (evaluate(case.with_changes(shard_size=size), headroom) for size in sizes)
     return min((option for option in fitting if option.memory.fits), key=lambda one: one.time.total, default=None)
 
 

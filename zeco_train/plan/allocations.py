@@ -56,7 +56,16 @@ class Peak:
 
 
 class Setting(NamedTuple):
-    """What the measurement of a block depends on, beside the model."""
+    """What the memory of a block depends on, beside the model.
+
+    Attributes:
+        mixer, layer: of the block.
+        dtype, matmul: of compute, and of the linear layers' operands.
+        compiled: whether blocks are compiled.
+        target: device to run on, which need not be there.
+        batch: sequences of a pass.
+        in_pytorch: whether its operator has no kernels there.
+    """
 
     mixer: str
     layer: int
@@ -182,7 +191,11 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def amounts_of(tensors: Iterable[Tensor], setting: Setting) -> dict[int, Bytes]:
+    """The memory of tensors that may share it, by its key."""
+    return {storage_of(x): setting.amount(x.untyped_storage().nbytes()) for x in tensors}
+
+
 def stored(tensors: Iterable[Tensor], setting: Setting) -> Bytes:
-    """The memory of tensors that may share it."""
-    storages = {storage_of(x): setting.amount(x.untyped_storage().nbytes()) for x in tensors}
-    return sum(storages.values(), Bytes())
+    """The memory of tensors that may share it, in all."""
+    return sum(amounts_of(tensors, setting).values(), Bytes())

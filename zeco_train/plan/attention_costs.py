@@ -11,8 +11,7 @@ from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.method_registry import METHODS, choose_method
-from zeco_train.sp.backend import BackendSpec
-from zeco_train.sp.of_model import softmax_load
+from zeco_train.sp.exchange import softmax_load
 
 
 class Exchanges(NamedTuple):
@@ -30,11 +29,9 @@ def attention_blocks(case: Case) -> Iterator[tuple[BlockSpec, AttentionSpec]]:
 
 
 def method_of(case: Case) -> MethodSpec:
-    """The run's method of softmax attention.
-
-    Raises:
-        ConfigError: it cannot spread the heads over these ranks.
-    """
+    """The method of softmax attention; `ConfigError` if it cannot spread the heads over these ranks."""
+    if case.other_method is not None:
+        return case.other_method
     config = case.config
     load = softmax_load(config.model, case.sp_size, config.data.seq_len, config.train.dtype.compute)
     assert load is not None
@@ -57,24 +54,24 @@ def attention_kernel(case: Case, block: BlockSpec) -> str:
     return kernel_name(target, is_served, train.deterministic)
 
 
-def method_costs(case: Case, attention: AttentionSpec, method: MethodSpec | None = None) -> MethodCosts:
-    """Bytes and memory of one layer for a micro-batch, by the configured method or another."""
+def method_costs(case: Case, attention: AttentionSpec) -> MethodCosts:
+    """Bytes and memory of one layer for a micro-batch."""
     if case.sp_size == 1:
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
     of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
     load = AttentionLoad(*attention[:3], *of_sequence, case.compute_bytes, case.wide_bytes, case.topology.nodes)
-    costs = (method or method_of(case)).costs(load)
+    costs = method_of(case).costs(load)
     return costs._replace(**{name: case.batch * getattr(costs, name) for name in ("forward", "backward", "held")})
 
 
-def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None = None) -> Exchanges:
+def plan_exchanges(case: Case) -> Exchanges:
     """The messages of a step; none where no rank shares a sequence, or in a replay."""
     sent = seconds = 0.0
-    if backend.scans and case.sp_size > 1:
+    if case.backend.scans and case.sp_size > 1:
         link = case.machine.node_link if case.crosses_nodes else case.machine.link
         latency = case.machine.scans[case.link].farthest(case.topology.nodes).exchange
         for block, attention in attention_blocks(case):
-            costs, passes = method_costs(case, attention, method), block.count * case.passes
+            costs, passes = method_costs(case, attention), block.count * case.passes
             sent += passes * costs.sent
             computing = _layer_seconds(case, block, case.config.data.seq_len)
             for moved, messages, busy in zip(costs[:2], costs.exchanges, computing, strict=True):
@@ -84,13 +81,13 @@ def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None =
     return Exchanges(sent, seconds)
 
 
-def attention_seconds(case: Case, backend: BackendSpec, method: MethodSpec | None = None) -> float:
+def attention_seconds(case: Case) -> float:
     """Seconds of the softmax layers' scores and outputs in a step."""
     # Where no rank shares a sequence, each has one of its own of as many tokens.
-    shared, total = bool(backend.scans) or case.sp_size == 1, 0.0
+    shared, total = bool(case.backend.scans) or case.sp_size == 1, 0.0
     seq_len = case.config.data.seq_len // (1 if shared else case.sp_size)
     for block, attention in attention_blocks(case):
-        slowest = method_costs(case, attention, method).slowest if shared else 1.0
+        slowest = method_costs(case, attention).slowest if shared else 1.0
         total += block.count * case.passes * slowest * sum(_layer_seconds(case, block, seq_len))
     return total
 

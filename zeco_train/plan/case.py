@@ -10,6 +10,7 @@ from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.worker import ScanSpec
 from zeco_train.config.schema import Config
 from zeco_train.distributed.config import count_shards, resolve_sp_size
 from zeco_train.distributed.mesh import Device
@@ -19,9 +20,12 @@ from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import check_kernels, find_slow_paths
 from zeco_train.plan.activations import BlockMemory, measure_block
+from zeco_train.plan.allocations import Setting
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
-from zeco_train.sp.of_model import check_softmax
+from zeco_train.sp.attention.method import MethodSpec
+from zeco_train.sp.backend import BackendSpec
+from zeco_train.sp.exchange import check_softmax
 from zeco_train.training.checks import kernel_calls
 from zeco_train.training.config import Compile, CudaGraphs
 from zeco_train.training.graphs import capture_problem
@@ -29,13 +33,33 @@ from zeco_train.training.graphs import capture_problem
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration on `world_size` ranks, of which `sp_size` share a sequence, each a device `machine`."""
+    """A configuration on `world_size` ranks, of which `sp_size` share a sequence, each a device `machine`.
+
+    Attributes:
+        other_backend, other_scan, other_method: see `by`.
+    """
 
     config: Config
     world_size: int
     sp_size: int
     machine: Machine
     gpus_per_node: int
+    other_backend: BackendSpec | None = None
+    other_scan: ScanSpec | None = None
+    other_method: MethodSpec | None = None
+
+    def by(
+        self, backend: BackendSpec | None = None, scan: ScanSpec | None = None, method: MethodSpec | None = None
+    ) -> Case:
+        """The same ranks and tokens by another backend, one of its algorithms, or another method of softmax attention.
+
+        Without an algorithm a backend takes the configured one, or the fastest.
+        """
+        return replace(self, other_backend=backend, other_scan=scan, other_method=method)
+
+    @property
+    def backend(self) -> BackendSpec:
+        return self.other_backend or self.config.sp.spec
 
     def with_changes(
         self, *, segments: int | None = None, recompute: Recompute | None = None, shard_size: int | None = None
@@ -152,18 +176,17 @@ class Case:
     def measured(self, name: str) -> BlockMemory:
         """Memory and elementwise work of the blocks of a kind."""
         config, train = self.config.model, self.config.train
-        layer = next(layer for layer in range(config.num_layers) if config.mixer_of(layer) == name)
-        return measure_block(
-            config,
-            layer,
-            train.dtype.compute,
-            train.recompute,
-            target=self.machine.target,
-            compiled=self.compiled,
-            in_pytorch=self.in_pytorch(self.spec.blocks[name]),
-            batch=self.batch,
+        setting = Setting(
+            mixer=name,
+            layer=next(layer for layer in range(config.num_layers) if config.mixer_of(layer) == name),
+            dtype=train.dtype.compute,
             matmul=train.matmul,
+            compiled=self.compiled,
+            target=self.machine.target,
+            batch=self.batch,
+            in_pytorch=self.in_pytorch(self.spec.blocks[name]),
         )
+        return measure_block(config, setting, train.recompute)
 
     def in_pytorch(self, block: BlockSpec) -> bool:
         """Whether the block's operator runs in PyTorch: on CPUs, and where it has no kernels for these operands."""

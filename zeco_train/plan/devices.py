@@ -12,6 +12,7 @@ from zeco_train.collectives.cost_model import MEASURED, Costs, Link
 from zeco_train.distributed.mesh import total_memory
 from zeco_train.ops.operator import Target
 from zeco_train.plan import calibration as known
+from zeco_train.tracking.metrics import PEAK_FLOPS
 from zeco_train.training.config import Dtype
 
 GIB = 1 << 30
@@ -26,12 +27,12 @@ class Gpu(Enum):
     cpu = "cpu"
 
 
-# Compute capability; GiB of memory, as reported by torch; dense TFLOP/s in bf16, fp32, fp64; TB/s of memory; GB/s of
-# NVLink, per direction.
+# Compute capability; GiB of memory, as reported by torch; dense FLOP/s in bf16, and in fp32 and fp64; bytes/s of
+# memory; of NVLink, per direction.
 _DATA_SHEETS = {
-    Gpu.h200: ((9, 0), 139.8, 989, 67, 67, 4.8, 450),
-    Gpu.h100: ((9, 0), 79.1, 989, 67, 67, 3.35, 450),
-    Gpu.a100: ((8, 0), 79.1, 312, 19.5, 19.5, 2.0, 300),
+    Gpu.h200: ((9, 0), 139.8, PEAK_FLOPS["H200"], 67e12, 4.8e12, 450e9),
+    Gpu.h100: ((9, 0), 79.1, PEAK_FLOPS["H100"], 67e12, 3.35e12, 450e9),
+    Gpu.a100: ((8, 0), 79.1, PEAK_FLOPS["A100"], 19.5e12, 2.0e12, 300e9),
 }
 
 
@@ -77,14 +78,14 @@ def machine(gpu: Gpu) -> Machine:
         memory = total_memory(torch.device("cpu"))[0]
         flops = dict(zip((Dtype.bf16, Dtype.fp32, Dtype.fp64), known.CPU_FLOPS, strict=True))
         return Machine("cpu", float(memory), flops, known.CPU_BANDWIDTH, known.CPU_LINK, known.CPU_LINK)
-    _, gib, bf16, fp32, fp64, bandwidth, link = _DATA_SHEETS[gpu]
-    peaks = {Dtype.bf16: bf16, Dtype.fp32: fp32, Dtype.fp64: fp64}
+    _, gib, narrow, wide, bandwidth, link = _DATA_SHEETS[gpu]
+    peaks = {Dtype.bf16: narrow, Dtype.fp32: wide, Dtype.fp64: wide}
     return Machine(
         gpu.value,
         memory=gib * GIB,
-        flops={dtype: peak * 1e12 * known.MATMUL_EFFICIENCY * known.IN_STEP for dtype, peak in peaks.items()},
-        bandwidth=bandwidth * 1e12 * known.BANDWIDTH_EFFICIENCY,
-        link=link * 1e9 * known.LINK_EFFICIENCY,
+        flops={dtype: peak * known.MATMUL_EFFICIENCY * known.IN_STEP for dtype, peak in peaks.items()},
+        bandwidth=bandwidth * known.BANDWIDTH_EFFICIENCY,
+        link=link * known.LINK_EFFICIENCY,
         # 400 Gbit/s per GPU.
         node_link=50e9 * known.LINK_EFFICIENCY,
     )

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import TappedScan
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model
 from zeco_train.training.build import build_model, build_step
 from zeco_train.training.optim.optimizer_registry import build_optimizer
 
@@ -66,9 +65,6 @@ class DryRun:
     optimizer: int
     planned: dict[str, float]
     peak: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def as_text(self, option: Option) -> str:
         """Lines for the command's output, beside the plan."""

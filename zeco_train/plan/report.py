@@ -32,10 +32,10 @@ from zeco_train.plan.traffic import (
     scan_choice,
     scanning_blocks,
     step_bytes,
-    ways,
 )
 from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.method_registry import METHODS
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.terminal import format_heading, format_row, format_table
 
 # By key of a row of `as_json`; `_UNITS`: of the columns, in bytes and seconds.
@@ -208,12 +208,16 @@ def _time_lines(plan: Plan) -> list[str]:
 def _backends(case: Case) -> dict[str, dict[str, Any]]:
     # Predictions on the same ranks; without ranks to share a sequence, only for those that share none.
     rows: dict[str, dict[str, Any]] = {}
-    configured = scan_choice(case, case.config.sp.spec)
-    for name, backend, scan in ways():
-        choice = scan_choice(case, backend, scan)
+    configured = scan_choice(case)
+    # A backend without algorithms trains separate sequences.
+    ways = [(backend, scan) for backend in BACKENDS.values() for scan in backend.scans or (None,)]
+    for backend, scan in ways:
+        name = backend.name if len(backend.scans) < 2 or scan is None else f"{backend.name} ({scan.name})"
+        other = case.by(backend, scan)
+        choice = scan_choice(other)
         if choice is None and backend.scans:
             continue
-        time = plan_step(case, backend, scan)
+        time = plan_step(other)
         rows[name] = {
             "link": None if choice is None else choice.link.value,
             "bytes_per_scan": scan_bytes(case, scan),
@@ -228,10 +232,7 @@ def _backends(case: Case) -> dict[str, dict[str, Any]]:
 
 
 def _halos(case: Case) -> dict[str, float] | None:
-    if not case.spec.needs_halo:
-        return None
-    halos = plan_halos(case, case.config.sp.spec)
-    return {"messages": halos.messages, "bytes_per_step": halos.sent, "seconds": halos.seconds}
+    return plan_halos(case)._asdict() if case.spec.needs_halo else None
 
 
 def _attention(case: Case) -> list[dict[str, Any]]:
@@ -249,8 +250,8 @@ def _attention(case: Case) -> list[dict[str, Any]]:
 def _method(case: Case, attention: AttentionSpec, method: MethodSpec) -> dict[str, Any]:
     if (problem := problem_of(case, method.name)) is not None:
         return {"problem": problem, "planned": False}
-    costs, backend = method_costs(case, attention, method), case.config.sp.spec
-    exchanges, time = plan_exchanges(case, backend, method), plan_step(case, method=method)
+    other = case.by(method=method)
+    costs, exchanges, time = method_costs(other, attention), plan_exchanges(other), plan_step(other)
     return {
         "bytes_forward": costs.forward,
         "bytes_backward": costs.backward,

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.spec import BlockSpec
-from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
@@ -33,8 +32,6 @@ from zeco_train.plan.traffic import (
     scan_choice,
     scanning_blocks,
 )
-from zeco_train.sp.attention.method import MethodSpec
-from zeco_train.sp.backend import BackendSpec
 from zeco_train.training.config import Dtype
 from zeco_train.training.optim.optimizer_spec import Precision
 
@@ -61,31 +58,18 @@ class StepTime:
         return self.tokens_per_second / self.world_size
 
 
-def plan_step(
-    case: Case,
-    backend: BackendSpec | None = None,
-    scan: ScanSpec | None = None,
-    method: MethodSpec | None = None,
-) -> StepTime:
-    """Predicted time of a step.
-
-    Args:
-        case: the configuration on its ranks.
-        backend: instead of the configured one, on the same ranks and tokens.
-        scan: one of its algorithms; None: the configured one, or the fastest.
-        method: of softmax attention, instead of the configured one.
-    """
-    backend, has_attention = backend or case.config.sp.spec, any(attention_blocks(case))
-    seconds = _compute_seconds(case)
+def plan_step(case: Case) -> StepTime:
+    """Predicted time of a step."""
+    seconds, has_attention = _compute_seconds(case), any(attention_blocks(case))
     if has_attention:
-        seconds["attention"] = attention_seconds(case, backend, method)
+        seconds["attention"] = attention_seconds(case)
     busy = sum(seconds.values())
     seconds["parameters"] = exposed_parameter_seconds(case, busy - seconds["optimizer"])
-    seconds["scans"] = exposed_scan_seconds(case, backend, scan)
+    seconds["scans"] = exposed_scan_seconds(case)
     if has_attention:
-        seconds["exchanges"] = plan_exchanges(case, backend, method).seconds
+        seconds["exchanges"] = plan_exchanges(case).seconds
     if case.spec.needs_halo:
-        seconds["halos"] = plan_halos(case, backend).seconds
+        seconds["halos"] = plan_halos(case).seconds
     seconds["gaps"] = _gaps(case, busy)
     return StepTime(seconds, case.tokens_per_step, case.world_size)
 
@@ -105,12 +89,12 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
     return both * measured.forward, both * (1 - measured.forward)
 
 
-def exposed_scan_seconds(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> float:
+def exposed_scan_seconds(case: Case) -> float:
     """Exposed communication of the scans per step."""
     exposed, blocks = 0.0, scanning_blocks(case)
     layers = sum(block.count for block in blocks)
     for block in blocks:
-        if (choice := scan_choice(case, backend, scan, block)) is None:
+        if (choice := scan_choice(case, block)) is None:
             continue
         forward, backward = operator_seconds(case, block)
         if choice.scan.in_series:

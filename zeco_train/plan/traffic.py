@@ -15,8 +15,7 @@ from zeco_train.distributed.config import Strategy
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
-from zeco_train.sp.backend import BackendSpec
-from zeco_train.sp.backend_registry import BACKENDS, Backend
+from zeco_train.sp.backend_registry import Backend
 from zeco_train.sp.scan_choice import ScanChoice, fastest_scan
 
 
@@ -50,15 +49,6 @@ def scanning_blocks(case: Case) -> list[BlockSpec]:
     return [block for block in case.spec.blocks.values() if block.state_shapes]
 
 
-def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
-    """Name, backend and algorithm of each row of the table; a backend without algorithms trains separate sequences."""
-    return [
-        (spec.name if len(spec.scans) < 2 or scan is None else f"{spec.name} ({scan.name})", spec, scan)
-        for spec in BACKENDS.values()
-        for scan in spec.scans or (None,)
-    ]
-
-
 def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -> Costs:
     """Costs of the link of these scans; transitions that are matrices go by messages."""
     link, transport = case.link, case.config.sp.all_scan.transport
@@ -68,17 +58,12 @@ def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -
     return case.machine.scans[link]
 
 
-def scan_choice(
-    case: Case, backend: BackendSpec, scan: ScanSpec | None = None, block: BlockSpec | None = None
-) -> ScanChoice | None:
+def scan_choice(case: Case, block: BlockSpec | None = None) -> ScanChoice | None:
     """Time of one scan from launch to wait, alone; None: nothing is sent, or the scan cannot run over the nodes.
 
-    Args:
-        case: the configuration on its ranks.
-        backend: instead of the configured one.
-        scan: one of its algorithms; None: the configured one, or the fastest.
-        block: whose state is scanned; None: the largest of the model.
+    `block`: whose state is scanned; None: the largest of the model.
     """
+    backend, scan = case.backend, case.other_scan
     if not backend.scans or case.sp_size == 1 or not scanning_blocks(case):
         return None
     settings = replace(case.config.sp, backend=Backend[backend.name])
@@ -124,14 +109,14 @@ class Halos(NamedTuple):
     """Messages, bytes and seconds of a rank's halos in a step, such as the last inputs of convolutions."""
 
     messages: int
-    sent: float
+    bytes_per_step: float
     seconds: float
 
 
-def plan_halos(case: Case, backend: BackendSpec) -> Halos:
+def plan_halos(case: Case) -> Halos:
     """One message per layer, pass and direction, to the next rank; none where no rank shares a sequence."""
     messages, sent, seconds = 0, 0.0, 0.0
-    if backend.scans and case.sp_size > 1:
+    if case.backend.scans and case.sp_size > 1:
         link = case.link
         for block in case.spec.blocks.values():
             for shape in block.halo_shapes:

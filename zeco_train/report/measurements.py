@@ -19,10 +19,9 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.files import IDENTITY_FILE, METRICS_FILE
 from zeco_train.system.small_files import read_json
-from zeco_train.tracking.starts import Layout, read_starts
+from zeco_train.tracking.starts import STARTS_FILE, Layout, read_starts
 
 Row = dict[str, Any]
-_MOST_DEVICES = 10**9
 _RATE = "tokens_per_second_per_device"
 # In a run's identity: what its tokens are, and of how many ids.
 _DATA = (
@@ -182,9 +181,9 @@ def _identity(path: Path, keys: Sequence[str] = ()) -> str:
 def _of_run(run: Run, notes: list[str]) -> list[Measurement]:
     # One for each layout of the run, in chronological order.
     last = [*run.rows.values()][-1]
-    rate, per_device = last.get("tokens_per_second"), last.get("tokens_per_second_per_device")
-    ratio = rate / per_device if rate and per_device else 1.0
-    starts = read_starts(run.path, round(ratio) if 1 <= ratio <= _MOST_DEVICES else 1)
+    starts = read_starts(run.path)
+    if not starts:
+        raise DataError(run.path / STARTS_FILE, "is not there, or empty", "give the folders of runs")
     by_layout: dict[Layout, list[Row]] = defaultdict(list)
     for index, start in enumerate(starts):
         # A repeated step has the row of the later start, so each start ends before the next start's first step.

@@ -15,7 +15,7 @@ from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan, is_matrix
-from zeco_train.sp.exposed import MEASURING
+from zeco_train.sp.exposed import MEASURING, MeteredScan
 from zeco_train.sp.scan_choice import ScanChoice
 
 
@@ -48,13 +48,13 @@ class ScanBackend(ABC):
         if not MEASURING or not self._crosses_ranks:
             return scan
         in_series = launcher.scan is not None and launcher.scan.in_series
-        return MEASURING[-1].metered(scan, request.state.device, finish_waits=in_series)
+        return MeteredScan(scan, request.state.device, MEASURING[-1], finish_waits=in_series)
 
     @abstractmethod
     def launcher_for(self, request: ScanRequest) -> Launcher:
         """How requests like this one are started; the same on all ranks."""
 
-    def possible(self, request: ScanRequest) -> Sequence[Launcher]:
+    def warm_up_launchers(self, request: ScanRequest) -> Sequence[Launcher]:
         """All that `launcher_for` may find for states on the device of this one. Collective."""
         return [self.launcher_for(request)]
 
@@ -81,7 +81,7 @@ class ScanBackend(ABC):
         state, transition = torch.zeros(1, 1, 8, 8, device=device), torch.full((1, 1, 8), -torch.inf, device=device)
         for reverse in (False, True)[: len(self._workers)]:
             request = ScanRequest(state, transition, reverse, want_carry=True, cuts=True)
-            for launcher in self.possible(request):
+            for launcher in self.warm_up_launchers(request):
                 scan = launcher.start(request)
                 scan.wait()
                 scan.finish()

@@ -28,10 +28,7 @@ _DP = BackendSpec(
     build=lambda workers, _: LocalScan(),
 )
 
-# Sun et al., 2024, arXiv 2404.02882, Algorithms 2 and 3: a rank does its local compute (lines 7–10), then receives R_p
-# from the rank before it (12), computes the outputs that use it (14–15), folds (16) and sends R_{p+1} on (17); the
-# backward pass likewise, from the last rank to the first. `wait` receives, `finish` folds and sends; what is computed
-# between them is serialised over the ranks, so time grows with P(α + βS + compute).
+# Sun et al., 2024, arXiv 2404.02882, Algorithms 2 and 3; the backward pass likewise, from the last rank to the first.
 _LASP1 = BackendSpec(
     name="lasp1",
     description="one rank after the other, in series with the compute (LASP-1)",
@@ -41,10 +38,8 @@ _LASP1 = BackendSpec(
     scans=(SERIAL,),
 )
 
-# Sun et al., 2025, arXiv 2502.07563, extended to decays: every rank receives the pair (S_q, G_q) of all others,
-# (P − 1) S bytes, and folds those before it in rank order. The paper's models have no decay and send states only; with
-# a gate the decays must be sent too, or the prefix is wrong. As with ZeCO the all-gather is launched before the
-# intra-chunk work and waited for after it.
+# Sun et al., 2025, arXiv 2502.07563, extended to decays. As with ZeCO the all-gather is launched before the intra-chunk
+# work and waited for after it.
 _LASP2 = BackendSpec(
     name="lasp2",
     description="all-gather of all states and decays, beside the work inside chunks (LASP-2)",

@@ -9,6 +9,7 @@ ranks.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,16 @@ from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.halo import HALO
 from zeco_train.collectives.topology import Topology
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.seam import AttentionMethod, Exchange
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
-from zeco_train.sp.attention.method_registry import build_attention, choose_method
+from zeco_train.sp.attention.method_registry import build_attention, check_heads, choose_method
 from zeco_train.sp.backend import LocalScan, SpecScan
 from zeco_train.sp.backend_registry import SPConfig
+
+# Imported where it is used: `zeco_train.functional` connects ranks in programs that have a `models` of their own.
+if TYPE_CHECKING:
+    from models.config import LanguageModelConfig
 
 Groups = tuple[ProcessGroup, ProcessGroup]
 # Length for `sp.attention=auto` where lengths vary, as in generation: with a window, the choice depends on it.
@@ -53,6 +59,50 @@ def build_exchange(
     if softmax is None:
         return exchange
     return exchange.replaced(attention=build_softmax(config, mesh, softmax, deterministic=deterministic))
+
+
+def connect_model(
+    config: SPConfig,
+    model: LanguageModelConfig,
+    mesh: ProcessMesh,
+    seq_len: int = LONG,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    deterministic: bool = False,
+) -> Exchange:
+    """`build_exchange` for a model: its size decides what is needed. Collective."""
+    from models.spec import spec_of
+
+    softmax = softmax_load(model, mesh.sp_size, seq_len, dtype)
+    needs_halo = spec_of(model).needs_halo
+    return build_exchange(config, mesh, needs_halo=needs_halo, softmax=softmax, deterministic=deterministic)
+
+
+def softmax_load(
+    model: LanguageModelConfig, ranks: int, seq_len: int = LONG, dtype: torch.dtype = torch.bfloat16
+) -> AttentionLoad | None:
+    """The size of the model's softmax layers on `ranks` that share a sequence of `seq_len`; None if it has none."""
+    from models.attn import AttnShape
+
+    if not model.attn.chosen(model.num_layers):
+        return None
+    shape = AttnShape.of(model.attn, model.num_heads, model.hidden_size)
+    return AttentionLoad(
+        heads=shape.heads,
+        key_heads=shape.key_heads,
+        head_dim=shape.head_dim,
+        tokens=seq_len // ranks,
+        ranks=ranks,
+        window=model.attn.window,
+        itemsize=dtype.itemsize,
+        wide=accumulation_dtype(dtype).itemsize,
+    )
+
+
+def check_softmax(config: SPConfig, model: LanguageModelConfig, ranks: int) -> None:
+    """Raise `ConfigError` if the method of the model's softmax layers cannot spread their heads over the ranks."""
+    if (load := softmax_load(model, ranks)) is not None:
+        check_heads(config.attention, load.heads, load.key_heads, ranks)
 
 
 def build_softmax(

@@ -64,10 +64,6 @@ class ExposedMeter:
         seconds, self._seconds = self._seconds, None
         return seconds
 
-    def metered(self, scan: LaunchedScan, device: torch.device, finish_waits: bool) -> LaunchedScan:
-        """Wrap a scan so that its calls are timed, `finish` only if it waits for communication."""
-        return _MeteredScan(scan, device, self, finish_waits)
-
     def timed(self, call: Callable[[], T], device: torch.device) -> T:
         """Run and time a call that waits for communication."""
         if device.type != "cuda":
@@ -116,7 +112,9 @@ def run_wait(call: Callable[[], T], device: torch.device) -> T:
     return call() if meter is None else meter.timed(call, device)
 
 
-class _MeteredScan:
+class MeteredScan:
+    """A scan whose calls a meter times, `finish` only if it waits for communication."""
+
     def __init__(self, scan: LaunchedScan, device: torch.device, meter: ExposedMeter, finish_waits: bool) -> None:
         self._scan, self._device, self._meter, self._finish_waits = scan, device, meter, finish_waits
 

@@ -1,12 +1,11 @@
 """Every operator as a plain differentiable function, on one rank or over the ranks of a process group.
 
 Signatures and docstrings are made from the registry's facts; `zeco_train.functional` offers the functions by name, and
-its stub, which is the text of `stub`, shows them to editors and type checkers.
+its stub, which `lab/functional_stub.py` writes, shows them to editors and type checkers.
 """
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -348,30 +347,3 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         "o, [B, T, H, V] in the dtype of q.",
     ),
 }
-
-
-def stub() -> str:
-    """The text of `zeco_train/functional.pyi`."""
-    head = [
-        '"""Every operator as a differentiable function. Made by `zeco_train.sp.functions.stub`; do not edit."""',
-        "",
-        "from collections.abc import Sequence",
-        "",
-        "from torch import Tensor",
-        "",
-        "from zeco_train.sp.functions import Ranks as Ranks",
-        "from zeco_train.sp.functions import connect as connect",
-        "",
-        "__all__: list[str]",
-    ]
-    for name, function in FUNCTIONS.items():
-        signature = inspect.signature(function)
-        first = [p for p in signature.parameters.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-        others = [p for p in signature.parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
-        lines = [f"{p.name}: {p.annotation}," for p in first] + ["*,"]
-        lines += [f"{p.name}: {p.annotation} = {p.default}," for p in others]
-        assert function.__doc__ is not None
-        text = '"""' + function.__doc__.rstrip() + '\n"""'
-        head += ["", f"def {name}(", textwrap.indent("\n".join(lines), "    "), f") -> {signature.return_annotation}:"]
-        head += [textwrap.indent(text, "    ")]
-    return "\n".join(head) + "\n"

@@ -60,7 +60,7 @@ def fastest_scan(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: in
     return min(choices, key=lambda choice: choice.seconds)
 
 
-def eligible(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[ScanSpec]:
+def ever_fastest(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[ScanSpec]:
     """The scans that `fastest_scan` may return for some state size."""
     if costs.link is not Link.symmetric:
         return list(scans)
@@ -101,11 +101,11 @@ class ScanChooser:
             logger.info("all-scan of %.3g MB over %d ranks: %s", load.state_bytes / 1e6, load.ranks, choice)
         return choice
 
-    def eligible(self, device: torch.device) -> Sequence[ScanSpec]:
+    def ever_chosen(self, device: torch.device) -> Sequence[ScanSpec]:
         """The algorithms that `choose_scan` may find for states on a device. Collective on CUDA, the first time."""
         if len(self.scans) == 1:
             return self.scans
-        return eligible(self.scans, MEASURED[self.link(device)], self._worker.size)
+        return ever_fastest(self.scans, MEASURED[self.link(device)], self._worker.size)
 
     def link(self, device: torch.device) -> Link:
         """The link that the ranks support, in both directions. Collective on CUDA, once; raises as `choose_scan`."""

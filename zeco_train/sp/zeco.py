@@ -40,11 +40,11 @@ class AllScan(ScanBackend):
         """Raises ConfigError if `transport=symmetric`, and the ranks do not support it; on all of them."""
         return self._fastest(request, self._chooser.scans)
 
-    def possible(self, request: ScanRequest) -> Sequence[Launcher]:
+    def warm_up_launchers(self, request: ScanRequest) -> Sequence[Launcher]:
         if not self._crosses_ranks:
             return [self.launcher_for(request)]
         # Not all algorithms: each kernel takes tens of MB of symmetric memory per direction.
-        return [self._fastest(request, (scan,)) for scan in self._chooser.eligible(request.state.device)]
+        return [self._fastest(request, (scan,)) for scan in self._chooser.ever_chosen(request.state.device)]
 
     def _fastest(self, request: ScanRequest, scans: Sequence[ScanSpec]) -> Launcher:
         if not self._crosses_ranks:

@@ -43,10 +43,8 @@ def put_own_packages_first() -> None:
 def import_own_packages() -> None:
     """Import `data` and `models` of this project into a program of others, whose `sys.path` stays as it is.
 
-    A folder of these names without `__init__.py` is not in the way, unless it has been imported.
-
-    Raises:
-        ConfigError: names a module of the program that has, or would get, the name of one of these packages.
+    A folder of these names without `__init__.py` is not in the way, unless it has been imported. Raises ConfigError,
+    which names a module of the program that has, or would get, the name of one of these packages.
     """
     for name in _OWN:
         module = sys.modules.get(name)

@@ -99,8 +99,7 @@ def free_gb(path: Path) -> float | None:
 def address_on(variable: str) -> str | None:
     """This machine's IPv4 address on the interface that an environment variable names; None if it is not set.
 
-    Raises:
-        ConfigError: there is no such interface, or it has no address.
+    Raises ConfigError if there is no such interface, or it has no address.
     """
     if not (name := os.fsencode(os.environ.get(variable, ""))):
         return None

@@ -16,11 +16,11 @@ import resource
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from zeco_train.errors import DataError, check_open_files
+from zeco_train.errors import DataError, system_errors
 
 METRICS_FILE = "metrics.jsonl"
 # Present in every run's folder: the settings that its starts share.
@@ -167,10 +167,7 @@ def atomic_folder(
     The caller must fsync its files. If the block raises or the process is killed, `out` is unchanged, and the next one
     removes the leftovers: a temporary folder is in use as long as the lock file beside it is locked. `replace`:
     exchange an existing folder for the new one and delete the old one, unless this raises for it; `remedy`: advice to
-    the user.
-
-    Raises:
-        DataError: `out` exists, is not empty, and may not be replaced, or the system refuses to write there.
+    the user. Raises DataError if `out` exists, is not empty, and may not be replaced, or the system refuses to write.
     """
     with write_errors(out, remedy):
         make_parent(out, remedy)
@@ -264,24 +261,14 @@ def _exchange(first: Path, second: Path) -> None:
         raise OSError(code, os.strerror(code), str(second))
 
 
-@contextmanager
-def read_errors(path: Path, remedy: str = "") -> Iterator[None]:
+def read_errors(path: Path, remedy: str = "") -> AbstractContextManager[None]:
     """Convert an `OSError` in the block to a `DataError`: `path` cannot be read."""
-    try:
-        yield
-    except OSError as error:
-        check_open_files(error)
-        raise DataError(path, f"cannot be read ({error.strerror or error})", remedy) from error
+    return system_errors(lambda reason: DataError(path, f"cannot be read ({reason})", remedy))
 
 
-@contextmanager
-def write_errors(path: Path, remedy: str = "") -> Iterator[None]:
+def write_errors(path: Path, remedy: str = "") -> AbstractContextManager[None]:
     """Convert an `OSError` in the block to a `DataError`: `path` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        check_open_files(error)
-        raise DataError(path, f"cannot be written ({error.strerror or error})", remedy) from error
+    return system_errors(lambda reason: DataError(path, f"cannot be written ({reason})", remedy))
 
 
 def write_result(path: Path, text: str) -> None:

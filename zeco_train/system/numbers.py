@@ -25,6 +25,13 @@ def divisors(number: int) -> list[int]:
     return small + [number // each for each in reversed(small) if each * each != number]
 
 
+def check_divides(field: str, value: int, whole: int, rule: str, otherwise: str = "") -> None:
+    """Raise ConfigError with the `rule` and the legal values for a setting that does not divide `whole`."""
+    if value < 1 or whole % value:
+        legal = ", ".join(map(str, divisors(whole)))
+        raise ConfigError(field, value, f"{rule}: {legal}{otherwise}")
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """‖found − expected‖ / ‖expected‖ in float64; the norm of `found` if `expected` is 0."""
     found, expected = found.detach().double(), expected.detach().double()

@@ -33,10 +33,6 @@ _LOOK_SECONDS = 0.2
 
 _early: list[signal.Signals] = []
 
-# Handlers installed by `catch_in_this_process`, by signal.
-_caught: dict[int, Callable[[int, FrameType | None], None]] = {}
-_before_fork = threading.local()
-
 
 def remember_warning() -> None:
     """Record a batch system's warning from now on for the later `StopRequest`; by default it ends the process."""
@@ -95,33 +91,27 @@ def _watch_launcher(launcher: int) -> None:
 
 
 def catch_in_this_process(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
-    """Set a signal's handler for this process; forked children get the default action back.
+    """Set a signal's handler for this process, once; forked children get the default action back.
 
     The signal is blocked during a fork. Python clears pending signals (whose handlers run later) in a new child, so one
     that arrives before the child has restored the default action would be lost.
     """
-    if not _caught:
-        os.register_at_fork(
-            before=_block_caught, after_in_parent=_unblock_caught, after_in_child=_drop_handlers_in_child
-        )
-    _caught[number] = handler
-    signal.signal(number, handler)
+    before_fork = threading.local()
 
+    def block() -> None:
+        before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
-def _block_caught() -> None:
-    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _caught)
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before_fork.mask)
 
-
-def _unblock_caught() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
-
-
-def _drop_handlers_in_child() -> None:
-    for number, handler in _caught.items():
+    def drop_in_child() -> None:
         # Unless it has been replaced since.
         if signal.getsignal(number) == handler:
             signal.signal(number, signal.SIG_DFL)
-    _unblock_caught()
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=drop_in_child)
+    signal.signal(number, handler)
 
 
 class StopRequest:

@@ -89,12 +89,7 @@ class TensorBoardLogger(ExperimentLogger):
     def _give_up(self, what: str, error: Exception) -> None:
         # The writer's thread has ended: further events would be lost silently.
         self._writer = None
-        logger.warning(
-            "TensorBoard %s: %s: %s; the run goes on without it, all metrics are in metrics.jsonl",
-            what,
-            type(error).__name__,
-            error,
-        )
+        _warn("TensorBoard", what, error, " without it")
 
 
 def _as_markdown(value: Mapping[str, Any]) -> str:
@@ -240,12 +235,14 @@ class WandbLogger(ExperimentLogger):
         return found
 
     def _warn(self, what: str, error: Exception) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        logger.warning(
-            "W&B %s: %s: %s; the run goes on, all metrics are in metrics.jsonl", what, type(error).__name__, error
-        )
+        if not self._warned:
+            self._warned = True
+            _warn("W&B", what, error)
+
+
+def _warn(tracker: str, what: str, error: Exception, how: str = "") -> None:
+    problem = f"{tracker} {what}: {type(error).__name__}: {error}"
+    logger.warning("%s; the run goes on%s, all metrics are in metrics.jsonl", problem, how)
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
 
+import torch
+
 from zeco_train.errors import DataError
 from zeco_train.system.files import jsonable, read_errors, write_errors
 from zeco_train.system.numbers import compact
@@ -84,7 +86,7 @@ class StepMetrics(StepNumbers[float]):
         memory_gb: peak device memory allocated by PyTorch since this process started, in 10^9 bytes, maximum over
             ranks; it never decreases. GPUs only.
         mfu: model FLOPs over the device's peak; hfu: the same including recomputation. GPUs only, and for dtypes and
-            devices with a known peak (`zeco_train.tracking.recorder.peak_flops`).
+            devices with a known peak (`peak_flops`).
         comm_exposed_seconds: exposed communication: time per step that compute waited for scans over ranks and for
             messages of softmax attention, maximum over ranks (`zeco_train.sp.exposed`); absent if none cross ranks.
         extra: further values by name, JSON types only; each becomes a column. With `train.nonfinite=skip:N`,
@@ -118,6 +120,33 @@ class StepMetrics(StepNumbers[float]):
             raise ValueError(f"extra metrics may not be named {', '.join(clash)}")
         row = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {**row, **self.extra}
+
+
+# Dense bf16 FLOP/s by a substring of the device's name, from the vendor's data sheets; the first match counts.
+PEAK_FLOPS = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
+    """Peak dense matmul throughput of a device for a dtype, in FLOP/s; None if unknown.
+
+    bf16 only: fp32 matmuls run partly on tensor cores, as tf32 products, so no single peak applies.
+    """
+    if dtype is not torch.bfloat16:
+        return None
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), None)
+
+
+def utilisation(flops_per_second: float, device: torch.device, dtype: torch.dtype | None) -> float | None:
+    """Part of its peak that a GPU reaches; None if the peak is unknown, and on CPUs."""
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return None if peak is None else flops_per_second / peak
 
 
 _NUMBERS = tuple(column.name for column in fields(StepMetrics) if column.name not in ("step", "extra"))

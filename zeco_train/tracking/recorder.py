@@ -23,38 +23,12 @@ from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.charts import VALIDATION_FILE, plot_run, plot_validations, read_validations
 from zeco_train.tracking.loggers import ExperimentLogger
-from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics
+from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics, utilisation
 from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.tracking.progress import ProgressDisplay, summary_line
-from zeco_train.tracking.starts import Start, append_start, layout_of, written_starts
+from zeco_train.tracking.starts import Start, append_start, layout_of, read_starts
 
 logger = logging.getLogger(__name__)
-
-# Dense bf16 FLOP/s by a substring of the device's name, from the vendor's data sheets; the first match counts.
-_PEAK_FLOPS = {
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-}
-
-
-def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
-    """Peak dense matmul throughput of a device for a dtype, in FLOP/s; None if unknown.
-
-    bf16 only: fp32 matmuls run partly on tensor cores, as tf32 products, so no single peak applies.
-    """
-    if dtype is not torch.bfloat16:
-        return None
-    return next((flops for part, flops in _PEAK_FLOPS.items() if part in device_name), None)
-
-
-def utilisation(flops_per_second: float, device: torch.device, dtype: torch.dtype | None) -> float | None:
-    """Part of its peak that a GPU reaches; None if the peak is unknown, and on CPUs."""
-    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-    return None if peak is None else flops_per_second / peak
 
 
 @dataclass
@@ -255,7 +229,7 @@ def check_records(run_dir: Path) -> None:
     """
     read_metrics(run_dir / METRICS_FILE)
     read_validations(run_dir / VALIDATION_FILE)
-    written_starts(run_dir)
+    read_starts(run_dir)
 
 
 def _of_validation(validation: ValidationLoss | None) -> dict[str, float]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from zeco_train.errors import DataError
 from zeco_train.system.numbers import length_name
-from zeco_train.system.stored_values import read_values
 from zeco_train.tracking.metrics import LARGEST_STEP, LineWriter, read_lines, step_of_row, wrong_value
 
 STARTS_FILE = "starts.jsonl"
@@ -73,7 +72,7 @@ class Layout:
 
 
 def layout_of(config: Mapping[str, Any], devices: int, device_name: str = "") -> Layout:
-    """The layout of a run from its resolved configuration; `KeyError` or `TypeError` for another one."""
+    """The layout of a run from its resolved configuration."""
     return Layout(
         backend=config["sp"]["backend"],
         model=config["model"]["name"],
@@ -108,18 +107,7 @@ def append_start(run_dir: Path, start: Start) -> None:
         writer.append(row)
 
 
-def read_starts(run_dir: Path, devices: int) -> list[Start]:
-    """The starts of a run, in order.
-
-    Without starts.jsonl, an old run has one: of `devices`, and the rest is read from config.yaml.
-
-    Raises:
-        DataError: neither file can be used.
-    """
-    return written_starts(run_dir) or [Start(0, _from_config(run_dir / "config.yaml", devices), {})]
-
-
-def written_starts(run_dir: Path) -> list[Start]:
+def read_starts(run_dir: Path) -> list[Start]:
     """The starts in starts.jsonl, in order; none if the file is missing.
 
     Raises:
@@ -146,12 +134,3 @@ def _start_of(path: Path, number: int, row: Mapping[str, Any]) -> Start:
     environment = row.get("environment")
     check("environment", isinstance(environment, dict), "an object")
     return Start(step_of_row(path, number, row), Layout(**values), environment or {})  # type: ignore[arg-type]
-
-
-def _from_config(path: Path, devices: int) -> Layout:
-    try:
-        return layout_of(read_values(path), devices)
-    except FileNotFoundError as error:
-        raise DataError(path, "is not there", "give the folders of runs") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(path, f"is not the configuration of a run ({' '.join(str(error).split())[:200]})") from error

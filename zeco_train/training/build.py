@@ -22,7 +22,7 @@ from zeco_train.distributed.parallelize import parallelize
 from zeco_train.hf.weights import load_weights
 from zeco_train.lifecycle.watch import Watchdog
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.of_model import connect_model
+from zeco_train.sp.exchange import connect_model
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.command import quick_imports
 from zeco_train.training.config import Compile, CudaGraphs, TrainConfig

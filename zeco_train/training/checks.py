@@ -20,7 +20,7 @@ from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.linear import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE, Matmul
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import Call, SlowPath, check_kernels
-from zeco_train.sp.of_model import check_softmax
+from zeco_train.sp.exchange import check_softmax
 from zeco_train.training.config import Compile
 from zeco_train.training.optim import adamw
 from zeco_train.training.profiler import check_profile_ranks

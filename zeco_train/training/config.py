@@ -9,7 +9,7 @@ from enum import Enum
 
 import torch
 
-from data.config import LARGEST_COUNT
+from data.config import FIXED, LARGEST_COUNT
 from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
@@ -88,8 +88,8 @@ class TrainConfig:
     """
 
     steps: int = 1000
-    dtype: Dtype = Dtype.fp32
-    matmul: Matmul = Matmul.bf16
+    dtype: Dtype = field(default=Dtype.fp32, metadata=FIXED)
+    matmul: Matmul = field(default=Matmul.bf16, metadata=FIXED)
     device: Device = Device.auto
     log_every: int = 10
     eval_every: int = 0
@@ -105,7 +105,6 @@ class TrainConfig:
     profile_ranks: list[int] = field(default_factory=lambda: [0])
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         check_least(self, "train", steps=1, log_every=1, segments=1, eval_every=0, eval_sequences=0)
         if self.steps > LARGEST_COUNT:
             raise ConfigError("train.steps", self.steps, f"must be ≤ {LARGEST_COUNT}")
@@ -113,5 +112,4 @@ class TrainConfig:
         check_profile(self.profile, self.profile_ranks, self.steps)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that have an effect only with another setting: (key, that setting, whether it is set)."""
         yield "profile_ranks", "train.profile", self.profile is not None

@@ -109,7 +109,6 @@ class StepGraphs(StepLauncher):
 
     @property
     def are_replays(self) -> bool:  # type: ignore[override]
-        """Whether the warm-up is over."""
         return self._step > WARM_UP
 
     def begin_step(self) -> bool:

@@ -67,7 +67,6 @@ def explain(
         step: after the passes of the step in question, with its gradients; weights are as they were in it.
         symptom: such as "the loss is nan".
         read: micro-batch → its segments, as `TrainingStep.backward` takes them.
-        micro_steps: number of micro-batches.
         with_backward: also the backward passes; not needed if the loss is not finite.
 
     Returns:

@@ -48,7 +48,6 @@ class OpenedRun:
     log: Path
 
     def release(self) -> None:
-        """Release the lock on the run's folder."""
         if self.folder is not None:
             self.folder.release()
 
@@ -70,7 +69,10 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         agree(mesh, lambda: _check_load(load, config) if not complete_checkpoints(path) else None)
     folder = agree(mesh, lambda: RunFolder(path, identity) if mesh.is_main else None)
     try:
-        _check_shared_folder(path, folder, mesh)
+        # Each rank writes its part of a checkpoint into the folder.
+        mark = [folder.mark if folder is not None else ""]
+        dist.broadcast_object_list(mark, src=0)
+        agree(mesh, lambda: check_shared(path, mark[0], mesh.rank))
         agree(mesh, lambda: check_records(path) if folder else None)
         seen = check_seen(data, config.data, path, folder is not None and folder.has_begun, mesh)
         agree(mesh, lambda: _begin(folder, data, seen, config, arguments, mesh) if folder else None)
@@ -119,13 +121,6 @@ def _begin(
     if data.stores():
         seen.write(folder.path)
     folder.keep_tokenizer(data.tokenizer_files())
-
-
-def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh) -> None:
-    # Each rank writes its part of a checkpoint into the folder.
-    mark = [folder.mark if folder is not None else ""]
-    dist.broadcast_object_list(mark, src=0)
-    agree(mesh, lambda: check_shared(path, mark[0], mesh.rank))
 
 
 def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:

@@ -40,7 +40,6 @@ class ScheduleConfig:
     min_ratio: float = 0.1
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         for name, is_right, allowed in (
             ("warmup_steps", self.warmup_steps >= 0, "must be ≥ 0"),
             ("decay_fraction", 0 < self.decay_fraction <= 1, "must be in (0, 1]"),
@@ -62,7 +61,6 @@ class ScheduleConfig:
         return max(1, round(self.decay_fraction * steps))
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that have an effect only with another setting: (key, that setting, whether it is set)."""
         yield "decay_fraction", "sched=wsd", self.kind is ScheduleKind.wsd
         yield "min_ratio", "sched=wsd or cosine", self.kind is not ScheduleKind.constant
 

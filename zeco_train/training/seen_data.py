@@ -59,7 +59,6 @@ class SeenStore:
 
     @classmethod
     def of(cls, store: TokenStore, copies: Sequence[str]) -> SeenStore:
-        """Describe an open store."""
         meta = store.meta
         return cls(str(store.path.resolve()), meta.tokens_sha256, meta.doc_offsets_sha256, _files(store), [*copies])
 

@@ -41,9 +41,6 @@ class TrainingStep:
     Args:
         model: parallelised (`zeco_train.distributed.parallelize`).
         optimizer: reads `found_inf` and `grad_scale`, see docs/extending.md.
-        exchange: connects the shards of a sequence.
-        mesh: the ranks.
-        strategy: how the model is parallelised.
         grad_clip: largest global gradient norm; 0 clips nothing.
         tokens_per_step: of the global batch; a batch's own count of labels takes precedence.
         graphs: replay the step; None: launch its kernels one by one.
@@ -122,7 +119,7 @@ class TrainingStep:
         # NCCL does not time out what is in a graph.
         timeout = self.mesh.timeout if self._launcher.are_replays else None
         # Before the optimizer's kernels are queued, so that reading does not wait for them.
-        numbers = PendingNumbers(self._launcher.run("reduce", self._reduce), timeout=timeout)
+        numbers = PendingNumbers(self._launcher.run("numbers", self._numbers_and_clipping), timeout=timeout)
         if self._rates is None:
             self._optimize()
         else:
@@ -140,7 +137,6 @@ class TrainingStep:
                 self._launcher = launcher
 
     def skip_update(self) -> None:
-        """End a step without an update."""
         self._launcher.keep_gradients()
 
     def zero_grad(self) -> None:
@@ -149,7 +145,7 @@ class TrainingStep:
         if not self._launcher.begin_step():
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _reduce(self) -> tuple[Tensor, ...]:
+    def _numbers_and_clipping(self) -> tuple[Tensor, ...]:
         totals, norm = over_ranks(self.totals), global_norm(self.model)
         numbers = StepNumbers(**vars(totals), grad_norm=norm)
         # Fused optimizers divide gradients by `grad_scale`, and skip the step if `found_inf` is 1: torch's mechanism

@@ -33,7 +33,6 @@ class Validation:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no labels are held out."""
         return not self._readers
 
     def coverage(self, key: str = "train.eval_sequences") -> list[str]:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch, gather
+from zeco_train.ops.operator_registry import DEFAULT
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.attention.all_gather import ALL_GATHER
@@ -81,7 +82,8 @@ class Verification:
             yield from self._huge()
             return
         for operator in config.operators:
-            tokens = config.attention_tokens if operator == SOFTMAX else config.tokens
+            # Softmax attention beside another operator has one size.
+            tokens = config.tokens if operator in (config.operator, DEFAULT) else [min(config.tokens)]
             yield from self._operator(operator, meshes, tokens)
         if self._everything:
             if self._device.type == "cuda":
@@ -93,7 +95,8 @@ class Verification:
 
     def _operator(self, operator: str, meshes: Sequence[ProcessMesh], tokens: Sequence[int]) -> Iterator[VerifyRow]:
         config, is_softmax = self._config, operator == SOFTMAX
-        for mesh, number, documents, dtype in itertools.product(meshes, tokens, config.documents_or_not, config.dtypes):
+        kinds = [False, True] if config.documents is None else [config.documents]
+        for mesh, number, documents, dtype in itertools.product(meshes, tokens, kinds, config.dtypes):
             # Each group of ranks has values of its own.
             name = f"{config.seed} {mesh.dp_rank} {dtype} {number} {documents}"
             whole = Whole(

@@ -186,16 +186,6 @@ class VerifyConfig:
         return found
 
     @property
-    def documents_or_not(self) -> list[bool]:
-        """Whether there are packed documents, by kind of sequence."""
-        return [False, True] if self.documents is None else [self.documents]
-
-    @property
-    def attention_tokens(self) -> list[int]:
-        """Tokens per rank of softmax attention."""
-        return self.tokens if self.operator == SOFTMAX else [min(self.tokens)]
-
-    @property
     def num_key_heads(self) -> int:
         """G."""
         return self.key_heads or (self.heads if self.heads % 2 else self.heads // 2)

@@ -44,9 +44,8 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.attention.method_registry import METHODS, AttentionChoice
 from zeco_train.sp.backend_registry import SHARING
-from zeco_train.sp.exchange import local_exchange
+from zeco_train.sp.exchange import connect_model, local_exchange
 from zeco_train.sp.exposed import ExposedMeter
-from zeco_train.sp.of_model import connect_model
 from zeco_train.training.build import build_model
 from zeco_train.training.config import Dtype, TrainConfig
 from zeco_train.training.optim.optimizer_registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.library import opcheck
 
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
@@ -19,7 +21,6 @@ from tests.training.test_compile import (
     _compiler,
     _counted,
     check_graphs,
-    check_operator,
     mesh,
     store,
     two_ranks,
@@ -27,7 +28,7 @@ from tests.training.test_compile import (
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.linear import Matmul
-from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.position import SequencePosition, find_doc_ids
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.training.nonfinite import explain
@@ -121,8 +122,43 @@ def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
     run_distributed(two_ranks, 2, str(store), "two_shot", case)
 
 
+def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """q, k, v, g; do; and a state."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator, dtype=torch.float64)
+
+    inputs = [random(tokens, 3, size).to(dtype) for size in (4, 4, 5)]
+    inputs.append(-random(tokens, 3, 4).abs().to(wide))
+    return inputs, random(tokens, 3, 5).to(dtype), random(3, 4, 5).to(wide)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("tokens", [70, 1])
 @pytest.mark.parametrize("documents", [True, False])
 def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: bool) -> None:
-    check_operator(dtype, tokens, documents=documents)
+    """GLA's, replays among them; tests/ops/test_opcheck.py has the other operators."""
+    exchange = local_exchange()
+    handle = exchange.handle(torch.device("cpu"))
+    inputs, do, state = _tokens(dtype, tokens)
+    borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
+    doc_ids = find_doc_ids(borders, 0, tokens, torch.device("cpu"))
+    for replay in (False, True):
+        for carry in (False, True):
+            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+            carry_in = state.clone().requires_grad_() if carry else None
+            incoming_state = 2 * state if replay else None
+            arguments = (leaves, "gla", 0.5, handle, doc_ids, incoming_state, carry_in, carry)
+            tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+            if not (replay and carry):
+                # This check compares outputs, and the carry_out of a replay is NaN.
+                tests.append("test_aot_dispatch_dynamic")
+            opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
+            with torch.no_grad():
+                _, received, _, transition, saved = torch.ops.zeco.mix(*arguments)
+            received = received if incoming_state is None else incoming_state
+            dcarry_out = -state if carry else None
+            kept = inputs, do, saved, transition, received, dcarry_out
+            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle, doc_ids, carry))

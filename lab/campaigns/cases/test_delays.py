@@ -88,7 +88,7 @@ def _one_failure_spares_the_rest(rank: int, world_size: int, folder: str) -> tup
             raise RuntimeError("no such kernel")
 
     with mock.patch.object(_Measurement, "_hops", fail):
-        report = delays.CASE.run(config, session)
+        report = delays.CASE.measure(config, session)
     session.drain()
     return report.failures, {row["part"] for row in report.rows}
 

@@ -8,11 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.report.test_report import DP, RESULTS, ZECO, write_run
 from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
 from tests.support.waiting import ENOUGH
+from zeco_train.report import panels
+from zeco_train.report.__main__ import main
+from zeco_train.report.measurements import read
+from zeco_train.system.figures import new_figure
 
 pytestmark = pytest.mark.campaign
 
@@ -66,3 +72,39 @@ def test_missing_matplotlib_backend_falls_back_to_agg(tmp_path: Path) -> None:
     drawn = [line for line in result.stdout.splitlines() if line.endswith(": agg")]
     assert drawn == [f"{name}: agg" for name in ("run", "compare", "heat map", "panel", "decode", "inspect")], result
     assert "Error" not in result.stderr, result.stderr
+
+
+def test_all_stored_results_are_reported_or_left_out_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As README and docs name them: lab/results/*.json."""
+    files = sorted(RESULTS.glob("*.json"))
+    assert main([*map(str, files), "--out", str(tmp_path / "page")]) == 0
+    told = capsys.readouterr()
+    left = [line for line in told.err.splitlines() if line.startswith("left out: ")]
+    assert sorted(Path(line.split(": ")[1]).name for line in left) == [
+        "convergence_1xh200_fp8.json",
+        "delays_2xh200.json",
+    ]
+    assert f"{len(files) - 2} benchmarks" in told.out
+
+
+def test_many_runs_leave_room_for_their_curves(tmp_path: Path) -> None:
+    """14 runs of two layouts: legends beside the axes, names at the bars, one point for all runs of a layout."""
+    for number in range(14):
+        rates = dict.fromkeys(range(1, 4), 100.0 + number)
+        write_run(tmp_path / f"run-{number:02}", rates, [(0, DP if number % 2 else ZECO)])
+    drawn = {panel.title.partition(" (")[0]: panel for panel in panels.panels(read([tmp_path]))}
+    assert {"Loss of 14 runs", "Difference of the losses from run-00"} <= drawn.keys()
+    for title, panel in drawn.items():
+        figure = new_figure("", panels.PANEL_INCHES, dpi=60, title_size=8)
+        axes = figure.subplots()
+        panel.draw(axes, {})
+        figure.canvas.draw()
+        place = axes.get_position()
+        assert min(place.width, place.height) > 0.55, (title, place)
+        if title == "Exposed communication":
+            assert {label.get_text() for label in axes.get_yticklabels()} >= {"run-00", "run-13"}
+        if title == "Throughput by length":
+            # Odd runs are of dp, even ones of zeco: the medians of 101, 103, … and of 100, 102, …
+            assert {107.0, 106.0} <= {float(np.ravel(line.get_ydata())[0]) for line in axes.lines}

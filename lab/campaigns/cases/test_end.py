@@ -14,6 +14,7 @@ from tests.lifecycle.test_end import ADVICE
 from zeco_train.lifecycle import end
 from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch
+from zeco_train.lifecycle.watch import Watchdog
 
 pytestmark = pytest.mark.campaign
 
@@ -23,10 +24,10 @@ def test_sigterm_goes_to_watchdog_but_ends_forked_child(monkeypatch: pytest.Monk
     monkeypatch.setattr(end, "launcher_store", lambda launch: store)
     before = signal.getsignal(signal.SIGTERM)
     # The watchdog would end this process within two seconds.
-    monkeypatch.setattr(Job, "_abandon", lambda *arguments: None)
+    monkeypatch.setattr(Watchdog, "abandon", lambda *arguments: None)
     running = Job(Launch(0, 2, 0), ADVICE)
     try:
-        running.guard(timedelta(seconds=60))
+        running.watchdog.guard(timedelta(seconds=60))
         os.kill(os.getpid(), signal.SIGTERM)
         assert running.watchdog.is_terminated
         # Many attempts, since the signal has to arrive during the fork.

@@ -12,15 +12,23 @@ from torch import Tensor
 
 from lab.exactness_matrix import TOLERANCE
 from models import projections
-from tests.sp.test_fp8 import MODELS, SPLITS, case_of, split, store, whole
+from tests.sp.test_fp8 import MODELS, SPLIT, case_of, split, store, whole
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
 from tests.support.steps import Result, make_mesh, run_steps, worst
+from zeco_train.distributed.config import Strategy
 from zeco_train.ops.linear import Fp8Rows, quantise_rows
+from zeco_train.ops.recompute import Recompute
 
 __all__ = ["store"]
 
 pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
+
+SPLITS = (
+    ("chain/3", False, 1, Recompute.full, Strategy.zero3),
+    ("lasp2", True, 1, Recompute.selective, Strategy.ddp),
+    SPLIT,
+)
 
 
 def with_one_scale(*parts: Tensor) -> Fp8Rows:

@@ -21,7 +21,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.sp.exposed import ExposedMeter
+from zeco_train.sp.exposed import ExposedMeter, MeteredScan
 
 pytestmark = [pytest.mark.campaign, pytest.mark.gpu]
 
@@ -33,7 +33,7 @@ def test_exposed_and_hidden_waits_on_gpu() -> None:
     for hidden in (False, True):
         scan = PendingScan(want_carry=False)
         with meter.measuring():
-            metered = meter.metered(scan, device, finish_waits=False)
+            metered = MeteredScan(scan, device, meter, finish_waits=False)
         with torch.cuda.stream(side):
             torch.cuda._sleep(100_000_000)  # 50 ms
             scan.incoming.set_result(value)
@@ -56,7 +56,7 @@ def test_nothing_is_measured_in_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(1, device=device)
     with meter.measuring():
-        metered = meter.metered(SlowScan(), device, finish_waits=True)
+        metered = MeteredScan(SlowScan(), device, meter, finish_waits=True)
     with torch.cuda.graph(graph):
         x += 1
         metered.wait()

@@ -5,9 +5,26 @@ from __future__ import annotations
 import pytest
 
 from tests.support.distributed import run_distributed
-from tests.training.test_graphs import SETTINGS, run_again
+from tests.training.test_graphs import run_again
 
 pytestmark = pytest.mark.campaign
+SETTINGS = [
+    [],
+    ["data.reset_state_at_document=true"],
+    ["data.reset_state_at_document=true", "model.mixer=mamba2"],
+    ["parallel=ddp"],
+    ["parallel=zero3"],
+    ["train.recompute=full"],
+    ["optim=muon"],
+    ["model.mixer=mamba2"],
+    ["model.mixer=retnet", "model.attn.every=2"],
+    ["model.mixer=retnet", "train.compile=never"],
+    ["train.segments=4", "model.mixer=retnet"],
+    ["train.segments=2", "data.reset_state_at_document=true", "model.mixer=mamba2"],
+    ["train.segments=4", "parallel=zero3", "train.recompute=full"],
+    # With the columns of a normaliser, uncompiled.
+    ["model=cosformer_tiny", "data.reset_state_at_document=true", "train.compile=never"],
+]
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.hf.test_export import exported, run
 from tests.hf.test_transformers_models import random_folder
 from tests.support.distributed import run_distributed
+from tests.support.model_card import run_snippet
 from tests.support.training import full, train
 from zeco_train.distributed.config import Strategy
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.folder import WEIGHTS_FILE
+from zeco_train.hf.parity import HEADER, ParitySettings, compare, line
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.lifecycle.join import Launch
 from zeco_train.training.checks import join_ranks
 from zeco_train.training.config import Dtype
 
+# Fixtures.
+__all__ = ["exported", "run"]
 pytestmark = pytest.mark.campaign
 
 
@@ -87,3 +93,16 @@ def test_joined_rows_are_read_on_any_split(kind: str, tmp_path: Path) -> None:
         for parameters in of_rank:
             assert parameters.keys() == own.keys()
             assert all(torch.equal(tensor, own[name]) for name, tensor in parameters.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+def test_fla_agrees_with_export_on_gpu(exported: Path, dtype: Dtype) -> None:
+    """Takes minutes until fla has tuned its kernels for these shapes; fp32 needs TRITON_F32_DEFAULT=ieee."""
+    trained = find_trained(str(exported))
+    mesh = join_ranks(trained.configure([]), Launch(0, 1, 0))
+    (found,) = compare(trained, mesh, ParitySettings(tokens=1000), [dtype])
+    dist.destroy_process_group()
+    print(HEADER, line(found), sep="\n")
+    assert found.passes
+    assert run_snippet(exported).startswith("Once")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
 import pytest
 
 from tests.plan import test_plan as gate
+from tests.plan.test_hybrid_plans import HYBRID
+from tests.plan.test_sharding import of_1b
 from tests.support.commands import REPOSITORY
-from tests.support.planning import make_case
+from tests.support.planning import EAGER, GLA_1B, make_case, planned
 from tests.support.waiting import ENOUGH
 from zeco_train.config.schema import group_options
 from zeco_train.plan import calibration
+from zeco_train.plan.attention_costs import attention_blocks, attention_seconds, method_costs, plan_exchanges
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import parse
-from zeco_train.plan.memory import plan_memory
+from zeco_train.plan.memory import parameter_bytes, plan_memory
 from zeco_train.plan.report import _assumptions
-from zeco_train.plan.step_time import operator_seconds
+from zeco_train.plan.step_time import operator_seconds, plan_step
+from zeco_train.plan.traffic import parameter_traffic
+from zeco_train.sp.backend_registry import BACKENDS
 
 pytestmark = pytest.mark.campaign
 
@@ -118,3 +124,71 @@ def test_experiments_fit_their_machine(name: str) -> None:
     if name == "gla_tiny_1m":
         assert case.config.data.seq_len == 1 << 20
         assert plan_memory(case, 0.05).peak < 2.5e9
+
+
+def test_slow_links_bound_step_time() -> None:
+    fast = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").time
+    slow = planned(*GLA_1B, "world_size=4", "data.seq_len=65536", "link_gbps=1").time
+    moved = parameter_traffic(make_case(*GLA_1B, "world_size=4", "data.seq_len=65536")).total / 1e9
+    assert slow.total > moved > fast.total
+    # Between nodes the network bandwidth applies, of eight cards together.
+    across = [*GLA_1B, "world_size=16", "data.seq_len=262144"]
+    moved = parameter_traffic(make_case(*across)).total / 8e9
+    assert moved < planned(*across, "node_gbps=1").time.total < 2 * moved
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_zero3_gathers_adjacent_units_beside_the_root(tied: str) -> None:
+    model = ["model=gla_340m", f"model.tie_word_embeddings={tied}", "train.dtype=bf16", EAGER]
+    case = make_case(*model, "world_size=4", "data.seq_len=65536", "parallel=zero3")
+    *units, root = ([math.prod(shape) for shape, _ in unit] for unit in case.spec.units)
+    table, block = 32000 * 1024, sum(units[1])
+    assert sum(root) == (table if tied == "true" else 0) + 1024
+    # A tied table lies in the root, which is gathered once.
+    expected = parameter_bytes(case, 4) + 2 * (sum(root) + block + (block if tied == "true" else table))
+    assert plan_memory(case, 0.05).phases["loss"]["weights"] == expected
+
+
+def test_throughput_of_dp_falls_with_ranks_less_so_within_fewer_shards() -> None:
+    whole = [plan_step(of_1b(ranks)).total - plan_step(of_1b(ranks)).seconds["scans"] for ranks in (8, 256, 1024, 4096)]
+    assert whole == sorted(whole)
+    in_nodes = [of_1b(ranks, "parallel.shard_size=8") for ranks in (256, 4096)]
+    times = [plan_step(case).total - plan_step(case).seconds["scans"] for case in in_nodes]
+    assert times[1] < 1.01 * times[0]
+    assert times[1] < whole[2] < whole[3] / 1.3
+
+
+def test_time_of_softmax_grows_with_length_and_stops_at_the_window() -> None:
+
+    def seconds(length: int, *more: str) -> float:
+        return attention_seconds(make_case(*HYBRID, "world_size=8", f"data.seq_len={length}", *more))
+
+    assert seconds(1 << 20) == pytest.approx(4 * seconds(1 << 19), rel=1e-3)
+    window = "model.attn.window=4096"
+    assert seconds(1 << 20, window) == pytest.approx(2 * seconds(1 << 19, window), rel=1e-2)
+    # Without a shared sequence each rank has a short one.
+    case = make_case(*HYBRID, "world_size=8", "data.seq_len=1048576")
+    assert attention_seconds(case.by(BACKENDS["dp"])) == pytest.approx(attention_seconds(case) / 8, rel=1e-3)
+    assert plan_exchanges(case.by(BACKENDS["dp"])).sent == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "phase"),
+    [
+        (["model.attn.every=4"], "backward of the last block"),
+        (["model.attn.every=4", "model.attn.offset=0"], "backward of layer 16, softmax"),
+        (["model.attn.layers=[0]"], "backward of the first block"),
+    ],
+)
+def test_peak_has_the_keys_that_a_method_holds_wherever_the_layer_is(settings: list[str], phase: str) -> None:
+    arguments = [*GLA_1B, *settings, "data.seq_len=1048576", "world_size=16"]
+    gathered = make_case(*arguments, "sp.attention=all_gather")
+    spread = make_case(*arguments, "sp.attention=ulysses")
+    (_, attention), *_ = attention_blocks(gathered)
+    more = method_costs(gathered, attention).held - method_costs(spread, attention).held
+    memory, less = (plan_memory(case, 0.05) for case in (gathered, spread))
+    assert sum(memory.phases[phase].values()) - sum(less.phases[phase].values()) == pytest.approx(more, rel=0.05)
+    # Where the last layer is early, so are few activations left.
+    assert phase != "backward of layer 16, softmax" or memory.phase == phase
+    keys, queries = 2 * 16 * 128 * (1 << 20), 16 * 128 * (1 << 16)
+    assert method_costs(gathered, attention).held == keys * 2 * 4 + 4 * queries * 2

@@ -15,6 +15,7 @@ from tests.support.distributed import run_distributed
 from tests.support.training import train
 from tests.training.test_seen_data import DATA, VERIFY, Run, first, flip, run, touch, write
 from zeco_train.errors import ZecoError
+from zeco_train.training.seen_data import RECORD_FILE
 
 # Fixtures.
 __all__ = ["first", "run"]
@@ -81,3 +82,18 @@ def test_copies_of_nodes_are_compared_and_verified_each(tmp_path: Path) -> None:
         assert results[1].startswith(changed)
         assert results[3].startswith(f"DataError: {tmp_path / 'copy' / shard_name(1)}: its contents differ from")
         assert results[4].startswith(changed)
+
+
+def test_each_store_of_mixture_is_checked(tmp_path: Path) -> None:
+    stores = [write(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    settings = ["data=mixture", f"data.stores=[{{path: {stores[0]}}}, {{path: {stores[1]}}}]"]
+    settings += [f"run_dir={tmp_path / 'run'}"]
+    assert train_here(*settings, "train.steps=1").code == 0
+    flip(stores[1] / shard_name(2))
+    check_line(train_here(*settings, "train.steps=2"), DATA, f"{stores[1] / shard_name(2)}: changed since")
+
+
+def test_synthetic_task_writes_no_record(tmp_path: Path) -> None:
+    settings = ["data=synthetic", "data.synthetic.facts=2", "data.seq_len=64", f"run_dir={tmp_path / 'run'}"]
+    assert train_here(*settings, "train.steps=1").code == 0
+    assert not (tmp_path / "run" / RECORD_FILE).exists()

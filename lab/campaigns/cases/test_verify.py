@@ -15,11 +15,13 @@ from torch import Tensor
 from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.verify.test_own_ranks import TIMEOUT, _replaced
+from tests.verify.test_verify import _SCANS, OF_GLA, passing, rows_of, torchrun
 from zeco_train.training.step import TrainingStep
 from zeco_train.training.step_totals import taken_from
 from zeco_train.verify import step_cases
 from zeco_train.verify.report import VerifyRow
 from zeco_train.verify.step_cases import StepCase
+from zeco_train.verify.whole import VERIFIED
 
 pytestmark = pytest.mark.campaign
 
@@ -66,3 +68,36 @@ def test_defaults_pass_on_two_ranks_and_say_what_they_do_not_cover(tmp_path: Pat
     assert table[-1].startswith("ok: ")
     assert "not covered here:" in table
     assert not [row for row in table if row.startswith(("- operator:", "- scan:", "- mixer:", "- method:"))]
+
+
+@pytest.mark.processes
+def test_hanging_rank_ends_verification_after_timeout(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from tests.support.gate import meet\n"
+        "from zeco_train.verify import __main__ as command, cases\n"
+        "run = cases.run_on_ranks\n"
+        "def stop(*args):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        time.sleep(600)\n"
+        "    return run(*args)\n"
+        "cases.run_on_ranks = stop\n"
+        "meet()\n"
+        "sys.exit(command.main(sys.argv[1:]))\n"
+    )
+    with torchrun(2, tmp_path, [str(script)], *OF_GLA, "tokens=[20]", "timeout=10", "sp_sizes=[2]") as run:
+        outcome = run.wait()
+    assert outcome.code != 0
+    assert len(outcome.errors) == 1, outcome
+    assert "every rank is alive: one is stuck, or slower than timeout" in outcome.errors[0]
+
+
+@pytest.mark.parametrize("operator", [name for name in VERIFIED if name != "gla"])
+def test_every_backend_passes_with_every_operator(operator: str) -> None:
+    """Of two heads one would have no decays; of five, four have decays up to 20 a token."""
+    arguments = ["tokens=[30]", "dtypes=[fp64]", "sp_sizes=[2]", f"operator={operator}"]
+    table = passing(2, *arguments, "heads=5", "key_dim=8", "value_dim=5", "device=cpu")
+    assert f", operator {operator}" in table[0]
+    for backend in ("float64 itself", *_SCANS):
+        assert sum(row.endswith(" ok") for row in rows_of(table, backend)) == 2, backend

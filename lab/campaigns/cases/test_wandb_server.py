@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,33 @@ def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, 
         assert synced.returncode == 0, synced.stderr
         assert [row["step"] for row in server.rows(run_id)] == [1, 2, 3, 4, 3, 4, 5]
         assert {start["name"] for start in server.started} == {run_id}
+
+
+_ONLINE = """
+import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
+config = LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online)
+try:
+    build_logger(config, sys.argv[1], 0).begin({}, Start(0, Layout("zeco", "gla_tiny", 1024, 1, 1), {}), None)
+except ConfigError as error:
+    print(error)
+"""
+
+
+class _Refuse(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_error(403)
+
+
+@pytest.mark.processes
+def test_refusing_wandb_server_gives_one_line_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with HTTPServer(("127.0.0.1", 0), _Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        account = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_ERROR_REPORTING": "false"}
+        done = run_python(["-c", _ONLINE, str(tmp_path / "run")], tmp_path, **account)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("logger.mode=online: W&B cannot start (")
+    assert "403" in done.stdout
+    assert done.stdout.count("\n") == 1

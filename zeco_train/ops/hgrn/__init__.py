@@ -62,8 +62,7 @@ HGRN = ElementwiseRecurrence(
     portable=CHUNKED,
     oracle=by_sums,
     one_token=hgrn_step,
-    forward_flops=lambda heads, key_dim, value_dim: 0.0,
-    recomputed_flops=lambda heads, key_dim, value_dim: 0.0,
+    forward_flops=lambda *dims: 0.0,
     about="The elementwise recurrence of HGRN (Qin et al. 2023, arXiv 2311.04823); states are [B, H, K, 1]."
     "\n\n    h_t = exp(g_t) ⊙ h_{t-1} + x_t,    o_t = h_t",
     output=0,

@@ -238,23 +238,22 @@ WALK = RunOptions(rows=16, channels=64, programs=4096, shortest=64)
 _JOINED, _CHANNELS = 32, 32
 
 
-class HgrnSummaries(NamedTuple):
-    """Runs of a rank's tokens joined from a zero start, or in reverse from a zero end; fp32."""
-
+class _Summaries(NamedTuple):
+    # Runs of a rank's tokens joined from a zero start, or in reverse from a zero end; fp32.
     starts: Tensor  # [B, runs, C], what each starts from, or ends with
     log_decays: Tensor  # [B, runs, C], of all runs before it, or after it
     state: Tensor  # [B, H, K, 1], S_loc or D_loc
     log_decay: Tensor  # [B, H, K], of all tokens
 
 
-def states_shape(x: Tensor) -> tuple[int, int, int]:
-    """[B, ⌈T / rows⌉, C], of the states that are saved, for x [B, T, H, K]."""
+# [B, ⌈T / rows⌉, C], of the states that are saved, for x [B, T, H, K].
+def _states_shape(x: Tensor) -> tuple[int, int, int]:
     batch, tokens, heads, key_dim = x.shape
     return batch, -(-tokens // WALK.rows), heads * key_dim
 
 
-def launch_summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -> HgrnSummaries:
-    """Summarise the runs of x, in reverse of do, and join them; all tensors are contiguous here, g is fp32."""
+# Of the runs of x, in reverse of do, joined; all tensors are contiguous here, g is fp32.
+def _summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -> _Summaries:
     B, T, H, K = x.shape
     C, run = H * K, WALK.run(B, T, H * K)
     runs = triton.cdiv(T, run)
@@ -267,56 +266,26 @@ def launch_summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: b
     starts_kernel[(triton.cdiv(C, _CHANNELS), B)](
         starts, log_decays, state, log_decay, runs, C, ROWS=_JOINED, BC=_CHANNELS, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
-    return HgrnSummaries(starts, log_decays, state.unsqueeze(-1), log_decay)
-
-
-def launch_outputs(
-    x: Tensor, g: Tensor, doc_ids: Tensor | None, summaries: HgrnSummaries, incoming: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The outputs in the dtype of x, and the states to save (`states_shape`), fp32; incoming: R, [B, H, K, 1]."""
-    B, T, H, K = x.shape
-    o, states = torch.empty_like(x), torch.empty(states_shape(x), dtype=torch.float32, device=x.device)
-    outputs_kernel[(triton.cdiv(H * K, WALK.channels), summaries.starts.shape[1], B)](
-        x, g, doc_ids, summaries.starts, summaries.log_decays, incoming.contiguous(), o, states,
-        WALK.run(B, T, H * K), T, H * K,
-        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
-    )  # fmt: skip
-    return o, states
-
-
-def launch_grads(
-    x: Tensor,
-    g: Tensor,
-    do: Tensor,
-    doc_ids: Tensor | None,
-    states: Tensor,
-    summaries: HgrnSummaries,
-    incoming: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gradients dx in the dtype of x and dg fp32, [B, T, H, K].
-
-    From the states of `launch_outputs`, the summaries of do in reverse, and incoming: D_in, [B, H, K, 1].
-    """
-    B, T, H, K = x.shape
-    dx, dg = torch.empty_like(x), torch.empty_like(g)
-    grads_kernel[(triton.cdiv(H * K, WALK.channels), summaries.starts.shape[1], B)](
-        x, g, do, doc_ids, states, summaries.starts, summaries.log_decays, incoming.contiguous(), dx, dg,
-        WALK.run(B, T, H * K), T, H * K,
-        ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
-    )  # fmt: skip
-    return dx, dg
+    return _Summaries(starts, log_decays, state.unsqueeze(-1), log_decay)
 
 
 # All before the scan is needed for it: nothing overlaps it.
 class _KernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._x, self._g = map(dense, operands)
-        self._summaries = launch_summaries(self._x, self._g, self.doc_ids, reverse=False)
+        self._summaries = _summaries(self._x, self._g, self.doc_ids, reverse=False)
         self.state, self.transition = self._summaries.state, self._summaries.log_decay
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
-        o, states = launch_outputs(self._x, self._g, self.doc_ids, self._summaries, incoming_state)
+        x, (starts, log_decays, *_) = self._x, self._summaries
+        B, T, H, K = x.shape
+        o, states = torch.empty_like(x), torch.empty(_states_shape(x), dtype=torch.float32, device=x.device)
+        outputs_kernel[(triton.cdiv(H * K, WALK.channels), starts.shape[1], B)](
+            x, self._g, self.doc_ids, starts, log_decays, incoming_state.contiguous(), o, states,
+            WALK.run(B, T, H * K), T, H * K,
+            ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=self.doc_ids is not None, num_warps=1,
+        )  # fmt: skip
         self.saved = (states,)
         return o
 
@@ -324,18 +293,24 @@ class _KernelForward(ForwardBase):
 class _KernelBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._x, self._g, self._do = map(dense, (*operands, self.do))
-        self._summaries = launch_summaries(self._do, self._g, self.doc_ids, reverse=True)
+        self._summaries = _summaries(self._do, self._g, self.doc_ids, reverse=True)
         self.state_grad = self._summaries.state
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        (states,) = self.saved
-        inputs = self._x, self._g, self._do, self.doc_ids
-        return launch_grads(*inputs, states, self._summaries, incoming_grad)
+        (states,), (ends, log_decays, *_) = self.saved, self._summaries
+        B, T, H, K = self._x.shape
+        dx, dg = torch.empty_like(self._x), torch.empty_like(self._g)
+        grads_kernel[(triton.cdiv(H * K, WALK.channels), ends.shape[1], B)](
+            self._x, self._g, self._do, self.doc_ids, states, ends, log_decays, incoming_grad.contiguous(), dx, dg,
+            WALK.run(B, T, H * K), T, H * K,
+            ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=self.doc_ids is not None, num_warps=1,
+        )  # fmt: skip
+        return dx, dg
 
 
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (operands[0].new_empty(states_shape(operands[0]), dtype=torch.float32),)
+    return (operands[0].new_empty(_states_shape(operands[0]), dtype=torch.float32),)
 
 
 CUDA = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)

@@ -41,7 +41,6 @@ class ShortConv(Operator):
         return x.shape[0], 1, weight.shape[2] - 1, x.shape[2]
 
     def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
-        """As for all operators; and the width is at least 2."""
         super().check(operands, doc_ids, do)
         if (width := operands[1].shape[2]) < 2:
             raise ValueError(f"weight: expected a width of at least 2, got {width}")
@@ -59,8 +58,7 @@ SHORT_CONV = ShortConv(
     portable=PLAIN,
     oracle=by_windows,
     one_token=convolution_step,
-    forward_flops=lambda heads, key_dim, value_dim: 0.0,
-    recomputed_flops=lambda heads, key_dim, value_dim: 0.0,
+    forward_flops=lambda *dims: 0.0,
     about="Short causal depthwise convolution; the state is the last inputs, [B, 1, W - 1, C]."
     "\n\n    o_t = bias + Σ_{j<W} weight[:, 0, j] ⊙ x_{t-(W-1)+j}",
     output=0,

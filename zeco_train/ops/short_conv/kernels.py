@@ -286,71 +286,6 @@ _CHANNELS = 32
 _PARTS = 32
 
 
-def launch_outputs(
-    x: Tensor, weight: Tensor, bias: Tensor, incoming: Tensor | None, doc_ids: Tensor | None, y: Tensor
-) -> None:
-    """Compute y [B, T, C] with zeros before the shard; or its first w − 1 tokens after the received inputs."""
-    x, walk = _side_by_side(x), OUTPUTS
-    (B, T, C), W = x.shape, weight.shape[2]
-    last = T if incoming is None else min(T, W - 1)
-    # The received inputs precede the first run, so there is one.
-    run = walk.run(B, T, C) if incoming is None else triton.cdiv(last, walk.rows) * walk.rows
-    outputs_kernel[(triton.cdiv(C, walk.channels), triton.cdiv(last, run), B)](
-        x, weight.contiguous(), bias.contiguous(), None if incoming is None else incoming.contiguous(), doc_ids, y,
-        x.stride(0), x.stride(1), run, last, T, C, W=W, ROWS=walk.rows, BC=walk.channels,
-        DOCUMENTS=doc_ids is not None, RECEIVED=incoming is not None, num_warps=1,
-    )  # fmt: skip
-
-
-def launch_received_grads(do: Tensor, weight: Tensor, doc_ids: Tensor | None, grads: Tensor) -> None:
-    """Write D_loc, the gradients of the received inputs, [B, 1, w − 1, C], contiguous."""
-    do = _side_by_side(do)
-    (B, T, C), W = do.shape, weight.shape[2]
-    received_grads_kernel[(triton.cdiv(C, _CHANNELS), B)](
-        do, weight.contiguous(), doc_ids, grads, do.stride(0), do.stride(1), T, C, W=W,
-        ROWS=triton.next_power_of_2(W - 1), BC=_CHANNELS, DOCUMENTS=doc_ids is not None, num_warps=1,
-    )  # fmt: skip
-
-
-def launch_grads(x: Tensor, do: Tensor, weight: Tensor, doc_ids: Tensor | None, dx: Tensor) -> Tensor:
-    """Write dx [B, T, C], contiguous, with zeros after the shard; partial sums of dweight and dbias.
-
-    Returns:
-        [parts, w + 1, C] fp32, without the received inputs: parts of dweight[:, 0, j] in row j, of dbias in row w.
-    """
-    x, do, walk = _side_by_side(x), _side_by_side(do), GRADS
-    (B, T, C), W = x.shape, weight.shape[2]
-    run = walk.run(B, T, C)
-    runs = triton.cdiv(T, run)
-    sums = torch.empty(B * runs, W + 1, C, dtype=torch.float32, device=x.device)
-    grads_kernel[(triton.cdiv(C, walk.channels), runs, B)](
-        do, weight.contiguous(), doc_ids, x, dx, sums, do.stride(0), do.stride(1), x.stride(0), x.stride(1), run, T, C,
-        W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=doc_ids is not None, num_warps=1,
-    )  # fmt: skip
-    return sums
-
-
-def launch_last_grads(
-    do: Tensor,
-    weight: Tensor,
-    doc_ids: Tensor | None,
-    states: tuple[Tensor, Tensor],
-    sums: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Complete all gradients: dx of the last w − 1 tokens, and the sums, always in the same order.
-
-    `states` are R and D_in; `sums` those of `launch_grads`; `grads` dx, dweight and dbias, contiguous, written.
-    """
-    do, (incoming, incoming_grad) = _side_by_side(do), states
-    (B, T, C), W = do.shape, weight.shape[2]
-    last_grads_kernel[(triton.cdiv(C, _CHANNELS), W + 1 + B)](
-        do, weight.contiguous(), doc_ids, incoming.contiguous(), incoming_grad.contiguous(), sums, *grads,
-        do.stride(0), do.stride(1), sums.shape[0], B, T, C, W=W, ROWS=triton.next_power_of_2(W - 1), PARTS=_PARTS,
-        BC=_CHANNELS, DOCUMENTS=doc_ids is not None, num_warps=4,
-    )  # fmt: skip
-
-
 def _side_by_side(x: Tensor) -> Tensor:
     # A part of a projection's output has its channels side by side already.
     return x if x.stride(2) == 1 else x.contiguous()
@@ -359,33 +294,65 @@ def _side_by_side(x: Tensor) -> Tensor:
 class _KernelForward(PlainForward):
     def overlap(self) -> None:
         self._y = torch.empty_like(self._x, memory_format=torch.contiguous_format)
-        launch_outputs(self._x, self._weight, self._bias, None, self.doc_ids, self._y)
+        self._convolve(None, OUTPUTS.run(*self._x.shape), self._x.shape[1])
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
-        launch_outputs(self._x, self._weight, self._bias, incoming_state, self.doc_ids, self._y)
+        last = min(self._x.shape[1], self._rows)
+        # The received inputs precede the first run, so there is one.
+        self._convolve(incoming_state.contiguous(), triton.cdiv(last, OUTPUTS.rows) * OUTPUTS.rows, last)
         return self._y
+
+    # y of the first `last` tokens, in runs of so many, with zeros or the received inputs before the shard.
+    def _convolve(self, incoming: Tensor | None, run: int, last: int) -> None:
+        x, doc_ids = _side_by_side(self._x), self.doc_ids
+        (B, T, C), W = x.shape, self._rows + 1
+        outputs_kernel[(triton.cdiv(C, OUTPUTS.channels), triton.cdiv(last, run), B)](
+            x, self._weight.contiguous(), self._bias.contiguous(), incoming, doc_ids, self._y,
+            x.stride(0), x.stride(1), run, last, T, C, W=W, ROWS=OUTPUTS.rows, BC=OUTPUTS.channels,
+            DOCUMENTS=doc_ids is not None, RECEIVED=incoming is not None, num_warps=1,
+        )  # fmt: skip
 
 
 class _KernelBackward(PlainBackward):
     def _received_grads(self) -> Tensor:
-        grads = torch.empty_like(self.received, memory_format=torch.contiguous_format)
-        launch_received_grads(self.do, self._weight, self.doc_ids, grads)
+        do, grads = _side_by_side(self.do), torch.empty_like(self.received, memory_format=torch.contiguous_format)
+        B, T, C = do.shape
+        received_grads_kernel[(triton.cdiv(C, _CHANNELS), B)](
+            do, self._weight.contiguous(), self.doc_ids, grads, do.stride(0), do.stride(1), T, C, W=self._rows + 1,
+            ROWS=triton.next_power_of_2(self._rows), BC=_CHANNELS, DOCUMENTS=self.doc_ids is not None, num_warps=1,
+        )  # fmt: skip
         return grads
 
     def overlap(self) -> None:
-        self._dx = torch.empty_like(self._x, memory_format=torch.contiguous_format)
-        self._sums = launch_grads(self._x, self.do, self._weight, self.doc_ids, self._dx)
+        x, do, walk = _side_by_side(self._x), _side_by_side(self.do), GRADS
+        (B, T, C), W, run = x.shape, self._rows + 1, walk.run(*x.shape)
+        runs = triton.cdiv(T, run)
+        self._dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        # Parts of dweight[:, 0, j] in row j, of dbias in row w, without the received inputs.
+        self._sums = torch.empty(B * runs, W + 1, C, dtype=torch.float32, device=x.device)
+        grads_kernel[(triton.cdiv(C, walk.channels), runs, B)](
+            do, self._weight.contiguous(), self.doc_ids, x, self._dx, self._sums,
+            do.stride(0), do.stride(1), x.stride(0), x.stride(1), run, T, C,
+            W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=self.doc_ids is not None, num_warps=1,
+        )  # fmt: skip
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        do, weight, W = _side_by_side(self.do), self._weight.contiguous(), self._rows + 1
+        B, T, C = do.shape
         dweight, dbias = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self._weight, self._bias)
         )
-        # One launch for the last tokens and the sums: a launch costs the host more than the device.
-        states, grads = (self.received, incoming_grad), (self._dx, dweight, dbias)
-        launch_last_grads(self.do, self._weight, self.doc_ids, states, self._sums, grads)
-        return grads
+        # One launch for the last tokens and the sums, always in the same order: a launch costs the host more than the
+        # device.
+        last_grads_kernel[(triton.cdiv(C, _CHANNELS), W + 1 + B)](
+            do, weight, self.doc_ids, self.received.contiguous(), incoming_grad.contiguous(), self._sums,
+            self._dx, dweight, dbias, do.stride(0), do.stride(1), self._sums.shape[0], B, T, C, W=W,
+            ROWS=triton.next_power_of_2(W - 1), PARTS=_PARTS, BC=_CHANNELS, DOCUMENTS=self.doc_ids is not None,
+            num_warps=4,
+        )  # fmt: skip
+        return self._dx, dweight, dbias
 
 
 CUDA = Passes(_KernelForward, _KernelBackward)

@@ -73,11 +73,6 @@ def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
     return float(heads * 4 * key_dim * value_dim)
 
 
-def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """None: the one state that the backward pass reads is kept."""
-    return 0.0
-
-
 def refuse_step(*arguments: object) -> NoReturn:
     """Refuse generation, the operator's `one_token`, with a ConfigError."""
     raise ConfigError("model.causal", "false", "each token reads the whole text; generation needs model.causal=true")
@@ -91,7 +86,6 @@ UNMASKED = Operator(
     oracle=by_pairs,
     one_token=refuse_step,
     forward_flops=forward_flops,
-    recomputed_flops=recomputed_flops,
     about="Unmasked linear attention: each token reads all tokens (Sun et al. 2025, arXiv 2502.07563)."
     "\n\n    o_i = scale · q_iᵀ Σ_j k_j v_jᵀ,    over the whole sequence",
     reads_whole=True,

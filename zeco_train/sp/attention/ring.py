@@ -39,7 +39,7 @@ class Ring(ShardedAttention):
         blocks = _Blocks(self.wire, self.spans(span, bounds), k, v)
         found: Attended | None = None
         for _ in range(self.wire.size):
-            transfers = self.wire.exchange(*blocks.messages())
+            transfers = self.wire.send_and_receive(*blocks.messages())
             if blocks.is_read:
                 part = attend(q, blocks.k, blocks.v, span, blocks.keys[0], scale)
                 found = part if found is None else Attended.merged(found, part)
@@ -60,7 +60,7 @@ class Ring(ShardedAttention):
         for step in range(self.wire.size + 1):
             sent, received = blocks.messages()
             partials = _Partials(blocks, step - 1, dk, dv)
-            transfers = self.wire.exchange([*sent, *partials.sent(part)], [*received, *partials.received()])
+            transfers = self.wire.send_and_receive([*sent, *partials.sent(part)], [*received, *partials.received()])
             part = None
             if blocks.is_read:
                 dqp, dkp, dvp = attend_backward(

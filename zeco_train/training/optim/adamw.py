@@ -86,7 +86,6 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             parameters: list[Tensor] = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 from torch.nn import Parameter
 
+from data.config import FIXED
 from models.parameters import ParameterRule
 from zeco_train.training.optim.adamw import ADAMW
 from zeco_train.training.optim.muon import MUON
@@ -36,16 +37,14 @@ class OptimConfig(OptimizerSettings):
         name: which optimizer.
     """
 
-    name: OptimizerName = OptimizerName["adamw"]
+    name: OptimizerName = field(default=OptimizerName["adamw"], metadata=FIXED)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that have an effect only with another setting: (key, that setting, whether it is set)."""
         for name, readers in SETTINGS.items():
             yield name, f"optim={' or '.join(readers)}", self.spec.name in readers
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The optimizer."""
         return OPTIMIZERS[self.name.value]
 
     def resolved(self, compute: torch.dtype) -> OptimConfig:

@@ -75,7 +75,6 @@ class OptimizerSettings:
     adamw_lr: float | None = None
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         # Conditions that must hold, rather than those that must not: NaN fulfils none.
         for name, is_right, allowed in (
             # The upper bounds keep AdamW's own factors within fp32.

@@ -6,8 +6,8 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
 Scores and the states of chunks are kept nowhere: each walk over a segment computes its own, in registers. Or, where
-that is faster and for all head dims beyond 256, a walk writes the states and all chunks are computed at once from them, a
-buffer that lives no longer than a pass (`ScalarDecayTuning.states`). Of the forward pass the true states at segments'
+that is faster and for all head dims beyond 256, a walk writes the states, and all chunks are computed at once from them; the
+buffer lives no longer than a pass (`ScalarDecayTuning.states`). Of the forward pass the true states at segments'
 starts are saved, in place of R, and the decays' sums inside chunks in place of g. The kernels also run on a CPU under
 Triton's interpreter, in fp32.
 
@@ -17,7 +17,7 @@ Options change only the order of sums, but `chunk` and `span` also between which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -52,6 +52,7 @@ class ScalarDecayTuning:
         states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
             at once; None: walks compute outputs and gradients, each with states of its own.
         rows: tokens of a chunk that one program computes then.
+        walks_forward: outputs are computed by walks all the same.
     """
 
     summaries: TileOptions = _SUMMARIES
@@ -65,6 +66,7 @@ class ScalarDecayTuning:
     programs: int = 264
     states: TileOptions | None = None
     rows: int = 64
+    walks_forward: bool = False
 
 
 def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs: int = 264) -> ScalarDecayTuning:
@@ -72,7 +74,7 @@ def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs:
 
 
 def _by_chunks(
-    states: TileOptions, grads: TileOptions, outputs: TileOptions, chunk: int, rows: int
+    states: TileOptions, grads: TileOptions, outputs: TileOptions, chunk: int = 64, rows: int = 64
 ) -> ScalarDecayTuning:
     return ScalarDecayTuning(
         states, outputs, grads, outputs, grads, chunk=chunk, span=256 // chunk, states=states, rows=rows
@@ -80,15 +82,17 @@ def _by_chunks(
 
 
 _WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
+_STATES = TileOptions(128, 64, 4, 3)
+# The gradients of heads that share keys, with 64 tokens a chunk: four warps hold them, eight wait for each other.
+_SHARED = TileOptions(64, 128, 4, 2)
 KEPT: dict[Key, ScalarDecayTuning] = {
     ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
     ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
-    ((9, 0), torch.bfloat16, 512): _by_chunks(TileOptions(128, 64, 4, 2), *[TileOptions(64, 128, 8, 2)] * 2, 128, 128),
+    ((9, 0), torch.bfloat16, 512): _by_chunks(_STATES, _SHARED, _SHARED),
     (None, torch.bfloat16, 128): _alike(TileOptions(_DEPTH, 64, 4, 2), TileOptions(_DEPTH, 64, 4, 1)),
-    (None, torch.bfloat16, 512): _by_chunks(*[TileOptions(64, 64, 4, 1)] * 3, 64, 64),
+    (None, torch.bfloat16, 512): _by_chunks(*(TileOptions(64, 64, 4, 1),) * 3),
     ((9, 0), torch.float32, 128): _alike(TileOptions(_DEPTH, 32, 4, 2), TileOptions(_DEPTH, 32, 4, 1)),
     ((9, 0), torch.float32, 256): _alike(_NARROW, _NARROW, chunk=32, programs=132),
-    ((9, 0), torch.float32, 512): _by_chunks(*[TileOptions(32, 32, 4, 1)] * 3, 32, 32),
 }
 
 _OPTIONS = KeptOptions("kernels of scalar decays", KEPT)
@@ -100,23 +104,29 @@ _OF_FEW_VALUES = ScalarDecayTuning(
     query_grads=TileOptions(_DEPTH, 128, 4, 1),
     key_grads=TileOptions(_DEPTH, 128, 4, 1),
 )
-
-
-# With one group of 128 heads, K 256 and V 64, as in Bamba; walks take 1.7 times as long.
-_OF_SHARED_KEYS = _by_chunks(TileOptions(128, 64, 4, 2), TileOptions(64, 128, 8, 2), TileOptions(128, 64, 4, 2), 64, 64)
+# Where many heads share keys. K 128, V 64, as in Mamba-2: outputs by walks, gradients by chunks; measured with groups
+# of 16 and of 64 heads. K 256, V 64, as in Bamba, with a group of 128: half of the time of walks.
+_MANY_HEADS = 16
+_OF_SHARED_KEYS = replace(
+    _by_chunks(_STATES, _SHARED, TileOptions(128, 64, 4, 2)), outputs=_OF_FEW_VALUES.outputs, walks_forward=True
+)
+_OF_WIDE_SHARED_KEYS = _by_chunks(_STATES, _SHARED, TileOptions(256, 64, 4, 2))
+# Fixed decays, measured for K 128, V 256 and K 256, V 512, and with few values for K 273, V 64.
+_OF_FIXED = _by_chunks(TileOptions(128, 64, 4, 2), *(TileOptions(64, 128, 8, 3),) * 2, chunk=128, rows=128)
+_OF_FIXED_AND_FEW_VALUES = _by_chunks(TileOptions(128, 64, 4, 2), _SHARED, TileOptions(64, 64, 4, 3), chunk=128)
 
 
 def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
     """The options for such keys and values."""
-    found, few = _OPTIONS.options_for(k, v), int(v.shape[-1]) <= _FEW_VALUES
+    found = _OPTIONS.options_for(k, v)
+    few, shared = int(v.shape[-1]) <= _FEW_VALUES, v.shape[2] >= _MANY_HEADS * k.shape[2]
     if found is KEPT[(9, 0), torch.bfloat16, 128] and few:
-        return _OF_FEW_VALUES
-    if found is KEPT[(9, 0), torch.bfloat16, 256]:
-        # 16 heads of K 128, V 256 in 0.62 of the time of walks.
+        return _OF_SHARED_KEYS if shared and int(k.shape[-1]) > _FEW_VALUES and not fixed else _OF_FEW_VALUES
+    if found in (KEPT[(9, 0), torch.bfloat16, 256], KEPT[(9, 0), torch.bfloat16, 512]):
         if fixed:
-            return KEPT[(9, 0), torch.bfloat16, 512]
-        if few and k.shape[2] < v.shape[2]:
-            return _OF_SHARED_KEYS
+            return _OF_FIXED_AND_FEW_VALUES if few else _OF_FIXED
+        if shared and few:
+            return _OF_WIDE_SHARED_KEYS
     return found
 
 
@@ -220,7 +230,8 @@ class ScalarDecayKernels(SegmentKernels):
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
         """o, [B, T, H, V], from the `true_states`, as are the gradients."""
-        return self._apply(self.tuning.outputs, q, k, v, states, reverse=False)
+        walks = self.tuning.walks_forward
+        return self._apply(self.tuning.outputs, q, k, v, states, reverse=False, walks=walks)
 
     def value_grads(self, q: Tensor, k: Tensor, do: Tensor, grads: Tensor) -> Tensor:
         """dv, [B, T, H, V]."""
@@ -257,9 +268,10 @@ class ScalarDecayKernels(SegmentKernels):
                 boundary_terms = self._new(sums.shape[0], self.num_spans, self.B, self.H)
             own = DecayTerms(terms.borders, sums, state_sums, boundary_terms)
         dk = self._apply(options, v, do, q, grads, reverse=True, turned=True, extra=k, terms=own)
-        return sum_heads(dk, self.G), None if own is None else self._decay_grads(terms, own)
+        return sum_heads(dk, self.G), None if terms is None or own is None else self._decay_grads(terms, own)
 
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
+        assert of_keys.boundary_terms is not None
         dg = self._new(self.B, self.T, self.H)
         heads = min(_HEADS_OF_GRADS, triton.next_power_of_2(self.H))
         decay_grads_kernel[(self.num_spans, self.B, triton.cdiv(self.H, heads))](
@@ -284,6 +296,7 @@ class ScalarDecayKernels(SegmentKernels):
         *,
         reverse: bool,
         turned: bool = False,
+        walks: bool = False,
         extra: Tensor | None = None,
         terms: DecayTerms | None = None,
     ) -> Tensor:
@@ -293,7 +306,7 @@ class ScalarDecayKernels(SegmentKernels):
         tiles, sizes = triton.cdiv(width, BW), (self.T, self.H, query_heads, value_heads, depth, width, self.BH)
         flags = {"BD": BD, "BW": BW, "TURNED": turned, "REVERSE": reverse, "TERMS": terms is not None}
         flags |= self.flags | options.launch
-        if self.tuning.states is None:
+        if walks or self.tuning.states is None:
             outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
             walk_kernel[(tiles, self.BH, self.num_segments)](
                 queries, keys, values, extra, self.decays, self.doc_ids, states, outputs, *(terms or (None,) * 4),
@@ -351,7 +364,9 @@ class _KernelForward(ForwardBase):
         starts = self._segments.starts
         self.saved = (starts,) if self.fixed else (self._decays.transpose(1, 2), starts)
         # Scores are computed with the outputs: nothing overlaps the scan.
-        states, _ = self._launcher.true_states(self._k, self._v, starts, reverse=False)
+        states = starts
+        if not self._launcher.tuning.walks_forward:
+            states, _ = self._launcher.true_states(self._k, self._v, starts, reverse=False)
         return self._launcher.outputs(self._q, self._k, self._v, states)
 
 

@@ -19,8 +19,8 @@ from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 
-# Importing fla takes 8 s of CPU time; models/test_layers.py has formulas of these layers.
-pytestmark = [pytest.mark.numeric, pytest.mark.slow]
+# tests/models/test_layers.py has formulas of these layers.
+pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
 
 WIDTH, HEADS, TOKENS = 48, 4, 40
 SHAPE: dict[str, Any] = {"hidden_size": WIDTH, "num_heads": HEADS, "vocab_size": 61, "num_layers": 2}

@@ -1,4 +1,15 @@
-"""When memory lives in a graph of `torch.compile`, whose elementwise chains are taken to be fused as Inductor does."""
+"""Memory and elementwise work of a graph of `torch.compile`: which results are in memory, and when.
+
+Inductor joins elementwise operations into kernels, so most results never get to memory. Its rules, as they matter here:
+
+- A matrix product, or an operator of this project, is a kernel of its own. All other work is elementwise (`_is_fused`).
+- An elementwise result is in memory if it is a sum, or if a product, an operator or the other pass reads it
+  (`_is_in_memory`). Any other is computed inside of each kernel that reads it.
+- Elementwise work joins the last elementwise kernel with which it shares a tensor, if what it reads exists by then
+  (`_kernel_to_join`).
+
+Then the kernels run in order: a result lives from its kernel to the last one that reads it (`_peaks`).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +22,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_map
 
-from zeco_train.plan.allocations import Bytes, Peak, Setting, allocated_inside, is_elementwise, storage_of
+from zeco_train.plan.allocations import Bytes, Peak, Setting, allocated_inside, amounts_of, is_elementwise, storage_of
 
 
-# Work between two times at which memory is allocated and freed: a product or operator, or fused elementwise work, by
-# the first node; what it reads and writes by storage.
+# A product or operator, or joined elementwise work, by its first node; bytes that it reads and writes by storage.
 @dataclass
 class _Kernel:
     node: fx.Node
@@ -24,23 +34,28 @@ class _Kernel:
     writes: dict[int, Bytes]
 
 
-class Schedule:
-    """When memory lives in a graph whose elementwise chains are fused, up to the products and operators that read them.
+class GraphMemory:
+    """Memory and work of a forward or backward graph.
 
-    `saved` is what the forward pass keeps, parameters aside.
+    Attributes:
+        saved: nodes that the forward pass keeps for this one, parameters aside.
+        traffic, mlp_traffic: bytes of elementwise work, and its part in the MLP and its norm.
+        peak, attending: bytes at the most; `attending` in the backward pass of softmax attention.
+        widest: the largest tensor.
     """
 
     def __init__(self, graph: fx.Graph, setting: Setting, weights: set[int]) -> None:
         self._setting, self._kernels = setting, list[_Kernel]()
-        self._made: dict[int, int] = {}
-        # What is read in place of a node that is not in memory.
+        # The kernel that writes a storage.
+        self._written_by: dict[int, int] = {}
+        # By node: what a kernel that needs it reads, its own sources if it is not in memory.
         self._reads: dict[fx.Node, dict[int, Bytes]] = {}
         self._outputs = dict[int, Bytes]()
         self.saved, live = list[fx.Node](), dict[int, Bytes]()
         for node in graph.nodes:
             value, self._reads[node] = node.meta.get("val"), {}
             if node.op == "placeholder" and isinstance(value, Tensor):
-                amount = self._amounts([value])
+                amount = amounts_of([value], setting)
                 # Positions, and restarts at documents, are of all layers.
                 is_weight = node.name.startswith("primals") and value.untyped_storage().nbytes() in weights
                 is_weight |= not value.is_floating_point()
@@ -54,35 +69,31 @@ class Schedule:
                 self._outputs = {key: x for each in node.all_input_nodes for key, x in self._reads[each].items()}
         self.traffic = self._traffic(self._kernels)
         self.mlp_traffic = self._traffic(kernel for kernel in self._kernels if is_of_mlp(kernel.node))
-        self.peak, self.attending = self._walk(live)
+        self.peak, self.attending = self._peaks(live)
         self.widest = max(x for kernel in self._kernels for x in kernel.writes.values())
-
-    def _amounts(self, values: Iterable[Tensor]) -> dict[int, Bytes]:
-        return {storage_of(x): self._setting.amount(x.untyped_storage().nbytes()) for x in values}
 
     def _add(self, node: fx.Node) -> None:
         sources = {key: x for each in node.all_input_nodes for key, x in self._reads[each].items()}
-        made = self._amounts(_tensors(node))
+        made = amounts_of(_tensors(node), self._setting)
         if _is_view(node):
             # A part of several results, or what its source is computed from.
             of = self._reads[node.all_input_nodes[0]]
             self._reads[node] = made if made.keys() <= of.keys() else of
-        elif (is_fused := _is_fused(node)) and not _is_realised(node):
+        elif (is_fused := _is_fused(node)) and not _is_in_memory(node):
             self._reads[node] = sources
         else:
             self._reads[node] = made
-            at = self._joined(sources) if is_fused else None
+            at = self._kernel_to_join(sources) if is_fused else None
             if at is None:
                 at = len(self._kernels)
                 self._kernels.append(_Kernel(node, is_fused, {}, {}))
             kernel = self._kernels[at]
             kernel.reads |= {key: x for key, x in sources.items() if key not in kernel.writes}
             kernel.writes |= made
-            self._made |= dict.fromkeys(made, at)
+            self._written_by |= dict.fromkeys(made, at)
 
-    def _joined(self, sources: dict[int, Bytes]) -> int | None:
-        # The last kernel that shares a tensor with elementwise work, when all that the work reads is there.
-        first = max((self._made.get(key, 0) for key in sources), default=0)
+    def _kernel_to_join(self, sources: dict[int, Bytes]) -> int | None:
+        first = max((self._written_by.get(key, 0) for key in sources), default=0)
         for at in reversed(range(first, len(self._kernels))):
             kernel = self._kernels[at]
             if kernel.is_fused and sources.keys() & (kernel.reads.keys() | kernel.writes.keys()):
@@ -93,7 +104,7 @@ class Schedule:
         moving = (kernel for kernel in kernels if is_elementwise(kernel.node.target, kernel.node.args))
         return sum((x for kernel in moving for x in (*kernel.reads.values(), *kernel.writes.values())), Bytes())
 
-    def _walk(self, live: dict[int, Bytes]) -> tuple[Peak, Peak]:
+    def _peaks(self, live: dict[int, Bytes]) -> tuple[Peak, Peak]:
         last = {key: at for at, kernel in enumerate(self._kernels) for key in (*kernel.writes, *kernel.reads)}
         now = sum(live.values(), Bytes())
         peak, attending = Peak([now]), Peak()
@@ -147,19 +158,15 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 _SUMS = (torch.ops.aten.sum, torch.ops.aten.mean, torch.ops.aten.amax, torch.ops.aten.cumsum)
 
 
-def _is_realised(node: fx.Node) -> bool:
-    # Whether elementwise work is written to memory: sums, and what products, operators or the next pass read.
+def _is_in_memory(node: fx.Node) -> bool:
     if getattr(node.target, "overloadpacket", None) in _SUMS:
         return True
     return any(
-        user.op == "output" or (_is_realised(user) if _is_view(user) else not _is_fused(user)) for user in node.users
+        user.op == "output" or (_is_in_memory(user) if _is_view(user) else not _is_fused(user)) for user in node.users
     )
 
 
 def is_of_mlp(node: fx.Node) -> bool:
     """Whether a node is of a block's MLP or its norm."""
-    return any(path.split("'].")[-1].split(".")[0] in ("mlp", "mlp_norm") for path, _ in _modules(node))
-
-
-def _modules(node: fx.Node) -> Iterable[tuple[str, Any]]:
-    return node.meta.get("nn_module_stack", {}).values()
+    modules = node.meta.get("nn_module_stack", {}).values()
+    return any(path.split("'].")[-1].split(".")[0] in ("mlp", "mlp_norm") for path, _ in modules)

@@ -9,6 +9,8 @@ import pytest
 from lab.campaigns import matrices
 from lab.campaigns.matrices import Row
 
+pytestmark = pytest.mark.campaign
+
 CASES = """
 import time
 import pytest

@@ -29,7 +29,7 @@ from zeco_train.ops.operator import Target, assume
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.campaign, pytest.mark.gpu]
 
 CONFIG = GLAConfig(hidden_size=512, num_layers=4, num_heads=4, intermediate_size=1024)
 DEVICE = torch.device("cuda", 0)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
+
 from lab.campaigns.fates import page, write_tests
 from lab.campaigns.surface import compare, entries, fates, options
+
+pytestmark = pytest.mark.campaign
 
 HELP = """usage: command [-h]
   --samples N, -n N     texts for each prompt
