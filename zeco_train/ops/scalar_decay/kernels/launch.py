@@ -6,10 +6,10 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
 Scores and the states of chunks are kept nowhere: each walk over a segment computes its own, in registers. Or, where
-that is faster and for all head dims beyond 256, a walk writes the states, and all chunks are computed at once from them; the
-buffer lives no longer than a pass (`ScalarDecayTuning.states`). Of the forward pass the true states at segments'
-starts are saved, in place of R, and the decays' sums inside chunks in place of g. The kernels also run on a CPU under
-Triton's interpreter, in fp32.
+that is faster and for all head dims beyond 256, a walk writes the states to a buffer of this pass, and all chunks are
+computed at once from them (`ScalarDecayTuning.states`). Of the forward pass the true states at segments' starts are
+saved, in place of R, and the decays' sums inside chunks in place of g. The kernels also run on a CPU under Triton's
+interpreter, in fp32.
 
 Options change only the order of sums, but `chunk` and `span` also between which products bf16 rounds.
 """
