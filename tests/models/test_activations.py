@@ -14,11 +14,10 @@ from torch import Tensor
 from models.attn import AttnConfig
 from models.config import SOFTMAX, LanguageModelConfig
 from models.mixer_registry import MIXERS
+from models.mixers.delta_net import DeltaNetConfig
 from models.mixers.gla import GLAConfig
-from models.mixers.lightning import LightningConfig
+from models.mixers.kda import KDAConfig
 from models.mixers.linear import LinearAttentionConfig
-from models.mixers.mamba2 import Mamba2Config
-from models.mixers.retnet import RetNetConfig
 from models.spec import AttentionSpec, spec_of
 from tests.support.planning import case_of, kept_by_token, make_case
 from zeco_train.ops.delta.chunked import CHUNKED
@@ -99,16 +98,14 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
 @pytest.mark.parametrize(
     "config",
     [
-        RetNetConfig(hidden_size=640, num_heads=2, expand_v=1.0),
-        LightningConfig(hidden_size=640, num_heads=2),
-        LinearAttentionConfig(hidden_size=640, num_heads=2),
+        KDAConfig(hidden_size=640, num_heads=1, head_dim=640),
+        DeltaNetConfig(hidden_size=640, num_heads=1),
         LinearAttentionConfig(causal=False),
-        Mamba2Config(hidden_size=128, num_heads=8, head_dim=32, state_size=320),
     ],
-    ids=["retnet", "lightning", "linear", "unmasked", "mamba2"],
+    ids=["kda", "delta_net", "unmasked"],
 )
 def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConfig) -> None:
-    """Heads of more than 256 channels, and no mask."""
+    """Heads of more channels than kernels of delta rules take, and no mask."""
     case = case_of(config, *ON_GPU)
     block = next(iter(case.spec.blocks.values()))
     assert case.in_pytorch(block)

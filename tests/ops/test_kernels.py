@@ -20,6 +20,7 @@ from tests.support import interpreter
 from tests.support.distributed import run_distributed
 from tests.support.kernel_cases import SHARED_MEMORY, KernelCase, compiling, relative_error
 from tests.support.positions import position_of
+from zeco_train.ops.kept import TileOptions
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator_registry import OPERATORS
@@ -35,6 +36,9 @@ FEW, MANY, LONG = (("programs", 4),), (("joining", 0.1), ("programs", 264)), (("
 SHORT = (("programs", 264), ("span", 2), ("chunk", 32))
 SHORTEST = (("programs", 264), ("span", 2), ("chunk", 16))
 ONE_SEGMENT = (("programs", 1), ("span", 2))
+# All chunks at once, from stored states: tiles of K and V, half a chunk a program, two heads of a group a program.
+_TILES = {name: TileOptions(16, 16, 4, 1) for name in ("outputs", "query_grads", "value_grads", "key_grads")}
+BY_CHUNKS = (("states", TileOptions(32, 16, 4, 1)), *_TILES.items(), ("rows", 16), ("chunk", 32), ("span", 2))
 BORDERS = (0, 40, 64, 65, 100)
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
@@ -68,6 +72,24 @@ SMALL = {
     "fixed, documents": KernelCase(
         "fixed_decay", 270, (1, 1, 2, 16, 16), documents=(0, 70, 128, 129, 200), changes=SHORT
     ),
+    "scalar, by chunks": KernelCase(
+        "scalar_decay",
+        40,
+        (1, 2, 4, 8, 24),
+        documents=(0, 20),
+        changes=(*BY_CHUNKS, ("programs", 1), ("walks_forward", True)),
+    ),
+    "fixed, by chunks": KernelCase("fixed_decay", 40, (1, 2, 2, 40, 72), changes=(*BY_CHUNKS, ("programs", 264))),
+    "scalar, by chunks, sums of heads": KernelCase(
+        "scalar_decay", 70, (2, 1, 4, 40, 24), changes=(*BY_CHUNKS, ("chunk", 16), ("programs", 16))
+    ),
+    "scalar, by chunks, documents": KernelCase(
+        "scalar_decay", 270, documents=(0, 70, 128, 129, 200), changes=(*BY_CHUNKS, ("programs", 264))
+    ),
+    "scalar, by chunks, strong decays": KernelCase("scalar_decay", 140, rate=50.0, changes=BY_CHUNKS),
+    "scalar, by chunks, no decay": KernelCase("scalar_decay", 140, rate=0.0, changes=BY_CHUNKS),
+    "scalar, by chunks, resets": KernelCase("scalar_decay", 140, reset=-3e38, changes=BY_CHUNKS),
+    "scalar, by chunks, one token": KernelCase("scalar_decay", 1, changes=BY_CHUNKS),
     "kda, one token": KernelCase("kda", 1),
     "kda, odd sizes": KernelCase("kda", 140, (1, 1, 2, 24, 40), 1.0, changes=MANY),
     "kda, documents": KernelCase("kda", 130, (1, 1, 1, 16, 24), documents=BORDERS, changes=(("joining", 0.5),)),
@@ -101,14 +123,22 @@ SMALL = {
 }
 # Three chunks, of which the first two are a segment; both kinds of chunks; a border inside of one; groups; batches.
 QUICK = {
-    "decays": ["gla, segments and documents", "scalar, two groups", "fixed"],
+    "decays": ["gla, segments and documents", "scalar, two groups", "fixed", "scalar, by chunks"],
     "delta rules": ["kda, documents", "gated, groups, batches"],
     "elementwise": [
         *("hgrn, several runs", "hgrn, documents", "hgrn, one token", "conv, documents at the edges of runs"),
         *("conv, two tiles of channels", "conv, a token less than the state"),
     ],
 }
-SLOW = ["gla, odd sizes", "gla, a document starts the rank", "hgrn, many runs", "conv, several runs", "conv, documents"]
+SLOW = [
+    "fixed, by chunks",
+    "scalar, by chunks, sums of heads",
+    "gla, odd sizes",
+    "gla, a document starts the rank",
+    "hgrn, many runs",
+    "conv, several runs",
+    "conv, documents",
+]
 # Of the elementwise kernels bf16, too: their interpreted arithmetic is that of a GPU.
 IN_BF16 = ("hgrn, several runs",)
 

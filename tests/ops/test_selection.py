@@ -17,6 +17,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import WIDE, KernelRule, Target, assume
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
+from zeco_train.ops.scalar_decay.kernels import launch as decays
 from zeco_train.ops.slow_paths import (
     Call,
     Kernels,
@@ -31,7 +32,7 @@ from zeco_train.sp.exchange import local_exchange
 
 CPU, GPU = Target("cpu"), Target("cuda")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-LIMITED = ("scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
+LIMITED = ("delta", "gated_delta", "kda")
 
 
 # Of each operator and target: K, V, dtype of the tokens and of decays and strengths, and whether kernels serve it.
@@ -47,10 +48,18 @@ CASES = [
 OF_WIDE = [(64, 64, BF16, FP64, False), (64, 64, FP32, BF16, False)]
 WIDE_HEADS = [(64, 257, BF16, FP32), (257, 64, FP32, FP32), (512, 512, BF16, FP32)]
 TABLE = {
-    **{name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)] for name in ("gla", "hgrn")},
+    **{
+        name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)]
+        for name in ("gla", "scalar_decay", "fixed_decay", "hgrn")
+    },
     "short_conv": CASES,
     "unmasked": [(*case[:4], False) for case in CASES],
     **{name: [*CASES, *OF_WIDE, *((*case, False) for case in WIDE_HEADS)] for name in LIMITED},
+    # In fp32 PyTorch is faster with such heads.
+    **{
+        name: [*CASES, *OF_WIDE, *((*case, case[2] is BF16) for case in WIDE_HEADS)]
+        for name in ("scalar_decay", "fixed_decay")
+    },
 }
 
 
@@ -109,6 +118,32 @@ def test_options_of_kernels_are_of_the_assumed_architecture() -> None:
         with assume(Target("cuda", architecture)):
             assert launch.options_for(k) == launch.find(architecture, BF16, 128)
     assert launch.find((9, 0), BF16, 128) != launch.find((8, 0), BF16, 128)
+
+
+def test_options_of_published_shapes_are_those_measured() -> None:
+    """Which of them compute by chunks, and what: forward and backward pass."""
+
+    def by_chunks(fixed: bool, groups: int, heads: int, key_dim: int, value_dim: int) -> tuple[bool, bool]:
+        k, v = (torch.empty(1, 1, *dims, dtype=BF16) for dims in ((groups, key_dim), (heads, value_dim)))
+        with assume(GPU):
+            options = decays.options_for(k, v, fixed)
+        return options.states is not None and not options.walks_forward, options.states is not None
+
+    shapes = {
+        "mamba2_1b": (False, 1, 64, 128, 64),
+        "Nemotron-H": (False, 8, 128, 128, 64),
+        "Bamba": (False, 1, 128, 256, 64),
+        "RetNet": (True, 8, 8, 256, 512),
+        "retnet_1b": (True, 16, 16, 128, 256),
+        "Based": (True, 16, 16, 288, 64),
+        "a head's own keys": (False, 16, 16, 128, 128),
+        "and few values": (False, 16, 16, 128, 64),
+        "fixed": (True, 16, 16, 128, 128),
+    }
+    found = {name: by_chunks(*shape) for name, shape in shapes.items()}
+    backward, both, neither = (False, True), (True, True), (False, False)
+    expected = [backward, backward, both, both, both, both, neither, neither, neither]
+    assert found == dict(zip(shapes, expected, strict=True))
 
 
 def test_softmax_takes_kernels_only_where_their_launch_does_not_refuse() -> None:

@@ -92,19 +92,23 @@ def test_step_time_by_kind_matches_formula() -> None:
 
 @pytest.mark.slow
 def test_operators_without_kernels_take_the_measured_slow_down() -> None:
-    retnet = ["model=retnet_1b", "gpu=h100", "train.dtype=bf16", "data.seq_len=16384", EAGER]
-    served, slow = make(*retnet), make(*retnet, "model.num_heads=8")
-    # K + V doubles, and half as many heads have it.
+    kda, wide = ["model=kda_1b", "gpu=h100", "train.dtype=bf16", "data.seq_len=16384", EAGER], "model.head_dim=512"
+    served, slow = make(*kda), make(*kda, wide, "model.num_heads=4")
+    # K + V is four times as large, and a quarter of the heads have it.
     times = (plan.planned.time.seconds["operator"] for plan in (served, slow))
-    rows = [row for row in stored_slow_downs().rows if (row.operator, row.tokens) == ("fixed_decay", 16_384)]
+    rows = [row for row in stored_slow_downs().rows if (row.operator, row.tokens) == ("kda", 16_384)]
     assert next(times) * rows[0].slow_down == pytest.approx(next(times))
     assert not served.notes
     (note,) = slow.notes
-    assert "fixed_decay of K 256, V 512 in bf16 runs in PyTorch, about " in note
+    assert "kda of K 512, V 512 in bf16 runs in PyTorch, about " in note
     assert note.endswith("the times below count that")
-    assert make(*retnet, "model.num_heads=2").notes[0].endswith("the times below are of kernels, and too short")
-    with pytest.raises(ConfigError, match=r"^train\.kernels=require: .*fixed_decay"):
-        make(*retnet, "model.num_heads=8", "train.kernels=require")
+    assert (
+        make(*kda, "model.head_dim=1024", "model.num_heads=2")
+        .notes[0]
+        .endswith("the times below are of kernels, and too short")
+    )
+    with pytest.raises(ConfigError, match=r"^train\.kernels=require: .*kda"):
+        make(*kda, wide, "model.num_heads=4", "train.kernels=require")
 
 
 @pytest.mark.slow

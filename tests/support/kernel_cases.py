@@ -26,7 +26,7 @@ SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
 
 
 # Tuples, so that a case can be a dictionary's key: of sizes, and of changed options.
-Pairs = tuple[tuple[str, float], ...]
+Pairs = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)

@@ -63,14 +63,16 @@ def test_what_kernels_do_not_serve_is_named_and_refused_on_request(settings: lis
     assert str(caught.value).startswith(f"train.kernels=require: {expected[0]}")
 
 
-def test_published_shapes_name_the_measured_slow_down() -> None:
-    retnet = load_config(["name=x", "model=retnet_1b", "model.num_heads=8", "train.dtype=bf16"])
-    (path,) = slow_paths(retnet, Target("cuda"))
+def test_head_dims_without_kernels_name_the_measured_slow_down() -> None:
+    kda = load_config(["name=x", "model=kda_1b", "model.num_heads=4", "model.head_dim=512", "train.dtype=bf16"])
+    (path,) = slow_paths(kda, Target("cuda"))
     # Of the nearest measured head dims.
-    assert path.slow_down in {row.slow_down for row in stored_slow_downs().rows if row.operator == "fixed_decay"}
-    what = "layers 0 to 19 (retnet): fixed_decay of K 256, V 512 in bf16"
+    assert path.slow_down in {row.slow_down for row in stored_slow_downs().rows if row.operator == "kda"}
+    what = "layers 0 to 19 (kda): kda of K 512, V 512 in bf16"
     assert str(path).startswith(f"{what} runs in PyTorch, about {path.slow_down:.3g} times as slow as kernels")
-    assert str(path).endswith("head dims K 256, V 512 have no kernels, at most 256 each")
+    assert "head dims K 512, V 512 have no kernels, at most " in str(path)
+    retnet = load_config(["name=x", "model=retnet_1b", "model.num_heads=8", "train.dtype=bf16"])
+    assert not slow_paths(retnet, Target("cuda"))
 
 
 def test_cpus_are_not_warned_of_but_refused_where_kernels_are_required() -> None:

@@ -70,13 +70,14 @@ class KernelRule:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     largest: int | None = None  # K and V; None: any
     row_bytes: int = 1  # rows of K and of V channels are multiples of it
+    largest_fp32: int | None = None  # K and V of fp32 tokens, where PyTorch is faster beyond; None: as of others
     # Target → why a GPU runs slower kernels than others of its kind; None: it does not.
     lesser: Callable[[Target], str | None] = lambda target: None
 
     def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor, target: Target | None = None) -> bool:
         """Whether kernels serve tokens [..., K], values [..., V] and these decays and strengths, or PyTorch does."""
         # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
-        is_limited = self.largest is not None or self.row_bytes > 1
+        is_limited = self.largest is not None or self.row_bytes > 1 or self.largest_fp32 is not None
         dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
         target = Target.of(tokens.device) if target is None else target
         return problem(self, target, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
@@ -100,6 +101,8 @@ def problem(
         return f"{dims}, at most {rule.largest} each"
     if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
         return f"{dims}, only multiples of {rule.row_bytes // tokens.itemsize}"
+    if rule.largest_fp32 is not None and tokens is torch.float32 and max(key_dim, value_dim) > rule.largest_fp32:
+        return f"{dims} in fp32, at most {rule.largest_fp32} each"
     return None
 
 

@@ -75,17 +75,22 @@ def load_rate(decays, batch_head, H, FIXED: tl.constexpr):
 
 
 @triton.jit
-def load_sums(decays, rate, batch_head, start, T, C: tl.constexpr, FIXED: tl.constexpr):
-    """[C], log-decay from the chunk's start through each token, past the end that through the last; and the last.
+def load_sums_of(decays, rate, batch_head, start, rows, T, C: tl.constexpr, FIXED: tl.constexpr):
+    """Log-decay from the start of a chunk through these of its tokens, past the end that through the last.
 
     decays: [B, H, T], of `decay_sums_kernel`; not read if FIXED.
     """
-    last = tl.minimum(C, T - start) - 1
-    rows = tl.minimum(tl.arange(0, C), last)
+    rows = tl.minimum(rows, tl.minimum(C, T - start) - 1)
     if FIXED:
-        return _product(rate, (rows + 1).to(tl.float32)), _product(rate, (last + 1).to(tl.float32))
-    first = decays + batch_head.to(tl.int64) * T + start
-    return tl.load(first + rows), tl.load(first + last)
+        return _product(rate, (rows + 1).to(tl.float32))
+    return tl.load(decays + batch_head.to(tl.int64) * T + start + rows)
+
+
+@triton.jit
+def load_sums(decays, rate, batch_head, start, T, C: tl.constexpr, FIXED: tl.constexpr):
+    """[C], `load_sums_of` all tokens of a chunk; and that through the last."""
+    own = load_sums_of(decays, rate, batch_head, start, tl.arange(0, C), T, C, FIXED)
+    return own, load_sums_of(decays, rate, batch_head, start, C - 1, T, C, FIXED)
 
 
 @triton.jit
@@ -111,7 +116,7 @@ def decay_grads_kernel(
     query_sums,  # [QUERY_TILES, B, H, T] fp32: q · dq
     key_sums,  # [KEY_TILES, B, H, T] fp32: k · dk
     key_state_sums,  # [KEY_TILES, B, H, T] fp32: k · dk from dS
-    boundary_terms,  # [KEY_TILES, N / SPAN, B, H] fp32: <S, dS> at spans' ends
+    boundary_terms,  # [BORDER_TILES, N / SPAN, B, H] fp32: <S, dS> at spans' ends
     decays,  # [B, H, T] fp32, sums of g inside chunks
     doc_ids,  # [T] int32, read with DOCUMENTS
     dg,  # [B, T, H] fp32, written
@@ -123,6 +128,7 @@ def decay_grads_kernel(
     SPAN: tl.constexpr,
     QUERY_TILES: tl.constexpr,
     KEY_TILES: tl.constexpr,
+    BORDER_TILES: tl.constexpr,
     HEADS: tl.constexpr,
     NEGLIGIBLE: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -140,8 +146,9 @@ def decay_grads_kernel(
     rows = tl.arange(0, C)
     size = tl.cast(BH, tl.int64) * T
     at_border = tl.zeros([HEADS], tl.float32)
-    for tile in tl.static_range(KEY_TILES):
-        at_border += tl.load(boundary_terms + (tile * num_spans + span) * BH + index, mask=is_head, other=0.0)
+    for border_tile in range(BORDER_TILES):
+        border = (border_tile * num_spans + span) * BH + index
+        at_border += tl.load(boundary_terms + border, mask=is_head, other=0.0)
     # the last span's last chunks may lie past the end
     for step in range(tl.cdiv(tl.minimum(SPAN * C, T - span * SPAN * C), C)):
         chunk = tl.minimum((span + 1) * SPAN, tl.cdiv(T, C)) - 1 - step

@@ -5,9 +5,11 @@ Forward                                                        Backward
   | scan over ranks                                              | scan over ranks ‖ dq, and with it terms of dg
   true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
-Scores and the states of chunks are kept nowhere: each walk over a segment computes its own, in registers. Of the
-forward pass the true states at segments' starts are saved, in place of R, and the decays' sums inside chunks in place
-of g. The kernels also run on a CPU under Triton's interpreter, in fp32.
+Scores and the states of chunks are kept nowhere: each walk over a segment computes its own, in registers. Or, where
+that is faster and for all head dims beyond 256, a walk writes the states to a buffer of this pass, and all chunks are
+computed at once from them (`ScalarDecayTuning.states`). Of the forward pass the true states at segments' starts are
+saved, in place of R, and the decays' sums inside chunks in place of g. The kernels also run on a CPU under Triton's
+interpreter, in fp32.
 
 Options change only the order of sums, but `chunk` and `span` also between which products bf16 rounds.
 """
@@ -15,7 +17,7 @@ Options change only the order of sums, but `chunk` and `span` also between which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -27,10 +29,11 @@ from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segment
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
+from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, shared_kernel
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
-from zeco_train.ops.scalar_decay.kernels.walk import summaries_kernel, walk_kernel
+from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
-# Largest K and V: a kernel holds one of the state's two dims whole, in shared memory.
+# The largest K and V of a walk, which holds one of the state's two dims whole, in shared memory.
 _DEPTH = 256
 _SUMMARIES = TileOptions(_DEPTH, 64, 4, 3)
 _WALK = TileOptions(_DEPTH, 64, 4, 2)
@@ -45,7 +48,11 @@ class ScalarDecayTuning:
         chunk: C, tokens of a chunk.
         span: chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error
             is 3e-3 for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
-        programs: number of programs of a walk that saturates the chip, all at once.
+        programs: number of programs that saturates the chip, all at once.
+        states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
+            at once; None: walks compute outputs and gradients, each with states of its own.
+        rows: tokens of a chunk that one program computes then.
+        walks_forward: outputs are computed by walks all the same.
     """
 
     summaries: TileOptions = _SUMMARIES
@@ -57,17 +64,33 @@ class ScalarDecayTuning:
     chunk: int = 64
     span: int = 4
     programs: int = 264
+    states: TileOptions | None = None
+    rows: int = 64
+    walks_forward: bool = False
 
 
 def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs: int = 264) -> ScalarDecayTuning:
     return ScalarDecayTuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
 
 
+def _by_chunks(
+    states: TileOptions, grads: TileOptions, outputs: TileOptions, chunk: int = 64, rows: int = 64
+) -> ScalarDecayTuning:
+    return ScalarDecayTuning(
+        states, outputs, grads, outputs, grads, chunk=chunk, span=256 // chunk, states=states, rows=rows
+    )
+
+
 _WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
+_STATES = TileOptions(128, 64, 4, 3)
+# The gradients of heads that share keys, with 64 tokens a chunk: four warps hold them, eight wait for each other.
+_SHARED = TileOptions(64, 128, 4, 2)
 KEPT: dict[Key, ScalarDecayTuning] = {
     ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
     ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
+    ((9, 0), torch.bfloat16, 512): _by_chunks(_STATES, _SHARED, _SHARED),
     (None, torch.bfloat16, 128): _alike(TileOptions(_DEPTH, 64, 4, 2), TileOptions(_DEPTH, 64, 4, 1)),
+    (None, torch.bfloat16, 512): _by_chunks(*(TileOptions(64, 64, 4, 1),) * 3),
     ((9, 0), torch.float32, 128): _alike(TileOptions(_DEPTH, 32, 4, 2), TileOptions(_DEPTH, 32, 4, 1)),
     ((9, 0), torch.float32, 256): _alike(_NARROW, _NARROW, chunk=32, programs=132),
 }
@@ -81,16 +104,35 @@ _OF_FEW_VALUES = ScalarDecayTuning(
     query_grads=TileOptions(_DEPTH, 128, 4, 1),
     key_grads=TileOptions(_DEPTH, 128, 4, 1),
 )
+# Where many heads share keys. K 128, V 64, as in Mamba-2: outputs by walks, gradients by chunks; measured with groups
+# of 16 and of 64 heads. K 256, V 64, as in Bamba, with a group of 128: half of the time of walks.
+_MANY_HEADS = 16
+_OF_SHARED_KEYS = replace(
+    _by_chunks(_STATES, _SHARED, TileOptions(128, 64, 4, 2)), outputs=_OF_FEW_VALUES.outputs, walks_forward=True
+)
+_OF_WIDE_SHARED_KEYS = _by_chunks(_STATES, _SHARED, TileOptions(256, 64, 4, 2))
+# Fixed decays, measured for K 128, V 256 and K 256, V 512, and with few values for K 273, V 64.
+_OF_FIXED = _by_chunks(TileOptions(128, 64, 4, 2), *(TileOptions(64, 128, 8, 3),) * 2, chunk=128, rows=128)
+_OF_FIXED_AND_FEW_VALUES = _by_chunks(TileOptions(128, 64, 4, 2), _SHARED, TileOptions(64, 64, 4, 3), chunk=128)
 
 
-def options_for(k: Tensor, v: Tensor) -> ScalarDecayTuning:
+def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
     """The options for such keys and values."""
     found = _OPTIONS.options_for(k, v)
-    is_measured = found is KEPT[(9, 0), torch.bfloat16, 128]
-    return _OF_FEW_VALUES if is_measured and v.shape[-1] <= _FEW_VALUES else found
+    few, shared = int(v.shape[-1]) <= _FEW_VALUES, v.shape[2] >= _MANY_HEADS * k.shape[2]
+    if found is KEPT[(9, 0), torch.bfloat16, 128] and few:
+        return _OF_SHARED_KEYS if shared and int(k.shape[-1]) > _FEW_VALUES and not fixed else _OF_FEW_VALUES
+    if found in (KEPT[(9, 0), torch.bfloat16, 256], KEPT[(9, 0), torch.bfloat16, 512]):
+        if fixed:
+            return _OF_FIXED_AND_FEW_VALUES if few else _OF_FIXED
+        if shared and few:
+            return _OF_WIDE_SHARED_KEYS
+    return found
 
 
 _HEADS_OF_SUMS, _HEADS_OF_GRADS = 16, 8
+# Heads of a program that computes the products of queries and keys once for all of them.
+_SHARING = 8
 # A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than
 # the error of the difference that it is computed as. With a decay of 2^-9 a chunk, emulated, 2^-12 has twice the error.
 _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
@@ -131,8 +173,11 @@ class ScalarDecayKernels(SegmentKernels):
         self.flags |= {"C": tuning.chunk, "FIXED": fixed}
         self.num_chunks = triton.cdiv(self.T, tuning.chunk)
         # As many segments as fill the chip at once; a few programs more would take twice as long.
-        _, columns = self._tile(tuning.outputs, self.K, self.V)
-        segments = max(1, tuning.programs // (triton.cdiv(self.V, columns) * self.BH))
+        if tuning.states is None:
+            columns = triton.cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
+        else:
+            columns = self._state_tiles(*self._tile(tuning.states, self.K, self.V))
+        segments = max(1, tuning.programs // (columns * self.BH))
         self.num_spans = triton.cdiv(self.num_chunks, tuning.span)
         self.segment_chunks = triton.cdiv(self.num_spans, min(segments, self.num_spans)) * tuning.span
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
@@ -142,57 +187,98 @@ class ScalarDecayKernels(SegmentKernels):
 
     def summaries(self, keys: Tensor, values: Tensor, *, reverse: bool) -> Segments:
         """Walk each segment from zero, then join the segments: of k and v, or in reverse of q and do."""
-        (found, segment_decays), options = self._new_segments(), self.tuning.summaries
-        BK, BV = self._tile(options, self.K, self.V)
-        summaries_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
-            keys, values, self.decays, self.doc_ids, found.starts, segment_decays, self.scale,
-            self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, REVERSE=reverse, **self.flags, **options.launch,
-        )  # fmt: skip
+        found, segment_decays = self._new_segments()
+        self._states(self.tuning.summaries, keys, values, found.starts, segment_decays, reverse=reverse)
         self._join(found, segment_decays, reverse)
         return found
 
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        """o, [B, T, H, V], from the true states that segments start from."""
-        return self._walk(self.tuning.outputs, q, k, v, starts, reverse=False)
+    def true_states(
+        self, keys: Tensor, values: Tensor, starts: Tensor, *, reverse: bool, others: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What outputs and gradients are computed from, given the true states that segments start from.
+
+        Those, where walks do it, else [N + 1, B, H, K, V] in the dtype of the tokens, the states at all boundaries, or
+        in reverse their gradients; and then with `others`, the states, also [tiles, N / span, B, H] fp32, <S, dS>.
+        """
+        if (options := self.tuning.states) is None:
+            return starts, None
+        terms, states = None, self._new(self.num_chunks + 1, *starts.shape[1:], dtype=self.dtype)
+        if others is not None:
+            tiles = self._state_tiles(*self._tile(options, self.K, self.V))
+            terms = self._new(tiles, self.num_spans, self.B, self.H)
+        self._states(options, keys, values, starts, None, states, others, terms, reverse=reverse)
+        return states, terms
+
+    def _states(
+        self,
+        options: TileOptions,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        segment_decays: Tensor | None,
+        *written: Tensor | None,
+        reverse: bool,
+    ) -> None:
+        BK, BV = self._tile(options, self.K, self.V)
+        states, others, terms = written or (None, None, None)
+        states_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
+            keys, values, self.decays, self.doc_ids, starts, segment_decays, states, others, terms, self.scale,
+            self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
+            BK=BK, BV=BV, SPAN=self.tuning.span, REVERSE=reverse, BOUNDARIES=states is not None,
+            TERMS=terms is not None, **self.flags, **options.launch,
+        )  # fmt: skip
+
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
+        """o, [B, T, H, V], from the `true_states`, as are the gradients."""
+        walks = self.tuning.walks_forward
+        return self._apply(self.tuning.outputs, q, k, v, states, reverse=False, walks=walks)
 
     def value_grads(self, q: Tensor, k: Tensor, do: Tensor, grads: Tensor) -> Tensor:
-        """dv, [B, T, H, V], from the true gradients at the segments' ends."""
-        return self._walk(self.tuning.value_grads, k, q, do, grads, reverse=True)
+        """dv, [B, T, H, V]."""
+        return self._apply(self.tuning.value_grads, k, q, do, grads, reverse=True)
 
     def query_grads(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, starts: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, states: Tensor
     ) -> tuple[Tensor, DecayTerms | None]:
         """dq, [B, T, G, K]; unless decays are fixed also the terms of dg that it yields."""
-        terms = None
+        options, terms = self.tuning.query_grads, None
         if not self.fixed:
-            terms = DecayTerms(
-                self._new(self.num_spans, self.B, self.H, self.V, self.K, dtype=self.dtype),
-                self._row_sums(self.tuning.query_grads),
-            )
-        walked = self.tuning.query_grads, do, v, k, starts
-        dq = self._walk(*walked, reverse=False, turned=True, extra=q, terms=terms)
+            borders = states
+            if self.tuning.states is None:
+                borders = self._new(self.num_spans, self.B, self.H, self.V, self.K, dtype=self.dtype)
+            terms = DecayTerms(borders, self._row_sums(options))
+        dq = self._apply(options, do, v, k, states, reverse=False, turned=True, extra=q, terms=terms)
         return sum_heads(dq, self.G), terms
 
     def key_grads(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, grads: Tensor, terms: DecayTerms | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        grads: Tensor,
+        terms: DecayTerms | None,
+        boundary_terms: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """dk, [B, T, G, K]; unless decays are fixed also dg, [B, T, H]."""
-        walked = self.tuning.key_grads, v, do, q, grads
-        if terms is None:
-            return sum_heads(self._walk(*walked, reverse=True, turned=True), self.G), None
-        sums, state_sums = (self._row_sums(self.tuning.key_grads) for _ in range(2))
-        own = DecayTerms(terms.borders, sums, state_sums, self._new(sums.shape[0], self.num_spans, self.B, self.H))
-        dk = self._walk(*walked, reverse=True, turned=True, extra=k, terms=own)
-        return sum_heads(dk, self.G), self._decay_grads(terms, own)
+        options, own = self.tuning.key_grads, None
+        if terms is not None:
+            sums, state_sums = (self._row_sums(options) for _ in range(2))
+            if boundary_terms is None:
+                boundary_terms = self._new(sums.shape[0], self.num_spans, self.B, self.H)
+            own = DecayTerms(terms.borders, sums, state_sums, boundary_terms)
+        dk = self._apply(options, v, do, q, grads, reverse=True, turned=True, extra=k, terms=own)
+        return sum_heads(dk, self.G), None if terms is None or own is None else self._decay_grads(terms, own)
 
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
+        assert of_keys.boundary_terms is not None
         dg = self._new(self.B, self.T, self.H)
         heads = min(_HEADS_OF_GRADS, triton.next_power_of_2(self.H))
         decay_grads_kernel[(self.num_spans, self.B, triton.cdiv(self.H, heads))](
             of_queries.sums, of_keys.sums, of_keys.state_sums, of_keys.boundary_terms, self.decays, self.doc_ids, dg,
             self.T, self.H, self.BH, self.num_spans, C=self.tuning.chunk, SPAN=self.tuning.span,
-            QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0], HEADS=heads,
+            QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0],
+            BORDER_TILES=of_keys.boundary_terms.shape[0], HEADS=heads,
             NEGLIGIBLE=_NEGLIGIBLE[self.dtype], DOCUMENTS=self.doc_ids is not None, num_warps=4,
         )  # fmt: skip
         return dg
@@ -200,30 +286,56 @@ class ScalarDecayKernels(SegmentKernels):
     def _row_sums(self, options: TileOptions) -> Tensor:
         return self._new(triton.cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
 
-    def _walk(
+    def _apply(
         self,
         options: TileOptions,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        starts: Tensor,
+        states: Tensor,
         *,
         reverse: bool,
         turned: bool = False,
+        walks: bool = False,
         extra: Tensor | None = None,
         terms: DecayTerms | None = None,
     ) -> Tensor:
+        """[B, T, H, W], or fewer heads where a program adds up several."""
         (query_heads, depth), (value_heads, width) = queries.shape[2:], values.shape[2:]
-        outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
         BD, BW = self._tile(options, depth, width)
-        walk_kernel[(triton.cdiv(width, BW), self.BH, self.num_segments)](
-            queries, keys, values, extra, self.decays, self.doc_ids, starts, outputs, *(terms or (None,) * 4),
-            self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH,
-            self.num_chunks, self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span,
-            TURNED=turned, REVERSE=reverse, TERMS=terms is not None,
-            **self.flags, **options.launch,
+        tiles, sizes = triton.cdiv(width, BW), (self.T, self.H, query_heads, value_heads, depth, width, self.BH)
+        flags = {"BD": BD, "BW": BW, "TURNED": turned, "REVERSE": reverse, "TERMS": terms is not None}
+        flags |= self.flags | options.launch
+        if walks or self.tuning.states is None:
+            outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
+            walk_kernel[(tiles, self.BH, self.num_segments)](
+                queries, keys, values, extra, self.decays, self.doc_ids, states, outputs, *(terms or (None,) * 4),
+                self.scale, *sizes, self.num_chunks, self.segment_chunks, SPAN=self.tuning.span, **flags,
+            )  # fmt: skip
+            return outputs
+        rows = min(self.tuning.rows, self.tuning.chunk)
+        blocks = tiles * self.num_chunks * (self.tuning.chunk // rows)
+        if not turned and query_heads < self.H and depth <= BD:
+            outputs, heads = self._new(self.B, self.T, self.H, width, dtype=self.dtype), self._heads(blocks, _SHARING)
+            del flags["TURNED"], flags["TERMS"]
+            shared_kernel[(blocks, self.BH // heads)](
+                queries, keys, values, self.decays, self.doc_ids, states, outputs, self.scale, self.T, self.H,
+                query_heads, depth, width, self.BH, ROWS=rows, HEADS=heads, **flags,
+            )  # fmt: skip
+            return outputs
+        heads = self._heads(blocks, self.H) if turned else 1
+        outputs = self._new(self.B, self.T, self.H // heads, width, dtype=self.dtype)
+        chunks_kernel[(blocks, self.BH // heads)](
+            queries, keys, values, extra, self.decays, self.doc_ids, states, outputs, *(terms or (None,) * 4)[1:3],
+            self.scale, *sizes, ROWS=rows, HEADS=heads, **flags,
         )  # fmt: skip
         return outputs
+
+    def _heads(self, blocks: int, most: int) -> int:
+        """Heads of a group that one program computes: as many as leave enough programs."""
+        group = self.H // self.G
+        counts = (n for n in range(min(group, most), 1, -1) if group % n == 0)
+        return next((n for n in counts if blocks * self.BH // n >= self.tuning.programs), 1)
 
 
 def decay_sums(g: Tensor, chunk: int) -> Tensor:
@@ -241,7 +353,7 @@ class _KernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, decays = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
-        tuning, where = options_for(k, v), (self.doc_ids, self.scale)
+        tuning, where = options_for(k, v, self.fixed), (self.doc_ids, self.scale)
         self._decays = dense(decays) if self.fixed else decay_sums(dense(decays), tuning.chunk)
         self._launcher = ScalarDecayKernels(k, v, self._decays, *where, tuning, fixed=self.fixed)
         self._segments = self._launcher.summaries(self._k, self._v, reverse=False)
@@ -251,8 +363,11 @@ class _KernelForward(ForwardBase):
         self._launcher.correct(self._segments, incoming_state, "incoming_state")
         starts = self._segments.starts
         self.saved = (starts,) if self.fixed else (self._decays.transpose(1, 2), starts)
-        # The walk computes its scores, too: nothing overlaps the scan.
-        return self._launcher.outputs(self._q, self._k, self._v, starts)
+        # Scores are computed with the outputs: nothing overlaps the scan.
+        states = starts
+        if not self._launcher.tuning.walks_forward:
+            states, _ = self._launcher.true_states(self._k, self._v, starts, reverse=False)
+        return self._launcher.outputs(self._q, self._k, self._v, states)
 
 
 class _FixedForward(_KernelForward):
@@ -269,19 +384,22 @@ class _KernelBackward(BackwardBase):
         (self._starts,) = self.saved
         decays, where = self._log_decays, (self.doc_ids, self.scale)
         decays = dense(decays if self.fixed else decays.transpose(1, 2))
-        self._launcher = ScalarDecayKernels(k, v, decays, *where, options_for(k, v), fixed=self.fixed)
+        self._launcher = ScalarDecayKernels(k, v, decays, *where, options_for(k, v, self.fixed), fixed=self.fixed)
         self._segments = self._launcher.summaries(self._q, self._do, reverse=True)
         self.state_grad = self._segments.state
 
     def overlap(self) -> None:
         # dq needs no gradients of states.
-        self._dq, self._terms = self._launcher.query_grads(self._q, self._k, self._v, self._do, self._starts)
+        states, _ = self._launcher.true_states(self._k, self._v, self._starts, reverse=False)
+        self._dq, self._terms = self._launcher.query_grads(self._q, self._k, self._v, self._do, states)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, do = self._q, self._k, self._v, self._do
         self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
-        grads = self._segments.starts
-        dk, dg = self._launcher.key_grads(self._q, self._k, self._v, self._do, grads, self._terms)
-        dv = self._launcher.value_grads(self._q, self._k, self._do, grads)
+        others, starts = None if self._terms is None else self._terms.borders, self._segments.starts
+        grads, boundary_terms = self._launcher.true_states(q, do, starts, reverse=True, others=others)
+        dk, dg = self._launcher.key_grads(q, k, v, do, grads, self._terms, boundary_terms)
+        dv = self._launcher.value_grads(q, k, do, grads)
         return self._dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
 
 
@@ -292,7 +410,7 @@ class _FixedBackward(_KernelBackward):
 def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...]:
     _, k, v, decays = operands
     # For the shapes only, which do not depend on documents or the scale.
-    launcher = ScalarDecayKernels(k, v, decays, None, 1.0, options_for(k, v), fixed=fixed)
+    launcher = ScalarDecayKernels(k, v, decays, None, 1.0, options_for(k, v, fixed), fixed=fixed)
     starts = decays.new_empty(launcher.starts_shape)
     return (starts,) if fixed else (decays.new_empty(decays.mT.shape).mT, starts)
 

@@ -23,7 +23,8 @@ comes from dS. Pairs that do not cross t cancel but for fp32's rounding; pairs o
 and once in dS. So that these errors do not add up, <S, dS> is computed anew every SPAN chunks, of an S that the walk of
 dq writes in the dtype of the tokens. `decay_grads` adds up the rest.
 
-`summaries_kernel` computes a segment's effect on the state, of which only the total is written:
+`states_kernel` walks over the state alone: from zero for a segment's effect on it, of which only the total is written,
+or from the true one to write it at all boundaries of chunks, for `zeco_train.ops.scalar_decay.kernels.chunks`.
 
     S = Σ_j exp(b_end − b_j) k_j v_jᵀ          in reverse, for gradients:   dS = scale · Σ_i exp(b_i) q_i do_iᵀ
 """
@@ -38,13 +39,33 @@ from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rat
 
 
 @triton.jit
-def summaries_kernel(
+def _store_if(where, states, index, state, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
+    if where:
+        pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
+        tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_boundary_term(
+    where, target, states, index, grad, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr
+):
+    """<S, dS> of this tile, with an S stored before."""
+    if where:
+        pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
+        tl.store(target, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
+
+
+@triton.jit
+def states_kernel(
     keys,  # [B, T, G, K]: k, or q in reverse
     values,  # [B, T, H, V]: v, or do in reverse
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
-    totals,  # [J, B, H, K, V] fp32, written
-    total_decays,  # [J, B, H, K] fp32, written
+    totals,  # [J, B, H, K, V] fp32: from a zero start, written; with BOUNDARIES true states before segments, read
+    total_decays,  # [J, B, H, K] fp32, written unless BOUNDARIES
+    states,  # [N + 1, B, H, K, V], with BOUNDARIES written: at all boundaries; in reverse not at the first
+    others,  # [N + 1, B, H, K, V]: S, read with TERMS
+    boundary_terms,  # [tiles, N / SPAN, B, H] fp32, written with TERMS: <S, dS> after every SPAN chunks
     scale,
     T,
     H: tl.constexpr,
@@ -57,13 +78,19 @@ def summaries_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    SPAN: tl.constexpr,
     REVERSE: tl.constexpr,
+    BOUNDARIES: tl.constexpr,
+    TERMS: tl.constexpr,
     FIXED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program walks one segment with a [BK, BV] tile of the state in registers; K <= BK."""
-    first_value = tl.program_id(0) * BV
+    """One program walks one segment with a [BK, BV] tile of the state in registers."""
+    value_tiles: tl.constexpr = (V + BV - 1) // BV
+    tile = tl.program_id(0)
+    first_key = (tile // value_tiles) * BK
+    first_value = (tile % value_tiles) * BV
     batch_head = tl.program_id(1)
     segment = tl.program_id(2)
     keys += key_head_offset(batch_head, T, H, G, K)
@@ -72,13 +99,28 @@ def summaries_kernel(
     first_chunk = segment * segment_chunks
     end_chunk = tl.minimum(first_chunk + segment_chunks, num_chunks)
 
-    state = tl.zeros([BK, BV], tl.float32)
+    segment_index = segment * BH + batch_head
+    if BOUNDARIES:
+        pointers, inside = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
+        state = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        state = tl.zeros([BK, BV], tl.float32)
+    if TERMS:
+        boundary_terms += tile * BH * tl.cdiv(num_chunks, SPAN)
     log_decay = scale * 0.0
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
         start = chunk * C
+        boundary = (chunk + 1 if REVERSE else chunk).to(tl.int64) * BH + batch_head
+        if TERMS:
+            is_border = ((chunk + 1) % SPAN == 0) | (chunk + 1 == num_chunks)
+            term = boundary_terms + (chunk // SPAN) * BH + batch_head
+            _store_boundary_term(is_border, term, others, boundary, state, K, V, first_key, first_value, BK, BV)
+        if BOUNDARIES:
+            target, own = state_pointers(states, boundary, K, V, first_key, first_value, BK, BV)
+            tl.store(target, state.to(states.dtype.element_ty), mask=own)
         sums, total = load_sums(decays, rate, batch_head, start, T, C, FIXED)
-        key = load_tile(keys, start, T, G, K, 0, C, BK)
+        key = load_tile(keys, start, T, G, K, first_key, C, BK)
         value = load_tile(values, start, T, H, V, first_value, C, BV)
         factors = decay(sums) * scale if REVERSE else decay(total - sums)
         survives = decay(total)
@@ -91,29 +133,16 @@ def summaries_kernel(
         state = tl.dot(tl.trans(key), weighted, state * survives, input_precision=PRECISION)
         log_decay += total
 
-    index = segment * BH + batch_head
-    pointers, inside = state_pointers(totals, index, K, V, 0, first_value, BK, BV)
-    tl.store(pointers, state, mask=inside)
-    rows = tl.arange(0, BK)
-    leads = (rows < K) & (first_value == 0)
-    tl.store(total_decays + index.to(tl.int64) * K + rows, tl.zeros([BK], tl.float32) + log_decay, mask=leads)
-
-
-@triton.jit
-def _store_border(is_border, borders, index, state, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
-    if is_border:
-        pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
-        tl.store(pointers, state.to(borders.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _store_boundary_terms(
-    is_border, boundary_terms, borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr
-):
-    """<S, dS> of these columns, with the S stored at the border."""
-    if is_border:
-        pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
-        tl.store(boundary_terms + index, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
+    if BOUNDARIES and not REVERSE:
+        boundary = end_chunk.to(tl.int64) * BH + batch_head
+        _store_if(end_chunk == num_chunks, states, boundary, state, K, V, first_key, first_value, BK, BV)
+    if not BOUNDARIES:
+        pointers, inside = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
+        tl.store(pointers, state, mask=inside)
+        rows = first_key + tl.arange(0, BK)
+        leads = (rows < K) & (first_value == 0)
+        pointers = total_decays + segment_index.to(tl.int64) * K + rows
+        tl.store(pointers, tl.zeros([BK], tl.float32) + log_decay, mask=leads)
 
 
 @triton.jit
@@ -207,7 +236,8 @@ def walk_kernel(
         is_border = ((chunk + 1) % SPAN == 0) | (chunk + 1 == num_chunks)
         border_index = (chunk // SPAN) * BH + batch_head
         if TERMS and REVERSE:
-            _store_boundary_terms(is_border, boundary_terms, borders, border_index, state, D, W, first_column, BD, BW)
+            target = boundary_terms + border_index
+            _store_boundary_term(is_border, target, borders, border_index, state, D, W, 0, first_column, BD, BW)
 
         weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         weights *= decay(tl.where(visible, exponents, float("-inf"))) * scale
@@ -223,4 +253,4 @@ def walk_kernel(
         state = tl.dot(tl.trans(key), weighted, state * survives, input_precision=PRECISION)
 
         if TERMS and not REVERSE:
-            _store_border(is_border, borders, border_index, state, D, W, first_column, BD, BW)
+            _store_if(is_border, borders, border_index, state, D, W, 0, first_column, BD, BW)
