@@ -209,8 +209,9 @@ class _Staged:
 
     def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
         data = self._planner.resolve_data(item)
-        is_remote = isinstance(data, Tensor) and data.device.type == "cuda" and data.numel() > 0
-        return self.staged(data.detach()) if is_remote else data
+        if not isinstance(data, Tensor) or data.device.type != "cuda" or data.numel() == 0:
+            return data
+        return self.staged(data.detach())
 
     def staged(self, data: Tensor) -> Tensor:
         # A tensor with a storage of its size, as torch would otherwise copy it again; valid until the next call.
