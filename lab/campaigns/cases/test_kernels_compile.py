@@ -35,7 +35,6 @@ COMPILED = {
         4,
     ),
     "scalar, sm_90, by chunks": (90, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 1, 8, 512, 512)), 6),
-    "scalar, sm_90, by chunks, fp32": (90, torch.float32, KernelCase("scalar_decay", 512, (1, 1, 2, 512, 512)), 6),
     "scalar, sm_80, by chunks": (80, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 1, 2, 512, 272)), 6),
     "kda, sm_90": (90, torch.bfloat16, KernelCase("kda", 512, (1, 2, 2, 128, 128)), 6),
     "kda, sm_90, the widest heads": (90, torch.bfloat16, KernelCase("kda", 512, (1, 2, 2, 256, 256), 0.2, (0, 70)), 6),
