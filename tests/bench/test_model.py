@@ -11,15 +11,18 @@ from unittest import mock
 import pytest
 import torch
 
+from models.formats.format_registry import formats_of
+from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK, error_line
 from tests.support.distributed import run_distributed
-from zeco_train.bench import model, timing
+from zeco_train.bench import model, peer, timing
 from zeco_train.bench.backends import RandomTokens
 from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
 from zeco_train.bench.session import Session, WrongResultError
 from zeco_train.bench.timing import Contender, Summary, time_in_turns
 from zeco_train.bench.variants import Variant
+from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.attention.method_registry import AttentionChoice
@@ -227,3 +230,23 @@ def test_model_case_on_two_ranks(tmp_path: Path, settings: list[str]) -> None:
     assert "2 steps of each variant; the papers' are 100" in table
     assert ("products: of the plain step, without recompute and segments" in table) == (settings == MIXERS)
     assert (tmp_path / "mixers.md").exists() == (settings == MIXERS)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        pytest.param("retnet", marks=pytest.mark.slow),
+        *(pytest.param(mixer, marks=pytest.mark.campaign) for mixer in ("gla", "linear", "hgrn", "hgrn2")),
+    ],
+)
+def test_peer_of_a_mixer_has_our_parameters_and_set_buffers(mixer: str) -> None:
+    config = load_config(["model=gla_tiny", f"model.mixer={mixer}", "model.num_layers=1"]).model
+    assert formats_of(config)[0].library == "fla"
+    ours = {name: p.detach() for name, p in ModelSpec(config).build().named_parameters()}
+    theirs = peer._build(config, ours, torch.device("cpu"))
+    assert all(torch.equal(p, ours[name]) for name, p in theirs.named_parameters())
+    buffers = dict(theirs.named_buffers())
+    assert [*buffers] == (["model.layers.0.attn.rotary.inv_freq"] if mixer == "retnet" else [])
+    for frequencies in buffers.values():
+        half = torch.arange(len(frequencies)) / len(frequencies)
+        assert torch.allclose(frequencies, 1e4**-half)

@@ -89,7 +89,7 @@ def test_choose_picks_fastest_scan() -> None:
     assert fastest_scan(AUTO, MEASURED[Link.gloo], load(2, MB)).scan is CHAIN
 
 
-def test_eligible_returns_scans_that_can_be_chosen() -> None:
+def test_ever_fastest_returns_scans_that_can_be_chosen() -> None:
     """Includes every scan chosen for some size; for one-kernel scans, which take memory, no others."""
     sizes = [1 << n for n in range(40)]
     both, costs = [CHAIN, TWO_SHOT], MEASURED[Link.symmetric]

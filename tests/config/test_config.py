@@ -90,6 +90,9 @@ def test_removed_keys_tell_what_replaces_them(tmp_path: Path, monkeypatch: pytes
 
 def test_identity_does_not_depend_on_the_split() -> None:
     base = load_config([]).identity()
+    fixed = {"seed", "train.dtype", "train.matmul", "optim.name", "task.name", "data.seq_len", "data.global_batch"}
+    fixed |= {f"data.{key}" for key in ("shuffle", "reset_state_at_document", "labels_across_documents")}
+    assert {key for key in base if not key.startswith("model.")} == fixed
     may_change = ["sp=lasp1", "sp.size=1", "parallel=zero3", "train.steps=5", "train.log_every=3", "checkpoint.every=1"]
     how = ["train.segments=4", "train.recompute=full", "train.compile=always", "train.profile='1:2'"]
     assert load_config([*may_change, *how, "logger=wandb", "data.micro_batch=2", "name=x"]).identity() == base

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +16,11 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from data import preparation
-from data.prepare import main
+from data.prepare import main, prepare_store
 from data.sources.hugging_face import RECIPES, Recipe, load_recipe, recipe_names
 from data.store import TokenStore, read_meta
-from tests.data.test_resume import Stopped, stop_before
-from tests.support.commands import check_line, run_here
+from tests.data.test_resume import Stopped, options, prepare_with_stops, stop_before
+from tests.support.commands import check_line, run_here, snapshot
 from tests.support.stores import documents
 from zeco_train.errors import ConfigError
 
@@ -287,3 +288,26 @@ def test_user_recipe_is_prepared_or_refused(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "less.yaml"))
     outcome = run_here(main, "--recipe", "the_pile", "--out", str(tmp_path / "none"))
     check_line(outcome, 2, f"--recipe=the_pile: allowed: {', '.join(recipe_names())}, or the path of")
+
+
+@pytest.mark.parametrize(
+    ("kind", "streaming", "workers"),
+    [
+        pytest.param("parquet", True, 1, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.campaign) for case in (("jsonl.gz", True, 2), ("parquet", False, 1))),
+    ],
+)
+def test_workers_and_interruptions_do_not_change_the_store(
+    kind: str, streaming: bool, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preparation that is stopped every few parts, and goes on, against one that is not."""
+    folder = write_dataset(tmp_path / "corpus", kind)
+    spec = preparation.DatasetSpec(str(folder), streaming=streaming)
+    changes = {"sources": (), "dataset": spec, "min_tokens": 20, "shard_tokens": 2000, "part_characters": 2500}
+    some = replace(options(folder, tmp_path / "unbroken"), unit_bytes=4000, **changes)
+    prepare_store(some)
+    again = replace(some, out=tmp_path / "store", workers=workers)
+    assert prepare_with_stops(again, monkeypatch, 2) > 2
+    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "unbroken")
+    kept = documents(tmp_path / "store") + documents(tmp_path / "store" / "validation")
+    assert kept == [text for text in TEXTS if len(text.encode()) >= 20]

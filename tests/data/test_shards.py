@@ -165,6 +165,9 @@ def test_interrupted_writer_resumes_from_checkpoint(tmp_path: Path, shard_tokens
         state = writer.checkpoint()
         writer.append(np.full(40, 9), [40])
         writer.checkpoint()
+        sizes = {path: path.stat().st_size for path in (tmp_path / "store").iterdir()}
+    # Closing had nothing left to write, which a kill would lose.
+    assert {path: path.stat().st_size for path in sizes} == sizes
     with pytest.raises(DataError, match="from the start"):
         new_writer(tmp_path / "other", shard_tokens, state)
     with new_writer(tmp_path / "store", shard_tokens, state) as writer:

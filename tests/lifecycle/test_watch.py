@@ -36,9 +36,11 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> None:
 def watched(store: dist.Store, size: int, ranks: Iterable[int]) -> Iterator[list[Watchdog]]:
     """The watchdogs of some ranks of `size`."""
     alive = [Watchdog(Launch(rank, size, rank), store) for rank in ranks]
-    yield alive
-    for rank in alive:
-        rank.stop()
+    try:
+        yield alive
+    finally:
+        for rank in alive:
+            rank.stop()
 
 
 def test_documented_times_are_the_sums_of_the_constants() -> None:

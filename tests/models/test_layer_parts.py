@@ -376,3 +376,13 @@ def test_block_without_mlp_has_no_parameters_and_no_flops_of_one() -> None:
     assert without.mlp_products == []
     assert without.mixer_products == with_mlp.mixer_products == [[(24, 48), (24, 68), (24, 6)], [(48, 24)]]
     assert sum(map(math.prod, with_mlp.parameters)) - sum(map(math.prod, without.parameters)) == 24 * (3 * 40 + 1)
+
+
+@pytest.mark.slow
+def test_compiled_rotations_equal_the_plain_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 6, 3, 8, generator=generator) for _ in range(2))
+    positions = 8_000_000 + torch.arange(6)
+    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")(q, k, positions, 10000.0)
+    for ours, plain in zip(compiled, rotate(q, k, positions, 10000.0), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)

@@ -113,8 +113,12 @@ def test_emulation_equals_torch_scaled_product() -> None:
     ):
         found = product(a, b, torch.bfloat16, fast=True)
     assert found.dtype == torch.bfloat16
-    (_, right), settings = scaled.call_args
+    (left, right), settings = scaled.call_args
     assert (right.stride(), settings["use_fast_accum"]) == ((1, 64), True)
+    # A CPU takes other layouts, too.
+    assert left.is_contiguous()
+    assert settings["scale_b"].is_contiguous()
+    assert (settings["scale_a"].shape, settings["scale_b"].shape) == ((32, 1), (1, 48))
     # Rounded to bf16: half a step of 2⁻⁷ at most.
     torch.testing.assert_close(found.float(), emulated, rtol=2**-8, atol=1e-5)
 

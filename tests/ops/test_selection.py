@@ -48,10 +48,7 @@ CASES = [
 OF_WIDE = [(64, 64, BF16, FP64, False), (64, 64, FP32, BF16, False)]
 WIDE_HEADS = [(64, 257, BF16, FP32), (257, 64, FP32, FP32), (512, 512, BF16, FP32)]
 TABLE = {
-    **{
-        name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)]
-        for name in ("gla", "scalar_decay", "fixed_decay", "hgrn")
-    },
+    **{name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)] for name in ("gla", "hgrn")},
     "short_conv": CASES,
     "unmasked": [(*case[:4], False) for case in CASES],
     **{name: [*CASES, *OF_WIDE, *((*case, False) for case in WIDE_HEADS)] for name in LIMITED},

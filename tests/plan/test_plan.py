@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -269,3 +270,16 @@ def test_plan_for_model_larger_than_this_machine() -> None:
 def test_plan_keys_do_not_clash_with_training_keys() -> None:
     own = {entry.name for entry in dataclasses.fields(PlanSettings)}
     assert not own & {*group_options(), *(entry.name for entry in dataclasses.fields(parse([]).config))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_zero3_gathers_adjacent_units_beside_the_root(tied: str) -> None:
+    model = ["model=gla_340m", f"model.tie_word_embeddings={tied}", "train.dtype=bf16", EAGER]
+    case = make_case(*model, "world_size=4", "data.seq_len=65536", "parallel=zero3")
+    *units, root = ([math.prod(shape) for shape, _ in unit] for unit in case.spec.units)
+    table, block = 32000 * 1024, sum(units[1])
+    assert sum(root) == (table if tied == "true" else 0) + 1024
+    # A tied table lies in the root, which is gathered once.
+    expected = parameter_bytes(case, 4) + 2 * (sum(root) + block + (block if tied == "true" else table))
+    assert plan_memory(case, 0.05).phases["loss"]["weights"] == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -292,3 +293,17 @@ def test_activation_bytes_with_full_recompute() -> None:
 def test_planned_loss_chunk_equals_loss_implementation() -> None:
     chunks = loss._CHUNK_TOKENS
     assert {True: chunks["cpu"], False: chunks["cuda"]} == calibration.LOSS_CHUNK
+
+
+def test_muon_memory_and_products_are_counted() -> None:
+    adamw, muon = (make_case("model=gla_1b", f"optim={name}", "world_size=8") for name in ("adamw", "muon"))
+    projections = sum(math.prod(shape) for shape, rule in muon.spec.parameters if rule.is_projection)
+    assert optimizer_bytes(adamw) - optimizer_bytes(muon) == pytest.approx(4 * projections / 8, rel=1e-3)
+    one, eight = (muon.config.optim.spec.products(muon.spec.parameters, n, muon.config.optim) for n in (1, 8))
+    assert eight == pytest.approx(one / 8, rel=0.02)
+    # Five steps of 4 N² K + 2 N³ for a matrix [N, K] with N ≤ K.
+    assert one == sum(
+        5 * (4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3)
+        for shape, rule in muon.spec.parameters
+        if rule.is_projection
+    )

@@ -106,3 +106,14 @@ def test_missing_packages_are_reported(tmp_path: Path) -> None:
     run = compare_backends(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert run.returncode != 0
     assert "VENV=none" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_checkpoints_of_another_run_are_not_deleted(tmp_path: Path) -> None:
+    kept = tmp_path / "dp" / "checkpoints" / "step_00000001"
+    kept.mkdir(parents=True)
+    run = compare_backends(tmp_path, BACKENDS="dp")
+    assert run.returncode != 0
+    assert "RUN_DIR:" in run.stderr
+    assert kept.exists()

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.support.commands import REPOSITORY, check_line, train_here
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError
-from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
+from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
 from zeco_train.tracking.loggers import ExperimentLogger, TensorBoardLogger, WandbLogger, build_logger
 from zeco_train.tracking.starts import Layout, Start, length_name
 
@@ -212,3 +213,21 @@ def test_tensorboard_of_resumed_run_has_each_step_once(tmp_path: Path) -> None:
         "loss": [(1, 1), (2, 2), (3, 3), (4, 4), (5, 9), (6, 10), (7, 11)],
         "mfu": [(n, 0.5) for n in range(1, 8)],
     }
+
+
+@pytest.mark.parametrize(("problem", "refused"), [("returned error 403: no", True), ("no route to host", False)])
+def test_a_refusal_ends_the_start_and_a_lost_server_does_not(
+    problem: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    begin = mock.Mock(side_effect=[wandb.errors.CommError(problem), mock.MagicMock()])
+    for name, stub in (("setup", mock.Mock()), ("login", lambda **_: True), ("teardown", mock.Mock()), ("init", begin)):
+        monkeypatch.setattr(wandb, name, stub)
+    tracker = WandbLogger(LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online), tmp_path)
+    if refused:
+        with pytest.raises(ConfigError, match=r"^logger.mode=online: W&B cannot start \(returned error 403: no\)"):
+            tracker.begin({}, Start(0, LAYOUT, {}), None)
+    else:
+        tracker.begin({}, Start(0, LAYOUT, {}), None)
+    assert [call.kwargs["mode"] for call in begin.call_args_list] == (["online"] if refused else ["online", "offline"])

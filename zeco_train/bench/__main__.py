@@ -8,7 +8,6 @@ from __future__ import annotations
 from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
-    # Before the other imports, which take seconds.
     run_command("zeco_train.bench.__main__")
 
 import sys

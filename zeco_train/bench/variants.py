@@ -102,8 +102,8 @@ SCAN_VARIANTS = (
     *(
         f"zeco:{scan.name}:symmetric{blocks}"
         for scan in ALL_SCANS
-        for blocks in ("", ":paper")
-        if scan.kernel and (scan.best_blocks or not blocks)
+        if scan.kernel
+        for blocks in (("", ":paper") if scan.best_blocks else ("",))
     ),
     *(name for name in SHARING if BACKENDS[name].section),
 )

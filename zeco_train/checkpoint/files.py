@@ -38,7 +38,8 @@ _LONGEST_PATH = 4096
 # run has saved.
 RECORD_FILE = "last_checkpoint.json"
 _IF_DAMAGED = "; remove it if it is damaged"
-# A rank writes, and reads, so many files at once at most: enough for 20 GB/s.
+# A rank writes, and reads, so many files at once at most; with 16 a checkpoint of 16.4 GB took 9.7 s where the disk
+# needs 8.2 (H100).
 FILES_AT_ONCE = 16
 # Prefix to the path of a model in Hugging Face format, and a file that its folder has.
 HF_PREFIX = "hf:"
@@ -120,7 +121,8 @@ def take_checkpoints(run_dir: Path) -> tuple[int, str | None]:
     """Create the folder of a run's checkpoints if it is missing, lock it (see `take_lock`), and mark it as this run's.
 
     The folder may be a link. Two runs in one would load and remove each other's checkpoints. Raises ConfigError if it
-    is another run's, a link to a folder with other files, or another process saves there; OSError if it is read-only.
+    is another run's, a link to a folder with other files, or another process saves there; OSError if the system refuses
+    to write.
     """
     complete_checkpoints(run_dir)
     folder = run_dir / CHECKPOINT_FOLDER

@@ -85,7 +85,10 @@ class StandardTasks:
             limit=self.limit,
             task_manager=self._tasks,
             log_samples=False,
-            **{f"{name}random_seed": self.seed for name in ("", "numpy_", "torch_", "fewshot_")},
+            random_seed=self.seed,
+            numpy_random_seed=self.seed,
+            torch_random_seed=self.seed,
+            fewshot_random_seed=self.seed,
         )
         assert results is not None
         return results

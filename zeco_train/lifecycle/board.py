@@ -81,14 +81,17 @@ class BoundedStore:
 
 
 class Board:
-    """A rank's view of the store; `seconds` bounds each request. Without a store nothing is written or found."""
+    """A rank's view of the store; `seconds` bounds each request.
+
+    Without a store nothing is written or reported; `heartbeats` and `is_first` need one.
+    """
 
     def __init__(self, launch: Launch, store: dist.Store | None, seconds: float) -> None:
         self._launch = launch
         self.store = None if store is None else BoundedStore(store, seconds)
 
     def beat(self, count: int, activity: str) -> None:
-        """Publish a heartbeat of this rank. Raises one of `STORE_ERRORS`, as do all methods that read."""
+        """Publish a heartbeat of this rank. Raises one of `STORE_ERRORS`, as do most methods."""
         self._set(f"heartbeat/{self._launch.rank}", f"{count} {activity}")
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:

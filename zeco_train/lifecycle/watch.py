@@ -113,8 +113,9 @@ class Watchdog:
     def guard(self, timeout: timedelta) -> None:
         """From now on, `abandon` if the next rank's heartbeat stops for longer than `timeout`, or another gives up.
 
-        SIGTERM no longer ends this rank at once: a launcher sends it to the survivors within 0.1 s of a rank's death,
-        often before they have noticed the loss, and an immediate exit could not name the lost rank.
+        SIGTERM, too, leads there, and no longer ends this rank at once: a launcher sends it to the survivors within
+        0.1 s of a rank's death, often before they have noticed the loss, and an immediate exit could not name the lost
+        rank.
         """
         if self.board.store is not None:
             catch_in_this_process(signal.SIGTERM, self._remember_termination)

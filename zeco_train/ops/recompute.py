@@ -7,9 +7,9 @@ replayed in the second pass, which communicates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,20 @@ from torch.autograd.function import once_differentiable
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.position import SequencePosition
 
-# A block: (x [B, T, D], position, state_inputs, shared, output_needed=True) → y [B, T, D], then received and carry_out
-# of each state; without `output_needed` only y's gradients are valid.
-Recomputable = Callable[..., tuple[Tensor, ...]]
+
+class Recomputable(Protocol):
+    """A block: x [B, T, D] → y [B, T, D], then received and carry_out of each state."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        position: SequencePosition,
+        state_inputs: Sequence[StateInput],
+        shared: Tensor | None,
+        output_needed: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """With `output_needed=False` only y's gradients are valid."""
+        ...
 
 
 class Recompute(Enum):

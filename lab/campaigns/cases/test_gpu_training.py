@@ -90,11 +90,11 @@ def test_training_on_gpus_equals_one_cpu(tmp_path: Path, world_size: int) -> Non
 
 
 def test_slow_paths_are_warned_of_once_and_refused_on_request(tmp_path: Path) -> None:
-    """Heads of V 288, which the kernels of fixed decays do not serve, and steps, which have none."""
-    heads = ["model.hidden_size=288", "model.num_heads=1", "model.expand_k=0.5", "model.expand_v=1"]
-    model = ["model.mixer=retnet", *heads, "model.num_layers=2"]
+    """Heads of 288 channels, which the kernels of delta rules do not serve, and steps, which have none."""
+    heads = ["model.hidden_size=288", "model.num_heads=1", "model.head_dim=288"]
+    model = ["model.mixer=kda", *heads, "model.num_layers=2"]
     settings = [*model, "train.dtype=bf16", "train.steps=2", f"run_dir='{tmp_path / 'run'}'"]
-    path = "layers 0 to 1 (retnet): fixed_decay of K 144, V 288 in bf16"
+    path = "layers 0 to 1 (kda): kda of K 288, V 288 in bf16"
     check_line(train_here(*settings, "train.kernels=require"), 2, f"train.kernels=require: {path}: head dims")
     assert not (tmp_path / "run").exists()
     trained = train_here(*settings)

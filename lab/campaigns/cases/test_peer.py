@@ -10,19 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.formats.format_registry import formats_of
 from models.language_model import LanguageModel
 from models.parameters import parameter_rules
 from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
-from zeco_train.bench import peer
 from zeco_train.bench.backends import Backends, RandomTokens
 from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import Variant
-from zeco_train.config.schema import load_config
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
@@ -112,17 +109,3 @@ def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dic
 
 def test_fla_peer_matches_our_logits_loss_and_update() -> None:
     run_distributed(_peer_trains_as_we_do, 2)
-
-
-@pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn", "hgrn2"])
-def test_peer_of_a_mixer_has_our_parameters_and_set_buffers(mixer: str) -> None:
-    config = load_config(["model=gla_tiny", f"model.mixer={mixer}", "model.num_layers=1"]).model
-    assert formats_of(config)[0].library == "fla"
-    ours = {name: p.detach() for name, p in ModelSpec(config).build().named_parameters()}
-    theirs = peer._build(config, ours, torch.device("cpu"))
-    assert all(torch.equal(p, ours[name]) for name, p in theirs.named_parameters())
-    buffers = dict(theirs.named_buffers())
-    assert [*buffers] == (["model.layers.0.attn.rotary.inv_freq"] if mixer == "retnet" else [])
-    for frequencies in buffers.values():
-        half = torch.arange(len(frequencies)) / len(frequencies)
-        assert torch.allclose(frequencies, 1e4**-half)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 
@@ -12,14 +11,14 @@ from tests.plan import test_plan as gate
 from tests.plan.test_hybrid_plans import HYBRID
 from tests.plan.test_sharding import of_1b
 from tests.support.commands import REPOSITORY
-from tests.support.planning import EAGER, GLA_1B, make_case, planned
+from tests.support.planning import GLA_1B, make_case, planned
 from tests.support.waiting import ENOUGH
 from zeco_train.config.schema import group_options
 from zeco_train.plan import calibration
 from zeco_train.plan.attention_costs import attention_blocks, attention_seconds, method_costs, plan_exchanges
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import parse
-from zeco_train.plan.memory import parameter_bytes, plan_memory
+from zeco_train.plan.memory import plan_memory
 from zeco_train.plan.report import _assumptions
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.traffic import parameter_traffic
@@ -135,18 +134,6 @@ def test_slow_links_bound_step_time() -> None:
     across = [*GLA_1B, "world_size=16", "data.seq_len=262144"]
     moved = parameter_traffic(make_case(*across)).total / 8e9
     assert moved < planned(*across, "node_gbps=1").time.total < 2 * moved
-
-
-@pytest.mark.parametrize("tied", ["true", "false"])
-def test_zero3_gathers_adjacent_units_beside_the_root(tied: str) -> None:
-    model = ["model=gla_340m", f"model.tie_word_embeddings={tied}", "train.dtype=bf16", EAGER]
-    case = make_case(*model, "world_size=4", "data.seq_len=65536", "parallel=zero3")
-    *units, root = ([math.prod(shape) for shape, _ in unit] for unit in case.spec.units)
-    table, block = 32000 * 1024, sum(units[1])
-    assert sum(root) == (table if tied == "true" else 0) + 1024
-    # A tied table lies in the root, which is gathered once.
-    expected = parameter_bytes(case, 4) + 2 * (sum(root) + block + (block if tied == "true" else table))
-    assert plan_memory(case, 0.05).phases["loss"]["weights"] == expected
 
 
 def test_throughput_of_dp_falls_with_ranks_less_so_within_fewer_shards() -> None:

@@ -1,12 +1,13 @@
-"""All chunks at once, from the states at their boundaries: o, dq, dk and dv by one kernel.
+"""All chunks at once, from the states at their boundaries: o, dq, dk and dv.
 
 The same sums as of a walk (`zeco_train.ops.scalar_decay.kernels.walk`), for the letters of its table:
 
     y_i = scale · Σ_j L_ij (x_i · w_j) z_j         tokens of the same chunk as they are, all others by the state Σ w zᵀ
 
 A program computes some rows of a chunk and BW columns of y; x, w and the state are read BD columns at a time, so that
-head dims have no limit. Where heads share z, as they share queries and keys, its program adds up their y in the order
-of heads. `states_kernel` of the walks writes the states.
+head dims have no limit. Where heads share z, as they share queries and keys, one program adds up their y in the order
+of heads; where they share x and w, `shared_kernel` computes their products once for o and dv. `states_kernel` of the
+walks writes the states.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _factors(
     sums, last, own_sums, rows, documents, scale, C: tl.constexpr, REVERSE: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
     """Of pairs of tokens, [ROWS, C], and of what each row sees of the state."""
-    # More by 0, since log-decays are no more: masks of pairs that do not change from head to head would be computed
+    # Adds 0, as log-decays are at most 0: masks of pairs that do not change from head to head would be computed
     # before the loop, and take more registers than there are.
     rows += (last > 1.0).to(tl.int32)
     columns = tl.arange(0, C)
@@ -159,7 +160,7 @@ def chunks_kernel(
         of_pairs, from_state = _factors(sums, last, own_sums, rows, documents, scale, C, REVERSE, DOCUMENTS)
         weights *= of_pairs
         if TERMS:
-            # Anew for each head, by a sum that only seems to depend on it: the compiler would else keep them in
+            # Anew for each head, by a sum that only seems to depend on it: the compiler would otherwise keep them in
             # registers, of which there are too few.
             pairs = tl.dot(other, tl.trans(value), weights * 0.0, input_precision=PRECISION)
             row_sum = tl.sum(pairs * weights, axis=1)

@@ -2,7 +2,7 @@
 
 Sums are fp32, negative logarithms. All factors are exponentials of differences of two of them, at most 1.
 
-And dg, from the sums over K that the walks of dq and dk write (`zeco_train.ops.scalar_decay.kernels.walk`). By where
+And dg, from the sums over K that the kernels of dq and dk write (`zeco_train.ops.scalar_decay.kernels.walk`). By where
 its pairs lie, it is for tokens t of a chunk that b_end decays in all
 
     dg_t = Σ_{i >= t} (q_i · dq_i − k_i · dk_i  within the chunk)       both from the chunk, or dq from S

@@ -44,7 +44,7 @@ class ScalarDecayTuning:
     """Options of each kernel, by its name, and of the layout in time.
 
     Attributes:
-        outputs, query_grads, value_grads, key_grads: of the walks for o, dq, dv, dk.
+        outputs, query_grads, value_grads, key_grads: of the kernels of o, dq, dv, dk.
         chunk: C, tokens of a chunk.
         span: chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error
             is 3e-3 for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
@@ -122,7 +122,7 @@ def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
     few, shared = int(v.shape[-1]) <= _FEW_VALUES, v.shape[2] >= _MANY_HEADS * k.shape[2]
     if found is KEPT[(9, 0), torch.bfloat16, 128] and few:
         return _OF_SHARED_KEYS if shared and int(k.shape[-1]) > _FEW_VALUES and not fixed else _OF_FEW_VALUES
-    if found in (KEPT[(9, 0), torch.bfloat16, 256], KEPT[(9, 0), torch.bfloat16, 512]):
+    if any(found is KEPT[(9, 0), torch.bfloat16, size] for size in (256, 512)):
         if fixed:
             return _OF_FIXED_AND_FEW_VALUES if few else _OF_FIXED
         if shared and few:
@@ -139,9 +139,11 @@ _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
 
 
 class DecayTerms(NamedTuple):
-    """What a walk leaves for dg (`zeco_train.ops.scalar_decay.kernels.walk`); the last two only that of dk."""
+    """What dq leaves for dg (`zeco_train.ops.scalar_decay.kernels.walk`), or dk; the last two only of dk."""
 
-    borders: Tensor  # [N / span, B, H, V, K] in the dtype of the tokens, S, which the walk of dq writes for that of dk
+    # S in the dtype of the tokens: [N / span, B, H, V, K], which the walk of dq writes for that of dk; by chunks the
+    # `true_states`, [N + 1, B, H, K, V].
+    borders: Tensor
     sums: Tensor  # [tiles, B, H, T] fp32, q · dq or k · dk
     state_sums: Tensor | None = None  # [tiles, B, H, T] fp32, k · dk from the state
     boundary_terms: Tensor | None = None  # [tiles, N / span, B, H] fp32, <S, dS>
@@ -216,11 +218,13 @@ class ScalarDecayKernels(SegmentKernels):
         values: Tensor,
         starts: Tensor,
         segment_decays: Tensor | None,
-        *written: Tensor | None,
+        states: Tensor | None = None,
+        others: Tensor | None = None,
+        terms: Tensor | None = None,
+        *,
         reverse: bool,
     ) -> None:
         BK, BV = self._tile(options, self.K, self.V)
-        states, others, terms = written or (None, None, None)
         states_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
             keys, values, self.decays, self.doc_ids, starts, segment_decays, states, others, terms, self.scale,
             self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,

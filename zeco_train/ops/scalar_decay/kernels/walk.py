@@ -18,13 +18,13 @@ what it adds to k_j · dk_j. In a sum over all tokens from t on, of the first le
 
     dg_t = Σ_{i >= t} (q_i · dq_i − k_i · dk_i),    through a later border: the same sum up to it, + <S, dS> there
 
-The walks of dq and dk write the two sums over K, by columns, of their fp32 results; that of dk also its share that
+The kernels of dq and dk write the two sums over K, by columns, of their fp32 results; that of dk also its share that
 comes from dS. Pairs that do not cross t cancel but for fp32's rounding; pairs of different chunks are rounded once in S
 and once in dS. So that these errors do not add up, <S, dS> is computed anew every SPAN chunks, of an S that the walk of
 dq writes in the dtype of the tokens. `decay_grads` adds up the rest.
 
 `states_kernel` walks over the state alone: from zero for a segment's effect on it, of which only the total is written,
-or from the true one to write it at all boundaries of chunks, for `zeco_train.ops.scalar_decay.kernels.chunks`.
+or from the true one to write it at all boundaries of chunks, for `zeco_train.ops.scalar_decay.kernels.chunks`:
 
     S = Σ_j exp(b_end − b_j) k_j v_jᵀ          in reverse, for gradients:   dS = scale · Σ_i exp(b_i) q_i do_iᵀ
 """
