@@ -163,6 +163,7 @@ def not_printed(line: str) -> list[str]:
     return [part for part in kept or [max(parts, key=len)] if part not in printed()]
 
 
+@pytest.mark.slow
 def test_names_on_the_pages_about_the_code_are_in_it() -> None:
     files = (path for folder in _FOLDERS.split("|") for path in (REPOSITORY / folder).rglob("*.py*"))
     read = [path for path in files if path.suffix in (".py", ".pyi")]

@@ -104,6 +104,10 @@ def test_one_rank_equals_recurrence(name: str, tokens: int, decay: str) -> None:
     check(name, make(name, tokens, decay), [0, tokens])
 
 
+def test_decays_of_the_eleventh_chunk_are_its_own() -> None:
+    check("gated_delta", make("gated_delta", 11 * CHUNK, B=1), [0, 11 * CHUNK])
+
+
 @pytest.mark.few(quick=8)
 @EACH
 @pytest.mark.parametrize("edges", [[0, 100, 140], [0, 1, 65, 140], [0, 64, 128, 192], [0, 2, 67, 139, 140]])

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.support.distributed import run_distributed
+from lab.exactness_matrix import tiny
+from tests.support.distributed import on_ranks, run_distributed
 from tests.support.sp_reference import RecordedExchange, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from zeco_train.distributed.config import Strategy
@@ -124,3 +125,13 @@ def test_initial_states_are_fp32_for_bf16_model() -> None:
             model.unshard()
     finally:
         dist.destroy_process_group()
+
+
+@on_ranks(1)
+def test_recomputed_segments_rotate_by_the_positions_in_the_sequence(rank: int, world_size: int, store: str) -> None:
+    mesh, scan, model = make_mesh(rank, world_size, 1), build_scans((0,), "dp")["dp"], tiny("retnet")
+    whole, cut = (
+        run_steps(Case(recompute=recompute, segments=segments, steps=1, model=model), scan, mesh, store)
+        for recompute, segments in ((Recompute.none, 1), (Recompute.full, 2))
+    )
+    check(cut, whole, TOLERANCE, "retnet, recompute=full, 2 segments")

@@ -215,6 +215,7 @@ def test_tensorboard_of_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "refused"), [("returned error 403: no", True), ("no route to host", False)])
 def test_a_refusal_ends_the_start_and_a_lost_server_does_not(
     problem: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
