@@ -2,8 +2,8 @@
 Command: python -m lab.campaigns.start_times [COMMIT|FOLDER …] [--commands train,generate,evaluate]
     [--caches empty,warm] [--place FOLDER] [KEY=VALUE of train.py …]
 Date: 27 November 2026, one H100 (d5edbaf9).
-Answer: a table for each command, whose columns are versions with empty and warm caches; docs/benchmarks.md has that of
-    `gla_1b`.
+Answer: a table for each command; each version has two columns, for empty and for warm caches. The results for `gla_1b`
+    are in docs/benchmarks.md.
 
 Of each version in turn (default: this one): a run of 3 steps, which ends with a checkpoint; a text and a validation of
 it. Empty are the caches of compiled code (Triton's, Inductor's, the driver's) and of matplotlib's fonts; warm are the

@@ -300,7 +300,7 @@ def test_user_recipe_is_prepared_or_refused(tmp_path: Path) -> None:
 def test_workers_and_interruptions_do_not_change_the_store(
     kind: str, streaming: bool, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A preparation that is stopped every few parts, and goes on, against one that is not."""
+    """A preparation that stops after every few parts and is resumed gives the same bytes as one without a stop."""
     folder = write_dataset(tmp_path / "corpus", kind)
     spec = preparation.DatasetSpec(str(folder), streaming=streaming)
     changes = {"sources": (), "dataset": spec, "min_tokens": 20, "shard_tokens": 2000, "part_characters": 2500}

@@ -1,4 +1,4 @@
-"""Interruptions, nulls and byte-order marks of data sets; tests/data has those of files."""
+"""Data sets with nulls and byte-order marks; tests/data has files with them."""
 
 from __future__ import annotations
 
