@@ -405,7 +405,8 @@ def expected_of(case: Case, values: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.operator == "softmax":
         q, k, v = operands.values()
         return exact_softmax(q, k, v, do, borders=borders)
-    starts = [start for start in case.documents if start < case.T and (start or not case.before)]
+    # The first border is that of a document which began before these tokens, where there are some.
+    starts = sorted({start for start in case.documents[bool(case.before) :] if start < case.T})
     tokens = ExactTokens(OPERATORS[case.operator], operands, do, starts)
     carry = _carry(case, values)
     after = tokens.forward(tokens.zero_state() if carry is None else carry.double())

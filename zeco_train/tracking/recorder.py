@@ -83,6 +83,7 @@ class Recorder:
         self._spent = defaultdict[str, float](float)
         self._started = self._row_written = time.monotonic()
         self._steps_done = 0
+        self._is_drawn = False
         self.exit_code = 1
 
     def start(self, progress: Progress, config: dict[str, Any], facts: dict[str, Any]) -> str | None:
@@ -182,6 +183,7 @@ class Recorder:
 
     def _put(self, row: dict[str, Any], validation: ValidationLoss | None) -> None:
         assert self._writer is not None
+        self._is_drawn = False
         self._writer.append(row)
         if validation is not None:
             self._validated = validation.extent
@@ -198,17 +200,23 @@ class Recorder:
                 writer.close()
         self._tracker.finish(self.exit_code)
 
-    def summarise(self) -> str | None:
-        """End a successful run: draw its plots and return its summary line, on rank 0."""
+    def draw(self) -> None:
+        """Draw the plots of all rows, on rank 0, unless they are."""
         for writer in (self._writer, self._validations):
             if writer is not None:
                 writer.flush()
+        if self._mesh.is_main and not self._is_drawn:
+            self._is_drawn = True
+            plot_run(self._run_dir)
+            plot_validations(self._run_dir)
+
+    def summarise(self) -> str | None:
+        """End a successful run: draw its plots and return its summary line, on rank 0."""
+        self.draw()
         self.exit_code = 0
         if not self._mesh.is_main:
             return None
         self._display.close()
-        plot_run(self._run_dir)
-        plot_validations(self._run_dir)
         rate = self._steps_done * self._tokens_per_step / (time.monotonic() - self._started)
         return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir, rate, self._validated)
 

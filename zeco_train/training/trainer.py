@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from signal import Signals
@@ -202,6 +204,17 @@ class Trainer:
         state = self.step.model, self.step.optimizer, self.progress
         with self.recorder.timing("save_seconds"):
             if last:
-                self.checkpointer.save_last(*state, self.recorder.note)
+                # Meanwhile what else takes a second each at the end of a run.
+                with ThreadPoolExecutor(2) as pool:
+                    ended = [pool.submit(work) for work in (self.recorder.draw, _close_compiler)]
+                    self.checkpointer.save_last(*state, self.recorder.note)
+                for each in ended:
+                    each.result()
             else:
                 self.checkpointer.save(*state)
+
+
+def _close_compiler() -> None:
+    # Inductor's processes; Python's exit would wait for them.
+    if (compiler := sys.modules.get("torch._inductor.async_compile")) is not None:
+        compiler.shutdown_compile_workers()
