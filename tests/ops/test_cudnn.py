@@ -153,17 +153,26 @@ def test_few_layouts_are_built(told: list[Any]) -> None:
 
 
 def test_views_are_read_in_place(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries, keys and values side by side in a projection's output; channels apart, or an odd start, are copied."""
-    seen: list[list[int]] = []
-    monkeypatch.setattr(cudnn, "_run", lambda plan, tensors: seen.append([x.data_ptr() for x in tensors]))
+    """Queries, keys and values side by side in a projection's output; channels apart, or an odd start, are copied.
+
+    So are all views in a backward pass of sequences one behind the other: cuDNN's gradients of them are wrong.
+    """
+    seen: list[Sequence[Tensor]] = []
+    monkeypatch.setattr(cudnn, "_run", lambda plan, tensors: seen.append(tensors))
     for tokens in (8, 7):
-        joined = torch.zeros(1, tokens, 12, 8, dtype=torch.bfloat16)
+        joined, span = torch.zeros(1, tokens, 12, 8, dtype=torch.bfloat16), Span(0, tokens)
         q, k, v = joined.split((8, 2, 2), 2)
-        cudnn.attend(q, k, v, Span(0, tokens), 0, SCALE)
-        assert seen.pop()[:3] == [x.data_ptr() for x in (q, k, v)]
+        do = q.transpose(1, 2).contiguous().transpose(1, 2)
+        attended = cudnn.attend(q, k, v, span, 0, SCALE)
+        pointers = [x.data_ptr() for x in (q, k, v)]
+        assert [x.data_ptr() for x in seen.pop()[:3]] == pointers
+        cudnn.attend_backward(do, q, k, v, attended, span, 0, SCALE)
+        given = seen.pop()
+        assert ([x.data_ptr() for x in given[:3]] == pointers) == (tokens == 8)
+        assert tokens == 8 or all(x.is_contiguous() for x in given)
         odd = torch.zeros(1 + k.numel(), dtype=k.dtype)[1:].view_as(k)
-        cudnn.attend(q.mT.contiguous().mT, odd, v, Span(0, tokens), 0, SCALE)
-        assert all(pointer % 16 == 0 for pointer in seen.pop())
+        cudnn.attend(q.mT.contiguous().mT, odd, v, span, 0, SCALE)
+        assert all(x.data_ptr() % 16 == 0 for x in seen.pop())
 
 
 def test_missing_package_is_named_on_gpus_that_would_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +215,11 @@ def test_kernels_equal_fp64(key_heads: int, dims: tuple[int, int]) -> None:
         sizes = {"key_dim": dims[0], "value_dim": dims[1], "key_heads": key_heads}
         batch = 1 if span.borders is not None else 2
         drawn = _random(0, batch, span.stop - span.start, keys[1] - keys[0], "cuda", **sizes)
-        _compare(span, keys, [x.bfloat16() for x in drawn], 6e-3)
+        packed = [x.bfloat16() for x in drawn]
+        # Of a wider tensor, and heads first.
+        views = [torch.cat([x, x.new_full(x.shape, torch.nan)], 2)[:, :, : x.shape[2]] for x in packed[:3]]
+        _compare(span, keys, packed, 6e-3)
+        _compare(span, keys, [*views, packed[3].transpose(1, 2).contiguous().transpose(1, 2)], 6e-3)
 
 
 def test_what_cudnn_does_wrong_or_in_any_order_goes_to_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:

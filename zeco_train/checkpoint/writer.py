@@ -50,7 +50,7 @@ T = TypeVar("T")
 # Of a rank's files at least, if it writes several.
 _BYTES_OF_FILE = 1 << 28
 # Until a file is flushed, the system keeps its bytes: for a tenth of all memory, during which the disk would be idle.
-_BYTES_TO_FLUSH = 1 << 28
+_BYTES_TO_FLUSH = 1 << 26
 # Until the first line about a save in progress, and between two.
 _SECONDS_TO_REPORT = (1.0, 5.0)
 # For a file server that restarts or a quota that is raised. The total fits into a launcher's 30 s grace period.

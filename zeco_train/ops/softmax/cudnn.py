@@ -182,19 +182,22 @@ def _count_of_batch(call: KernelCall, batch: int) -> int | None:
 
 def _execute(tensors: Sequence[Tensor], call: KernelCall, scale: float) -> None:
     is_batch = _count_of_batch(call, tensors[0].shape[0]) is not None
-    tensors = [x if x.dim() == 3 else _readable(x, is_batch) for x in tensors]
+    # The gradients of sequences one behind the other are wrong, or end the process, where operands are not packed.
+    is_packed = not is_batch and len(tensors) > 5
+    tensors = [x if x.dim() == 3 else _readable(x, is_batch, is_packed) for x in tensors]
     layouts = tuple((x.shape, x.stride()) for x in tensors)
     plan = _plan(layouts, tensors[0].device.index, call.query_borders, call.key_borders, call.causal, call.left, scale)
     _run(plan, tensors)
 
 
 # Channels side by side; tokens, heads and the tensor itself at multiples of 16 bytes; rows of the batch one behind the
-# other, if sequences are.
-def _readable(x: Tensor, is_batch: bool) -> Tensor:
+# other, if sequences are. With `is_packed`, tokens and heads, too.
+def _readable(x: Tensor, is_batch: bool, is_packed: bool) -> Tensor:
     steps = x.stride()[:-1]
     is_aligned = not any(number % _ALIGNMENT for number in (x.data_ptr(), *(step * x.itemsize for step in steps)))
     is_joined = is_batch or 1 in x.shape[:2] or steps[0] == x.shape[1] * steps[1]
-    return x if x.stride(-1) == 1 and is_aligned and is_joined else x.clone(memory_format=torch.contiguous_format)
+    serves = x.stride(-1) == 1 and is_aligned and is_joined and (x.is_contiguous() or not is_packed)
+    return x if serves else x.clone(memory_format=torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=1024)
