@@ -24,6 +24,7 @@ from models.mixers.linear import LinearAttentionConfig, LinearFeatureMap
 from models.mixers.mamba2 import Mamba2Config
 from models.mixers.retnet import RetNetConfig
 from models.spec import spec_of
+from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.hf.card import _memory, _softmax
 from zeco_train.hf.config_json import from_config_json, to_config_json
@@ -46,6 +47,18 @@ PUBLISHED: dict[str, Any] = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.38.2", "use_cache": True,
     "use_gk": True, "use_gv": False, "use_output_gate": True, "use_short_conv": False, "vocab_size": 32000,
 }  # fmt: skip
+# A file of configs/model, its published config.json where it differs from the class's defaults, published parameters.
+OF_FILES: list[tuple[str, dict[str, Any], float]] = [
+    ("gla_1.3b", {**PUBLISHED, "num_kv_heads": 4}, 1_365_514_240),
+    ("retnet_1.3b", {"model_type": "retnet"}, 1.35e9),
+    # No weights of this shape are published; the count is that of fla's class.
+    ("gated_deltanet_1.3b", {"model_type": "gated_deltanet"}, 1_387_348_732),
+    ("mamba2_1.3b", {"model_type": "mamba2", "hidden_size": 2048, "initializer_range": 0.02, "n_groups": 1,
+     "num_heads": 64, "num_hidden_layers": 48, "tie_word_embeddings": True, "vocab_size": 50288}, 2.69e9 / 2),
+    ("gated_deltanet_7b", {"model_type": "olmo_hybrid", "linear_key_head_dim": 96, "linear_num_key_heads": 30,
+     "linear_value_head_dim": 192, "linear_num_value_heads": 30, "rope_parameters": {"rope_theta": None},
+     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8}, 7_430_870_688),
+]  # fmt: skip
 
 
 def written(model: LanguageModelConfig, model_type: str | None = None) -> dict[str, Any]:
@@ -66,11 +79,16 @@ def small(kind: str, **change: Any) -> GatedDeltaNetConfig:
     return GatedDeltaNetConfig(**{**common, **own, "attn": AttnConfig(**attn), **change})
 
 
+@pytest.mark.parametrize(("name", "record", "count"), OF_FILES)
+def test_published_config_is_the_file_of_its_shape(name: str, record: dict[str, Any], count: float) -> None:
+    model = load_config([f"model={name}"]).model
+    assert dataclasses.replace(from_config_json(record, HERE).model, name=name).canonical() == model.canonical()
+    assert spec_of(model).num_parameters == pytest.approx(count, rel=0.003)
+
+
 def test_published_fla_config_is_read() -> None:
     model = from_config_json(PUBLISHED, HERE).model
-    assert (model.head_k_dim, model.head_v_dim, model.intermediate_size) == (256, 512, 5632)
     assert from_config_json({"model_type": "gla"}, HERE).model == model
-    assert from_config_json({**PUBLISHED, "num_kv_heads": 4}, HERE).model == model
     assert from_config_json({**PUBLISHED, "feature_map": "swish"}, HERE).model.feature_map is FeatureMap.silu
 
 

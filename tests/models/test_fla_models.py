@@ -33,32 +33,17 @@ pytestmark = pytest.mark.numeric
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs" / "model"
 PARAMETERS = {
-    "gla_tiny": 932_096,
-    "gla_125m": 127_255_296,
-    "gla_340m": 341_707_776,
-    "gla_1b": 1_159_766_528,
-    "retnet_tiny": 1_181_824,
-    "retnet_340m": 347_397_120,
-    "retnet_1b": 1_148_279_808,
-    "lightning_tiny": 985_472,
-    "lightning_340m": 347_415_552,
-    "lightning_1b": 1_179_772_928,
-    "hgrn_tiny": 920_448,
-    "hgrn_340m": 341_148_672,
-    "hgrn_1b": 1_158_842_368,
-    "hgrn2_tiny": 920_448,
-    "hgrn2_340m": 341_148_672,
-    "hgrn2_1b": 1_158_842_368,
-    "gated_deltanet_tiny": 995_360,
-    "gated_deltanet_340m": 347_120_124,
-    "gated_deltanet_1b": 1_208_318_896,
-    "delta_net_tiny": 927_744,
-    "delta_net_340m": 341_594_112,
-    "delta_net_1b": 1_159_909_888,
-    "kda_tiny": 994_320,
-    "kda_340m": 354_226_368,
-    "kda_1b": 1_180_963_648,
-}
+    "gla_tiny": 932_096, "gla_125m": 127_255_296, "gla_340m": 341_707_776, "gla_1b": 1_159_766_528,
+    "gla_1.3b": 1_365_514_240,
+    "retnet_tiny": 1_181_824, "retnet_340m": 347_397_120, "retnet_1b": 1_148_279_808, "retnet_1.3b": 1_351_727_104,
+    "lightning_tiny": 985_472, "lightning_340m": 347_415_552, "lightning_1b": 1_179_772_928,
+    "hgrn_tiny": 920_448, "hgrn_340m": 341_148_672, "hgrn_1b": 1_158_842_368,
+    "hgrn2_tiny": 920_448, "hgrn2_340m": 341_148_672, "hgrn2_1b": 1_158_842_368,
+    "gated_deltanet_tiny": 995_360, "gated_deltanet_340m": 347_120_124, "gated_deltanet_1b": 1_208_318_896,
+    "gated_deltanet_1.3b": 1_387_348_732,
+    "delta_net_tiny": 927_744, "delta_net_340m": 341_594_112, "delta_net_1b": 1_159_909_888,
+    "kda_tiny": 994_320, "kda_340m": 354_226_368, "kda_1b": 1_180_963_648,
+}  # fmt: skip
 # No dimension equals another, so that a wrong transposition or reshape cannot pass.
 WIDTHS: dict[str, Any] = {"vocab_size": 29, "hidden_size": 24, "num_layers": 2, "intermediate_size": 20, "num_heads": 3}
 SHARED: dict[str, Any] = {**WIDTHS, "num_v_heads": 6, "head_dim": 5, "expand_v": 2.0, "conv_size": 3, "norm_eps": 1e-3}
