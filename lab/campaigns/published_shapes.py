@@ -1,0 +1,234 @@
+"""Question: how fast, and how exact, are the operators' kernels at shapes that others published?
+Command: python -m lab.campaigns.published_shapes FOLDER [--only TEXT] [--tokens 16384] [--fla] [--no-variations]
+Date: 27 November 2026
+Answer: docs/benchmarks.md has the newest table. Each row: forward + backward in a CUDA graph (median, p10, p90),
+    launched one by one, and by fla's function likewise; the largest error against fp64 (1,000 tokens, two documents);
+    the time relative to the first of other decays (none; at most e^-50), of β up to 2, and per token of 8 sequences of
+    2,048 tokens, of 4,096 tokens, of 64 documents and of one sequence of 2,048. FOLDER gets them as JSON, and each
+    kernel's registers, spills and shared memory.
+
+All kernels are compiled first, by a process a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.campaigns.operator_shapes import Case, errors_of, inputs
+from zeco_train.ops.mix import mix
+from zeco_train.ops.operator_registry import OPERATORS
+from zeco_train.ops.position import SequencePosition
+from zeco_train.sp.exchange import local_exchange
+
+_REPLAYS, _CALLS = 40, 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published shape: G heads of keys, H of values, K and V channels."""
+
+    name: str
+    operator: str
+    G: int
+    H: int
+    K: int
+    V: int
+
+    def __str__(self) -> str:
+        heads = str(self.H) if self.G == self.H else f"{self.H} ({self.G})"
+        return f"{self.name}: {self.operator} {heads} × {self.K} × {self.V}"
+
+
+SHAPES = (
+    Shape("Qwen3-Next", "gated_delta", 16, 32, 128, 128),
+    Shape("16 heads", "gated_delta", 16, 16, 128, 128),
+    Shape("gated_deltanet_1b", "gated_delta", 12, 12, 128, 256),
+    Shape("GDN 1.3B", "gated_delta", 6, 6, 256, 512),
+    Shape("OLMo Hybrid 7B", "gated_delta", 30, 30, 96, 192),
+    Shape("Kimi Linear", "kda", 32, 32, 128, 128),
+    Shape("DeltaNet 1.3B", "delta", 16, 16, 128, 128),
+    Shape("RetNet 1.3B", "fixed_decay", 8, 8, 256, 512),
+    Shape("Mamba-2 1.3B", "scalar_decay", 1, 64, 128, 64),
+    Shape("Nemotron-H", "scalar_decay", 8, 128, 128, 64),
+    Shape("Bamba, Falcon-H1", "scalar_decay", 1, 128, 256, 64),
+    Shape("GLA 1.3B", "gla", 4, 4, 256, 512),
+    Shape("HGRN2 1.3B", "gla", 16, 16, 128, 128),
+    Shape("gla_1b", "gla", 16, 16, 64, 128),
+    Shape("Based", "fixed_decay", 16, 16, 273, 64),
+    Shape("retnet_1b", "fixed_decay", 16, 16, 128, 256),
+)
+
+
+def case_of(shape: Shape, B: int, T: int, decays: str = "initial", beta: float = 0.5, documents: int = 1) -> Case:
+    """A call of a shape; `documents` of equal length."""
+    borders = tuple(range(0, T + 1, T // documents)) if documents > 1 else ()
+    return Case(
+        shape.operator, B, T, shape.G, shape.H, shape.K, shape.V, "bf16", decays, "contiguous", borders, beta=beta
+    )
+
+
+def call_of(case: Case) -> Callable[[], object]:
+    """Its forward and backward pass, without carries."""
+    values = inputs(case)
+    names = OPERATORS[case.operator].operands
+    leaves = [values[name].requires_grad_(name != "log_decay") for name in names]
+    wanted = [x for x in leaves if x.requires_grad]
+    documents = [list(case.documents)] if case.documents else None
+    position = SequencePosition((0, case.T), documents=documents, exchange=local_exchange())
+    return lambda: torch.autograd.grad(mix(case.operator, leaves, position)[0], wanted, values["do"])
+
+
+def milliseconds(function: Callable[[], object], count: int) -> list[float]:
+    """Of each of `count` calls, by events on the device."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    function()
+    for event in events:
+        event.record()
+        function()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def replayed(case: Case) -> list[float]:
+    """Milliseconds of replays of a call's graph."""
+    call = call_of(case)
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    return milliseconds(graph.replay, _REPLAYS)
+
+
+def fla_milliseconds(case: Case) -> float | str:
+    """Fla's function for the operator, launched; or why it does not run."""
+    values, operator = inputs(case), OPERATORS[case.operator]
+    peer = next((peer for peer in operator.peers if peer.decay in (None, "retention")), None)
+    if peer is None or case.G != case.H:
+        return "–"
+    module = importlib.import_module(peer.module)
+    leaves = [values[name].detach().requires_grad_() for name in operator.operands if name != "log_decay"]
+
+    def call() -> object:
+        operands = [x.flatten(2) for x in leaves] if peer.joins_heads else leaves
+        o: Tensor = getattr(module, peer.function)(*operands, **dict(peer.options))[0]
+        return torch.autograd.grad(o, leaves, values["do"].view(o.shape))
+
+    try:
+        return median(milliseconds(call, _CALLS))
+    except Exception as error:
+        return f"refuses: {type(error).__name__}"
+
+
+def registers() -> Iterator[dict[str, Any]]:
+    """Of each kernel that this process has launched."""
+    import triton
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("zeco_train."):
+            for kernel in vars(module).values():
+                if isinstance(kernel, triton.JITFunction) and kernel.module == name:
+                    for cache in kernel.device_caches.values():
+                        for found in cache[0].values():
+                            yield {
+                                "kernel": kernel.__name__, "registers": found.n_regs, "spills": found.n_spills,
+                                "shared": found.metadata.shared, "warps": found.metadata.num_warps,
+                                "stages": found.metadata.num_stages,
+                            }  # fmt: skip
+
+
+def variations(shape: Shape, T: int, base: float) -> dict[str, float]:
+    """Times relative to the shape's own, per token."""
+    cases = {
+        "no decay": case_of(shape, 1, T, "none"),
+        "e^-50": case_of(shape, 1, T, "vanishing"),
+        "β to 2": case_of(shape, 1, T, beta=1.0),
+        "8 × 2k": case_of(shape, 8, 2048),
+        "4k": case_of(shape, 1, 4096),
+        "64 documents": case_of(shape, 1, T, documents=64),
+        "2k": case_of(shape, 1, 2048),
+    }
+    has_decays = "g" in OPERATORS[shape.operator].operands
+    is_delta = "beta" in OPERATORS[shape.operator].operands
+    left_out = {*(() if has_decays else ("no decay", "e^-50")), *(() if is_delta else ("β to 2",))}
+    return {
+        name: median(replayed(case)) / base * T / (case.B * case.T)
+        for name, case in cases.items()
+        if name not in left_out
+    }
+
+
+def measure(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
+    T = arguments.tokens
+    errors = errors_of(case_of(shape, 1, 1000, documents=2))
+    times = replayed(case_of(shape, 1, T))
+    p10, *_, p90 = quantiles(times, n=10)
+    row: dict[str, Any] = {
+        "shape": str(shape), **asdict(shape), "tokens": T, "ms": median(times), "p10": p10, "p90": p90,
+        "launched": median(milliseconds(call_of(case_of(shape, 1, T)), _CALLS)), "errors": errors,
+    }  # fmt: skip
+    if arguments.fla:
+        row["fla"] = fla_milliseconds(case_of(shape, 1, T))
+    if not arguments.no_variations:
+        row["relative"] = variations(shape, T, row["ms"])
+    row["kernels"] = list(registers())
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", default="", help="shapes with this in their line")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--fla", action="store_true", help="fla's functions, too, which tune for minutes")
+    parser.add_argument("--no-variations", action="store_true")
+    parser.add_argument("--processes", type=int, default=8, help="that compile (default: 8)")
+    parser.add_argument("--compile", type=int, metavar="N", help="compile the kernels of one shape, and end")
+    arguments = parser.parse_args()
+    shapes = [shape for shape in SHAPES if arguments.only in str(shape)]
+    if arguments.compile is not None:
+        shape = SHAPES[arguments.compile]
+        for case in (case_of(shape, 1, 1024), case_of(shape, 1, arguments.tokens, documents=64)):
+            call_of(case)()
+        return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "lab.campaigns.published_shapes", str(arguments.out), "--compile"]
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        list(pool.map(lambda shape: subprocess.run([*command, str(SHAPES.index(shape))]), shapes))
+    state = "name,clocks.sm,power.draw,temperature.gpu"
+    rows = []
+    for shape in shapes:
+        row = measure(shape, arguments)
+        query = ["nvidia-smi", f"--query-gpu={state}", "--format=csv,noheader", "-i", "0"]
+        row["device"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        rows.append(row)
+        (arguments.out / "published_shapes.json").write_text(json.dumps(rows, indent=1))
+        relative = "  ".join(f"{name} {value:.2f}" for name, value in row.get("relative", {}).items())
+        fla = row.get("fla", "")
+        fla = f"  fla {fla:.2f}" if isinstance(fla, float) else f"  fla {fla}" * bool(fla)
+        spills = max((kernel["spills"] or 0 for kernel in row["kernels"]), default=0)
+        print(
+            f"{row['shape']:<52}{row['ms']:7.3f} ({row['p10']:.3f}–{row['p90']:.3f})  launched {row['launched']:.3f}"
+            f"{fla}  error {max(row['errors'].values()):.1e}  spills ≤ {spills}  {relative}", flush=True,
+        )  # fmt: skip
+    print(rows[-1]["device"] if rows else "no shape")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
