@@ -34,6 +34,8 @@ GROUP = "model"
 MIXER = f"{GROUP}.mixer"
 # Of files and stored configurations that name no mixer.
 _UNNAMED = DEFAULT_CONFIG.mixer
+# Settings of Hydra itself, which nothing reads: their files take a fourth of the time.
+_OWN = [f"~hydra/{name}" for name in ("launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")]
 
 ConfigStore.instance().store(name=NOTHING, node={})
 for _name in BACKENDS:
@@ -64,7 +66,7 @@ def _compose(files: tuple[tuple[Path, int], ...], file: str, chosen: tuple[str, 
     # Once for unchanged `files`: Hydra takes longer than all checks.
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = compose(file, overrides=list(chosen), return_hydra_config=True)
+            composed = compose(file, overrides=[*chosen, *_OWN], return_hydra_config=True)
         mixer = OmegaConf.select(composed, MIXER)
         values = OmegaConf.to_container(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
