@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -46,7 +46,7 @@ for _name in BACKENDS:
 class Composed(NamedTuple):
     """Merged files: their values, the mixer of their model, and the chosen file of `configs/model` ("": none)."""
 
-    values: dict[str, Any]
+    values: DictConfig
     mixer: Any
     option: str
 
@@ -74,8 +74,8 @@ def _compose(files: tuple[tuple[Path, int], ...], file: str, chosen: tuple[str, 
         raise ConfigError(field, value, " ".join(str(error).split())) from error
     assert isinstance(values, dict)
     choices = values.pop("hydra")["runtime"]["choices"]
-    mixer = _UNNAMED if mixer is None else mixer
-    return Composed({str(key): value for key, value in values.items()}, mixer, str(choices.get(GROUP, "")))
+    merged = OmegaConf.create({str(key): value for key, value in values.items()})
+    return Composed(merged, _UNNAMED if mixer is None else mixer, str(choices.get(GROUP, "")))
 
 
 def explain(error: OmegaConfBaseException, file: str, chosen: Sequence[str], given: Mapping[str, Any]) -> ConfigError:
