@@ -97,7 +97,7 @@ TOGETHER = dict.fromkeys(COMPILING, "compiling")
 # The first import of fla's models takes 5 s, of transformers one; those of hf share a run, too.
 IMPORTING = {f"hf/{path.stem}" for path in Path(__file__).parent.glob("hf/test_*.py")}
 IMPORTING |= {"checkpoint/test_earlier_versions", *(f"data/test_{name}" for name in ("prepare", "tokenizer"))}
-TOGETHER |= dict.fromkeys({*IMPORTING, "data/test_tokenizer_files"}, "transformers")
+TOGETHER |= dict.fromkeys({*IMPORTING, "data/test_tokenizer_files", "generate/test_text"}, "transformers")
 # As parsing all sources does.
 TOGETHER |= dict.fromkeys({"test_rooms", "test_size"}, "sources")
 
