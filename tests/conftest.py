@@ -16,12 +16,8 @@ from typing import Any
 
 import pytest
 
-import tests.support.places  # noqa: F401 - before torch and others, which look for homes and caches
-
-# isort: split
-import torch
-
-from tests.support import distributed
+import tests.support.places  # noqa: F401 - before others, which look for homes and caches
+from tests.support import server
 from tests.support.few import mark_others
 from tests.support.loaded import settings_of_imports
 from zeco_train.system.signals import STOP_SIGNALS
@@ -31,6 +27,9 @@ from zeco_train.system.signals import STOP_SIGNALS
 # runs again: nearly half of the CPU time of tests with more ranks than cores. Some sandboxes do not allow this policy.
 with contextlib.suppress(OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+# Tests outlive no power cut, and a disk may take 10 ms for each of thousands of files.
+os.fsync = lambda descriptor: None
 
 # CPU seconds of a test without the mark `slow`, including fixtures and child processes: wall time depends on the load
 # of the machine. GPU tests may have to compile kernels first.
@@ -74,7 +73,7 @@ class _OneServer:
     """Of pytest-xdist's controller: its workers share the processes that ranks are forked from."""
 
     def __init__(self) -> None:
-        self._places = {interpreted: distributed.place_of_server(interpreted) for interpreted in (False, True)}
+        self._places = {interpreted: server.place_of_server(interpreted) for interpreted in (False, True)}
 
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput["servers"] = [*self._places.items()]
@@ -83,7 +82,7 @@ class _OneServer:
 def pytest_configure(config: pytest.Config) -> None:
     """Start, or use, servers that are shared."""
     if hasattr(config, "workerinput"):
-        distributed.shared.update(config.workerinput["servers"])
+        server.shared.update(config.workerinput["servers"])
     elif config.getoption("numprocesses", None) and not config.option.collectonly:
         config.pluginmanager.register(_OneServer())
         # The controller collects nothing.
@@ -92,10 +91,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The first compilation of a process takes 4 s: one worker has them all.
 COMPILING = {"models/test_layer_parts", "ops/test_gated_norm_kernel", "ops/test_loss"}
-COMPILING |= {"ops/test_selection", "ops/test_opcheck", "training/test_compile"}
+COMPILING |= {"ops/test_selection", "ops/test_opcheck", "system/test_code_cache", "training/test_compile"}
+COMPILING |= {f"plan/test_{name}" for name in ("plan", "measured", "sharding", "hybrid_plans", "steps")}
 TOGETHER = dict.fromkeys(COMPILING, "compiling")
-# The first import of fla's models takes 5 s.
-TOGETHER |= dict.fromkeys({"checkpoint/test_earlier_versions", "hf/test_fla_checkpoints"}, "fla")
+# The first import of fla's models takes 5 s, of transformers one; those of hf share a run, too.
+IMPORTING = {f"hf/{path.stem}" for path in Path(__file__).parent.glob("hf/test_*.py")}
+IMPORTING |= {"checkpoint/test_earlier_versions", *(f"data/test_{name}" for name in ("prepare", "tokenizer"))}
+TOGETHER |= dict.fromkeys({*IMPORTING, "data/test_tokenizer_files", "generate/test_text"}, "transformers")
+# As parsing all sources does.
+TOGETHER |= dict.fromkeys({"test_rooms", "test_size"}, "sources")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -111,6 +115,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def has_gpu() -> bool:
+    # pytest-xdist's controller, which does not ask, starts the workers a second earlier without it.
+    import torch
+
+    return torch.cuda.is_available()
+
+
 # Before pytest's own hook selects by marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -120,7 +131,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # At the end of the run they would leave the cores idle, with no other tests to overlap them.
     waiting = {item.path for item in items if "processes" in item.keywords}
     items.sort(key=lambda item: item.path not in waiting)
-    if torch.cuda.is_available():
+    if has_gpu():
         return
     for item in items:
         if "gpu" in item.keywords:
@@ -132,14 +143,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(*distributed.GARBAGE)
+    gc.set_threshold(*server.GARBAGE)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run one GPU test at a time over all pytest-xdist workers: it fills GPU memory, and may measure time."""
     with contextlib.ExitStack() as stack:
-        if torch.cuda.is_available() and "gpu" in item.keywords:
+        if "gpu" in item.keywords and has_gpu():
             path = Path(tempfile.gettempdir(), f"zeco-test-gpu-{os.getuid()}.lock")
             fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         return (yield)
@@ -148,7 +159,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def cpu_seconds() -> float:
     """CPU time of this process, its ended children, and all ranks so far."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + distributed.cpu_seconds
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + server.cpu_seconds
 
 
 def slowness() -> float:

@@ -31,7 +31,7 @@ def _module(path: Path) -> str:
 
 
 @cache
-def _nodes(path: Path) -> list[ast.AST]:
+def nodes(path: Path) -> list[ast.AST]:
     return [*ast.walk(ast.parse(path.read_text()))]
 
 
@@ -42,7 +42,7 @@ def imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
         names: set[str] = set()
-        for node in _nodes(path):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -93,7 +93,7 @@ def test_nobody_but_mixers_names_an_operator() -> None:
         if _is_of(module, ("models.mixers", "zeco_train.ops.operator_registry", *folders)):
             continue
         found |= {f"{module} → {name}" for name in imports()[module] if _is_of(name, folders)}
-        constants = {node.value for node in _nodes(path) if isinstance(node, ast.Constant)}
+        constants = {node.value for node in nodes(path) if isinstance(node, ast.Constant)}
         # Some mixers, and classes of fla, are called as their operators.
         allowed = MIXERS.keys() if module in NAME_MIXERS or _is_of(module, ("models.formats",)) else ()
         found |= {f"{module}: {name}" for name in OPERATORS.keys() & constants - set(allowed)}
@@ -118,7 +118,7 @@ def test_implementations_are_chosen_in_one_place() -> None:
     readers = set()
     for path in (path for package in PRODUCT for path in (REPOSITORY / package).rglob("*.py")):
         module = _module(path)
-        attributes = [node for node in _nodes(path) if isinstance(node, ast.Attribute)]
+        attributes = [node for node in nodes(path) if isinstance(node, ast.Attribute)]
         assert "is_cuda" not in {node.attr for node in attributes}, f"{module}: take a `Target`, or `device.type`"
         if _is_of(module, ("models", "zeco_train.ops", "zeco_train.kernels")):
             read = {ast.unparse(node) for node in attributes}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from models.mixer_registry import MIXERS
 from tests.support.commands import REPOSITORY
+from tests.test_rooms import nodes
 from zeco_train.config.schema import load_config, to_plain
 from zeco_train.system.stored_values import flatten
 
@@ -26,10 +27,9 @@ def lines(path: Path) -> int:
 
 def statements(path: Path) -> int:
     """Without docstrings."""
-    nodes = [*ast.walk(ast.parse(path.read_text()))]
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = sum(isinstance(node, documented) and ast.get_docstring(node) is not None for node in nodes)
-    return sum(isinstance(node, ast.stmt) for node in nodes) - docstrings
+    docstrings = sum(isinstance(node, documented) and ast.get_docstring(node) is not None for node in nodes(path))
+    return sum(isinstance(node, ast.stmt) for node in nodes(path)) - docstrings
 
 
 def keys() -> set[str]:

@@ -5,15 +5,13 @@ Answer: results/test_ids_d2b9b8f.csv and results/features_d2b9b8f.md, which it w
 
 NEW is what `lab.campaigns.surface` reads: a commit, a folder or a written list; this checkout if it is left out. The
 names before are stored in results/surface_d2b9b8f.jsonl.xz, the reasons in surface_changes.toml; where that has none, a
-test's is the commit that removed its function. A name that is gone without a reason gives exit code 1.
+test's is of its history. A name that is gone without a reason gives exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import functools
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -33,25 +31,6 @@ LISTED = {
     "page": "Pages",
 }
 COUNTED = ("metric", "wandb", "tensorboard", "run", "store", "export", "state", "test")
-
-
-def by_history(fate: Fate, new: Surface) -> Fate:
-    """The fate of a test id that no entry explains: other cases of its function, or the commit that removed that."""
-    file, _, case = fate.name.partition("::")
-    function = case.partition("[")[0]
-    others = [name for kind, name in new if kind == "test" and name.partition("::")[2].partition("[")[0] == function]
-    if others:
-        # Of the same file, with the same parameters, if there is such a one.
-        now = max(others, key=lambda name: (name.startswith(f"{file}::"), name.endswith(case)))
-        return Fate(fate.kind, fate.name, now, "moved" if now.endswith(case) else "its parameters are others")
-    return Fate(fate.kind, fate.name, "", removed_by(function))
-
-
-@functools.cache
-def removed_by(function: str) -> str:
-    """Id and subject of the last commit since then that changed how often the tests define a function."""
-    since = ["git", "log", "--no-merges", "-1", "--format=%h %s", "-S", f"def {function}(", f"{BEFORE}..HEAD"]
-    return subprocess.run([*since, "--", "tests"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def became(fate: Fate) -> str:
@@ -120,11 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     old = read(str(RESULTS / f"surface_{BEFORE}.jsonl.xz"))
     new = read(given.new, ["tests"] if given.tests else tuple(PARTS))
-    found = [
-        by_history(fate, new) if fate.kind == "test" and not fate.is_explained else fate
-        for fate in fates(old, new, entries())
-        if not given.tests or fate.kind == "test"
-    ]
+    found = [fate for fate in fates(old, new, entries()) if not given.tests or fate.kind == "test"]
     write_tests(RESULTS / f"test_ids_{BEFORE}.csv", (fate for fate in found if fate.kind == "test"))
     if not given.tests:
         (RESULTS / f"features_{BEFORE}.md").write_text("\n".join(page(found, new)) + "\n")

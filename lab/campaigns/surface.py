@@ -1,7 +1,8 @@
 """Question: is what users and stored runs can name still there in another version, or has an entry where it went?
 Command: python -m lab.campaigns.surface OLD [NEW]; COMMIT|FOLDER --out LIST[.xz] writes a list
 Date: 2026-11-26, the commit before the redesign: results/surface_d2b9b8f.jsonl.xz
-Answer: `surface_changes.toml` has what may be gone; anything else that is gone gives exit code 1.
+Answer: `surface_changes.toml` has what may be gone; anything else that is gone gives exit code 1, but for tests: of one
+without an entry the history tells what became of it.
 
 OLD and NEW are commits, folders with the sources, or written lists. A line is a kind, a name and its value. A version
 is read through its command line, in forks of a process that imports nothing of this one, in 4 minutes of CPU time.
@@ -11,6 +12,7 @@ Columns of GPUs (memory_gb, mfu, hfu) are listed on a GPU only.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import lzma
@@ -346,6 +348,25 @@ class Fate:
         return self.name == self.now or bool(self.because)
 
 
+def by_history(fate: Fate, new: Surface) -> Fate:
+    """The fate of a test id that no entry explains: other cases of its function, or the commit that removed that."""
+    file, _, case = fate.name.partition("::")
+    function = case.partition("[")[0]
+    others = [name for kind, name in new if kind == "test" and name.partition("::")[2].partition("[")[0] == function]
+    if others:
+        # Of the same file, with the same parameters, if there is such a one.
+        now = max(others, key=lambda name: (name.startswith(f"{file}::"), name.endswith(case)))
+        return Fate(fate.kind, fate.name, now, "moved" if now.endswith(case) else "its parameters are others")
+    return Fate(fate.kind, fate.name, "", removed_by(function))
+
+
+@functools.cache
+def removed_by(function: str) -> str:
+    """Id and subject of the last commit that changed how often the tests define a function."""
+    last = ["git", "log", "--no-merges", "-1", "--format=%h %s", "-S", f"def {function}("]
+    return subprocess.run([*last, "--", "tests"], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _renumbered(old: Surface, new: Surface) -> dict[str, str]:
     """Test ids that differ by a place in a list only, by which pytest names values that have no name."""
 
@@ -372,7 +393,8 @@ def fates(old: Surface, new: Surface, changes: list[dict[str, str]]) -> Iterator
         else:
             now, because = moved(kind, name, changes) or ("", "")
             # An entry is of no use if there is nothing of the name that it gives.
-            yield Fate(kind, name, now, because) if not now or (kind, now) in new else Fate(kind, name, "")
+            fate = Fate(kind, name, now, because) if not now or (kind, now) in new else Fate(kind, name, "")
+            yield by_history(fate, new) if kind == "test" and "::" in name and not fate.is_explained else fate
 
 
 def compare(old: Surface, new: Surface, changes: list[dict[str, str]]) -> Iterator[tuple[str, str, str, bool]]:

@@ -34,7 +34,7 @@ NODES = [(name, (2, 2)) for name in SCANS] + [("lane", nodes) for nodes in ((4,)
 @pytest.mark.parametrize(("name", "nodes"), NODES)
 def test_every_scan_takes_states_of_any_shape(name: str, nodes: tuple[int, ...]) -> None:
     """In any number of blocks, which cut heads, or also the columns of each."""
-    topology, heads, columns = Topology(nodes), range(1, 4), range(1, 7)
+    topology, heads, columns = Topology(nodes), (1, 3), range(1, 7)
     blocks = [*range(1, 8)] if SCANS[name].best_blocks else [None]
     for seed, (h, v, number) in enumerate(itertools.product(heads, columns, blocks)):
         reverse, with_carry, matrices = seed % 2 == 0, seed % 3 == 0, seed % 5 == 0

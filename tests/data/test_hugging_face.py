@@ -24,7 +24,6 @@ from tests.support.commands import check_line, run_here, snapshot
 from tests.support.stores import documents
 from zeco_train.errors import ConfigError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = [f"document {index} " + "é" * (index % 50) for index in range(300)]
 
 

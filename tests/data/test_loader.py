@@ -16,14 +16,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from data.config import (
-    DataConfig,
-    DataKind,
-    Shuffle,
-    check_batch,
-    check_config,
-    check_seq_len,
-)
+from data.config import DataConfig, DataKind, Shuffle, check_batch, check_config, check_seq_len
 from data.loader.batches import Batch, DataSplit
 from data.loader.loader import PrefetchingLoader, SequenceLoader, validation_batches
 from data.loader.opening import StorePaths, locate_stores
@@ -239,10 +232,7 @@ IN_ALL = "sp.size × train.segments = 2 × 4 = 8"
     [
         ((3, 4), "3: must be ≥ 4: a token of each sequence for each of sp.size=4"),
         ((0, 4), "0: must be positive; nearest legal value: 4"),
-        (
-            (1004, 4, 1004),
-            "1004: longer than the corpus of 1004 tokens; largest legal value: 1003; for longer",
-        ),
+        ((1004, 4, 1004), "1004: longer than the corpus of 1004 tokens; largest legal value: 1003; for longer"),
         ((4, 4, 4), "4: the corpus has only 4 tokens, too few for any sequence with sp.size=4"),
         ((7, 2, None, 4), f"7: must be ≥ 8: a token of each sequence for each of {IN_ALL}"),
         ((0, 2, None, 4), "0: must be positive; nearest legal value: 8"),

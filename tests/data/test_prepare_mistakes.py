@@ -49,11 +49,7 @@ PROBLEMS: dict[str, tuple[str, bytes | Path, str]] = {
         b'{"text": "ok"}\n{"text": "ab\\ud800"}\n',
         "/a.jsonl, line 2: field 'text' has a lone surrogate at character 2",
     ),
-    "not JSON": (
-        "a.jsonl",
-        b'\n{"text": "ok"}\n{"text": \n',
-        f"/a.jsonl, line 3: not JSON (Expecting value); {JSON}",
-    ),
+    "not JSON": ("a.jsonl", b'\n{"text": "ok"}\n{"text": \n', f"/a.jsonl, line 3: not JSON (Expecting value); {JSON}"),
     "not an object": ("a.jsonl", b'["text"]\n', f"/a.jsonl, line 1: a JSON list, not an object; {JSON}"),
     "no column": (
         "a.parquet",
@@ -129,16 +125,8 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["a.txt", "--out", "a.csv"], 3, "--out=a.csv: exists and is not a token store; choose another folder"),
         (["a.txt", "--out", "folder"], 3, "--out=folder: exists and is not a token store; choose another folder"),
         (["a.txt", "--out", "folder", "--overwrite"], 3, "folder: exists and is not a token store"),
-        (
-            ["a.txt", "--out", "s", "--tokenizer", "no/such/path"],
-            3,
-            "--tokenizer=no/such/path: no such tokenizer; ",
-        ),
-        (
-            ["a.txt", "--out", "s", "--validation-fraction", "0.5"],
-            3,
-            "the validation part: would be empty: its ",
-        ),
+        (["a.txt", "--out", "s", "--tokenizer", "no/such/path"], 3, "--tokenizer=no/such/path: no such tokenizer; "),
+        (["a.txt", "--out", "s", "--validation-fraction", "0.5"], 3, "the validation part: would be empty: its "),
         (["a.txt", "--out", "s", "--validation-fraction", "1"], 2, "--validation-fraction=1.0: allowed: from 0"),
         (["a.txt", "--out", "s", "--control-strings", "id"], 2, "--control-strings=id: allowed: text, ids"),
         (["a.txt", "--out", "s", "--max-document-bytes", "0"], 2, "--max-document-bytes=0: allowed: 1 or more"),
@@ -151,11 +139,7 @@ def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--out", "s"], 2, "give either SOURCE (files and folders) or --dataset"),
         (["a.txt", "--config", "x", "--out", "s"], 2, "--config=x: goes with --dataset or --recipe only"),
         (["a.txt"], 2, "the following arguments are required: --out"),
-        (
-            ["a.txt", "--out", "s", "--workers", "two"],
-            2,
-            "argument --workers: invalid int value: 'two'",
-        ),
+        (["a.txt", "--out", "s", "--workers", "two"], 2, "argument --workers: invalid int value: 'two'"),
     ],
 )
 def test_unusable_arguments_are_reported(

@@ -24,8 +24,6 @@ from tests.support.commands import snapshot
 from tests.support.stores import documents, write_lines
 from zeco_train.errors import DataError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 def write_corpus(folder: Path, lines: int, seed: int = 0) -> Path:
     """Lines, a compressed file and text files: all kinds of units; the compressed one has many parts."""

@@ -53,7 +53,7 @@ def texts(path: Path) -> list[dict[str, Any]]:
 
 
 def test_text_goes_to_stdout_and_summary_to_stderr(run: Path, tmp_path: Path) -> None:
-    arguments = [run, "--prompt", "def ", "--max-tokens", "30", "--ignore-eos", "--seed", "5"]
+    arguments = [run, "--prompt", "def ", "--max-tokens", "12", "--ignore-eos", "--seed", "5"]
     found = generate(*arguments, "--json", tmp_path / "found.json")
     assert found.code == 0, found
     (text,) = texts(tmp_path / "found.json")

@@ -50,6 +50,7 @@ MODEL = [
 
 def _train(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str, Tensor]:
     steps = ["train.steps=2", "optim.lr=0.01", "sched.warmup_steps=0", "parallel.strategy=zero3", "train.device=cpu"]
+    steps += ["data.seq_len=96", "data.global_batch=2"]
     return train(rank, world_size, folder, *steps, *overrides)["parameters"]
 
 
@@ -100,7 +101,7 @@ def test_export_writes_exact_weights_and_model_card(run: tuple[Path, dict[str, T
         "tokenizer.json", "tokenizer_config.json", "zeco_train.json",
     }  # fmt: skip
     card = (exported / "README.md").read_text()
-    assert "| trained for | 2 steps, 6,144 tokens, seed 0 |" in card
+    assert "| trained for | 2 steps, 384 tokens, seed 0 |" in card
     assert "| variants | 2 heads of keys and values; feature map relu; log-decays ≥ -0.2 |" in card
     assert "training loss at step 2" in card
     assert "validation loss at step 2" in card
@@ -127,7 +128,7 @@ def test_fla_loads_export_and_agrees(
     ids = trained.tokenizer.encode(["def naïve(x):"])[0].tolist()
     assert tokenizer("def naïve(x):")["input_ids"] == ids
     assert tokenizer.eos_token_id == trained.tokenizer.eos_id == theirs.generation_config.eos_token_id
-    assert theirs.config.max_position_embeddings == 768
+    assert theirs.config.max_position_embeddings == 96
 
     use_references(monkeypatch)
     mesh = join_ranks(trained.configure([]), Launch(0, 1, 0))

@@ -117,7 +117,7 @@ SMALL = {
     "conv, width 2": KernelCase("short_conv", 18, (2, 2, 5)),
     "conv, one token": KernelCase("short_conv", 1, (2, 4, 5)),
     "conv, documents at the edges of runs": KernelCase("short_conv", 18, (1, 3, 5), documents=(0, 1, 8, 15, 16)),
-    "conv, two tiles of channels": KernelCase("short_conv", 18, (2, 4, 130)),
+    "conv, two tiles of channels": KernelCase("short_conv", 9, (2, 4, 130)),
     "conv, a token less than the state": KernelCase("short_conv", 2, (1, 4, 5), documents=(0, 1)),
     "conv, as long as the state": KernelCase("short_conv", 3, (2, 4, 5)),
 }

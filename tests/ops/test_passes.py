@@ -44,7 +44,6 @@ pytestmark = pytest.mark.numeric
 # Relative to the largest element; measured at most 1e-14.
 TOLERANCE = 1e-13
 EACH = pytest.mark.parametrize("name", NAMES)
-WITH_DECAYS = [name for name in NAMES if name not in ("delta", "short_conv")]
 
 
 def check(

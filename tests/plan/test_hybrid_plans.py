@@ -17,12 +17,7 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.span import Span
 from zeco_train.plan.advice import legal_segments
-from zeco_train.plan.attention_costs import (
-    attention_blocks,
-    attention_seconds,
-    plan_exchanges,
-    problem_of,
-)
+from zeco_train.plan.attention_costs import attention_blocks, attention_seconds, plan_exchanges, problem_of
 from zeco_train.plan.memory import plan_memory
 from zeco_train.plan.report import _attention
 from zeco_train.plan.step_time import plan_step

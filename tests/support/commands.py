@@ -24,7 +24,9 @@ from data.sources import corpora
 from tests.support.loaded import Forked, Start, can_fork, ignored_signals, loaded, python_path
 from tests.support.waiting import ENOUGH
 from zeco_train import cli
+from zeco_train.lifecycle import join
 from zeco_train.lifecycle.logs import close_logging
+from zeco_train.system import environment
 from zeco_train.system.signals import STOP_SIGNALS
 from zeco_train.tracking import recorder
 
@@ -67,9 +69,9 @@ def _exit(code: int) -> NoReturn:
     raise _Exit(code)
 
 
-# Each run reads all sources of the standard library to name its corpus.
+# Each run reads all sources of the standard library and its own, and asks git four times for the commit.
 _read = corpora.standard_library_documents
-_read_once = functools.cache(_read)
+_read_once, _commit_once, _code_once = map(functools.cache, (_read, environment._commit, join._code_version))
 
 
 def train_here(*arguments: str, draws: bool = False) -> Outcome:
@@ -92,6 +94,8 @@ def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
             contextlib.redirect_stderr(err),
             mock.patch("os._exit", _exit),
             mock.patch.object(corpora, "standard_library_documents", read),
+            mock.patch.object(environment, "_commit", _commit_once),
+            mock.patch.object(join, "_code_version", _code_once),
             # Restore the environment: a command sets variables for itself and its children.
             mock.patch.dict(os.environ),
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import inspect
 import multiprocessing
@@ -13,7 +12,7 @@ import resource
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -26,46 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 
-# CPU time of all ranks that have reported a result. Forked ranks are not children of the test process.
-cpu_seconds = 0.0
-# Thresholds of garbage collections. By the defaults they take a tenth of a rank's time: torch's first uses make many
-# objects that stay.
-GARBAGE = 20_000, 20, 20
-
-
-class _Shared(forkserver.ForkServer):
-    """Another process's server."""
-
-    def __init__(self, place: Sequence[Any]) -> None:
-        super().__init__()
-        self._forkserver_address, self._forkserver_authkey = place
-        # Each fork is given one; the server ends with the process that started it.
-        self._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
-
-    def ensure_running(self) -> None:
-        pass
-
-
-# Of pytest's controller, if this process is one of its workers: places by whether kernels are interpreted.
-shared: dict[bool, Sequence[Any]] = {}
-
-
-@functools.cache
-def _server(interpreted: bool) -> forkserver.ForkServer:
-    """The process that ranks are forked from, which has imported the trainer, or the kernels interpreted."""
-    if interpreted in shared:
-        return _Shared(shared[interpreted])
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload([f"tests.support.preloaded{'_kernels' if interpreted else ''}"])
-    return server
-
-
-def place_of_server(interpreted: bool) -> tuple[Any, Any]:
-    """Start it; what another process needs to use it."""
-    server = _server(interpreted)
-    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if interpreted else {}):
-        server.ensure_running()
-    return server._forkserver_address, getattr(server, "_forkserver_authkey", None)  # type: ignore[attr-defined]
+from tests.support import server
 
 
 class RankError(AssertionError):
@@ -114,7 +74,7 @@ def run_distributed(
             )
             with contextlib.ExitStack() as stack:
                 if not fresh:
-                    connect = _server(is_interpreted).connect_to_new_process
+                    connect = server.server_of(is_interpreted).connect_to_new_process
                     stack.enter_context(mock.patch.object(forkserver, "connect_to_new_process", connect))
                 process.start()
             theirs.close()
@@ -166,7 +126,6 @@ def _collect(
     results: list[Any] = [None] * len(ranks)
     failures: list[tuple[float, int, str]] = []
     open_ends = set(ranks)
-    global cpu_seconds
     while open_ends:
         ready = wait(list(open_ends), max(0.0, deadline - time.monotonic()))
         if not ready and not failures:
@@ -181,7 +140,7 @@ def _collect(
             try:
                 moment, result, trace, seconds = pickle.loads(end.recv_bytes())
                 # Children are counted when they are joined.
-                cpu_seconds += 0.0 if are_children else seconds
+                server.cpu_seconds += 0.0 if are_children else seconds
             except EOFError:
                 process.join(5.0)
                 moment, result = time.monotonic(), None
@@ -212,7 +171,7 @@ def _run_rank(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    gc.set_threshold(*GARBAGE)
+    gc.set_threshold(*server.GARBAGE)
     result, trace = None, None
     try:
         if "nccl" in backend:

@@ -204,6 +204,15 @@ def main(channel: int) -> NoReturn:
     gc.disable()
     import torch.distributed.run
 
+    from zeco_train.system.figures import new_figure, render
+
+    # A run draws its losses at its end, and the first picture takes two seconds.
+    figure = new_figure("title", (2, 2), dpi=50, title_size=5)
+    figure.subplots().plot([0, 1])
+    render(figure, io.BytesIO())
+    # Without a cache of fonts, one has just ended.
+    for thread in threading.enumerate()[1:]:
+        thread.join()
     # Freezes the objects of all imports.
     import tests.support.preloaded  # noqa: F401
     import zeco_train.cli  # noqa: F401

@@ -15,6 +15,8 @@ from pathlib import Path
 from zeco_train.system.code_cache import private_folder
 
 gc.disable()
+# Threads of several processes would wait for each other in loops, for six times the CPU time of small tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Where the user may have put them; without these variables, they lie below the home.
 _NAMED = {"ZECO_CACHE", "NETRC", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TRITON_HOME", "CUDA_CACHE_PATH"}

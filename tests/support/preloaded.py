@@ -5,9 +5,8 @@ Must not start threads or query CUDA devices: neither survives a fork.
 
 import functools
 import gc
-import io
-import threading
 
+import pytest  # noqa: F401 - by the modules of tests, which the ranks' functions lie in
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
@@ -18,7 +17,6 @@ import zeco_train.training.opening  # noqa: F401
 from data.sources import corpora
 from tests.support.training import SMALL
 from zeco_train.config.schema import load_config
-from zeco_train.system.figures import new_figure, render
 
 # The parsers of Hydra and OmegaConf build their tables on first use.
 load_config(SMALL)
@@ -26,14 +24,6 @@ load_config(SMALL)
 # Each run reads all sources of the standard library to name its corpus, which takes a rank 0.1 s.
 corpora.standard_library_documents = functools.cache(corpora.standard_library_documents)
 corpora.standard_library_documents()
-
-# A run draws its losses at its end, and the first picture takes two seconds.
-figure = new_figure("title", (2, 2), dpi=50, title_size=5)
-figure.subplots().plot([0, 1])
-render(figure, io.BytesIO())
-# Without a cache of fonts, one has just ended.
-for thread in threading.enumerate()[1:]:
-    thread.join()
 
 # The ranks share these objects' memory; a collection in a rank would visit, and so copy, all of it.
 gc.collect()

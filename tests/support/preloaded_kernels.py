@@ -6,7 +6,9 @@ With TRITON_INTERPRET=1; see `tests.support.distributed`.
 import gc
 import sys
 
+import pytest  # noqa: F401 - by the modules of tests
 import torch.distributed.tensor  # noqa: F401 - by `torch.testing.assert_close`
+import triton.compiler.code_generator  # noqa: F401 - by the first launch
 from triton.runtime.interpreter import InterpretedFunction
 
 import zeco_train.kernels.adamw

@@ -144,14 +144,7 @@ def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) 
 
 def make_loader(case: Case, mesh: ProcessMesh, store: str | Path) -> SequenceLoader:
     split = DataSplit(
-        SEQ_LEN,
-        case.micro_batch,
-        mesh.dp_rank,
-        mesh.dp_size,
-        mesh.sp_rank,
-        mesh.sp_size,
-        case.documents,
-        case.segments,
+        SEQ_LEN, case.micro_batch, mesh.dp_rank, mesh.dp_size, mesh.sp_rank, mesh.sp_size, case.documents, case.segments
     )
     sources = [Source(Documents(TokenStore.open(Path(store))))]
     return SequenceLoader(sources, split, seed=3, global_batch=case.global_batch)

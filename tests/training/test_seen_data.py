@@ -130,14 +130,7 @@ def _prepare_otherwise(store: Path) -> str:
     return f"{store / META_FILE}: gives other documents than at the run's last start"
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (_shorten, ""),
-        (_shift, ""),
-        (_prepare_otherwise, "validation"),
-    ],
-)
+@pytest.mark.parametrize(("change", "part"), [(_shorten, ""), (_shift, ""), (_prepare_otherwise, "validation")])
 def test_damaged_and_other_files_are_refused(change: Callable[[Path], str], part: str, run: Run) -> None:
     line = change(run.store / part)
     for settings in ([], [VERIFY]):

@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -34,6 +34,8 @@ GROUP = "model"
 MIXER = f"{GROUP}.mixer"
 # Of files and stored configurations that name no mixer.
 _UNNAMED = DEFAULT_CONFIG.mixer
+# Settings of Hydra itself, which nothing reads: their files take a fourth of the time.
+_OWN = [f"~hydra/{name}" for name in ("launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")]
 
 ConfigStore.instance().store(name=NOTHING, node={})
 for _name in BACKENDS:
@@ -44,7 +46,7 @@ for _name in BACKENDS:
 class Composed(NamedTuple):
     """Merged files: their values, the mixer of their model, and the chosen file of `configs/model` ("": none)."""
 
-    values: dict[str, Any]
+    values: DictConfig
     mixer: Any
     option: str
 
@@ -64,7 +66,7 @@ def _compose(files: tuple[tuple[Path, int], ...], file: str, chosen: tuple[str, 
     # Once for unchanged `files`: Hydra takes longer than all checks.
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = compose(file, overrides=list(chosen), return_hydra_config=True)
+            composed = compose(file, overrides=[*chosen, *_OWN], return_hydra_config=True)
         mixer = OmegaConf.select(composed, MIXER)
         values = OmegaConf.to_container(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -72,8 +74,8 @@ def _compose(files: tuple[tuple[Path, int], ...], file: str, chosen: tuple[str, 
         raise ConfigError(field, value, " ".join(str(error).split())) from error
     assert isinstance(values, dict)
     choices = values.pop("hydra")["runtime"]["choices"]
-    mixer = _UNNAMED if mixer is None else mixer
-    return Composed({str(key): value for key, value in values.items()}, mixer, str(choices.get(GROUP, "")))
+    merged = OmegaConf.create({str(key): value for key, value in values.items()})
+    return Composed(merged, _UNNAMED if mixer is None else mixer, str(choices.get(GROUP, "")))
 
 
 def explain(error: OmegaConfBaseException, file: str, chosen: Sequence[str], given: Mapping[str, Any]) -> ConfigError:
