@@ -43,7 +43,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 
 
 @triton.jit
-def _join(queries, keys):
+def join(queries, keys):
     """bf16 queries and keys as upper and lower halves of 32 bits.
 
     Both stay in registers through all sizes. Joined, they take half as many, and one instruction extracts either, by
@@ -57,13 +57,13 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def _take(joined, is_query):
-        """fp32 queries or keys of `_join`, by row."""
+        """fp32 queries or keys of `join`, by row."""
         return tl.where(is_query[:, None], joined & 0xFFFF0000, joined << 16).to(tl.float32, bitcast=True)
 else:
 
     @triton.jit
     def _take(joined, is_query):
-        """fp32 queries or keys of `_join`, by row: two bytes of it, above two of 0."""
+        """fp32 queries or keys of `join`, by row: two bytes of it, above two of 0."""
         which = tl.where(is_query, 0x3244, 0x1044)[:, None].to(tl.uint32)
         joined, which = tl.broadcast(joined, which)
         return tl.inline_asm_elementwise(
@@ -72,7 +72,7 @@ else:
 
 
 @triton.jit
-def _decayed(
+def decayed(
     b,
     sums,
     joined,
@@ -118,7 +118,7 @@ def scores_kernel(
 ):
     """One program computes the scores of one chunk of one head.
 
-    JOINED: see `_join`; bf16 only. KEYS: see `are_mild`.
+    JOINED: see `join`; bf16 only. KEYS: see `are_mild`.
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
@@ -144,10 +144,10 @@ def scores_kernel(
             products = tl.dot(own_queries, tl.trans(own_keys), input_precision=PRECISION)
             total = tl.where(rows[:, None] > rows[None, :], total + products, total)
         else:
-            joined = _join(queries, keys) if JOINED else queries
+            joined = join(queries, keys) if JOINED else queries
             # log₂ C sizes of blocks.
             for shift in range(6):
-                _, _, tokens = _decayed(b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED)
+                _, _, tokens = decayed(b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED)
                 products = tl.dot(tokens, tl.trans(tokens), input_precision=PRECISION)
                 total = tl.where(split_pairs(shift, C), total + products, total)
     if DOCUMENTS:
@@ -284,9 +284,9 @@ def _chunk_grads(
         else:
             query_grads += self_grads[:, None] * keys.to(tl.float32)
             key_grads = self_grads[:, None] * queries.to(tl.float32)
-            joined = _join(queries, keys) if JOINED else queries
+            joined = join(queries, keys) if JOINED else queries
             for shift in range(6):
-                is_query, factors, tokens = _decayed(
+                is_query, factors, tokens = decayed(
                     b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
                 )
                 size_grads = tl.where(split_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
@@ -340,7 +340,7 @@ def intra_grads_kernel(
     where decays are strong they exceed dg itself.
 
     MILD: only chunks that are mild, a program each; else only the others, a program for CHUNKS. One program for either
-    kind would take the registers of both. JOINED: see `_join`; bf16 only. ONE_TILE: K <= BK; dq's part from the state
+    kind would take the registers of both. JOINED: see `join`; bf16 only. ONE_TILE: K <= BK; dq's part from the state
     is then computed in the one loop over V. KEYS: see `are_mild`.
     """
     batch_head = tl.program_id(1)

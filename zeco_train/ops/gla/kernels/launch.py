@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from zeco_train.ops.gla.kernels.grads import grads_kernel
 from zeco_train.ops.gla.kernels.input_grads import input_grads_kernel
 from zeco_train.ops.gla.kernels.intra import intra_grads_kernel, scores_kernel
 from zeco_train.ops.gla.kernels.outputs import outputs_kernel
@@ -39,6 +40,10 @@ class GlaTuning:
     Attributes:
         fused: `input_grads_kernel` is fused if possible.
         programs: number of programs that saturates the chip in the walks over chunks.
+        summaries: of a walk before the one that writes the chunks' states, which are then the true ones. None: one
+            walk; kernels that read its states correct them.
+        grads: of one kernel for all gradients but, with more keys than its tile, dv; None: two kernels.
+        late_grads: the same, for chunks that are not mild.
     """
 
     local_states: TileOptions = TileOptions(32, 128, 4, 3)
@@ -50,6 +55,11 @@ class GlaTuning:
     join: TileOptions = TileOptions(64, 64, 4, 1)
     fused: bool = True
     programs: int = 264
+    summaries: TileOptions | None = None
+    grads: TileOptions | None = None
+    rough_grads: TileOptions | None = None
+    value_grads: TileOptions | None = None
+    early: bool = True
 
 
 _UP_TO_64 = GlaTuning(
@@ -184,8 +194,8 @@ class SegmentKernels:
 class LocalStates(NamedTuple):
     """States before the chunks, or in reverse gradients after them, from the zero start (end) of their segment."""
 
-    states: Tensor  # [N, B, H, K, V] in the dtype of the inputs
-    log_decays: Tensor  # [N, B, H, K] fp32, from the segment's start to each boundary
+    states: Tensor | None  # [N, B, H, K, V] in the dtype of the inputs
+    log_decays: Tensor | None  # [N, B, H, K] fp32, from the segment's start to each boundary
     segments: Segments
 
 
@@ -208,17 +218,40 @@ class GlaKernels(SegmentKernels):
         `b` is the output for the cumulative sums of g inside chunks; None: g already holds those sums.
         """
         segments, segment_decays = self._new_segments()
-        states = self._new(*self.states_shape, dtype=self.dtype)
-        log_decays = self._new(self.num_chunks, self.B, self.H, self.K)
-        options = self.tuning.local_states
+        local = LocalStates(None, None, segments)
+        if self.tuning.summaries is None:
+            states = self._new(*self.states_shape, dtype=self.dtype)
+            local = LocalStates(states, self._new(self.num_chunks, self.B, self.H, self.K), segments)
+        self._walk(self.tuning.summaries or self.tuning.local_states, x, y, g, b, local, segment_decays, reverse)
+        self._join(segments, segment_decays, reverse)
+        return local
+
+    def true_states(self, x: Tensor, y: Tensor, b: Tensor, local: LocalStates, *, reverse: bool) -> LocalStates:
+        """With the states at chunks, from the true ones that segments start from."""
+        if local.states is not None:
+            return local
+        local = local._replace(states=self._new(*self.states_shape, dtype=self.dtype))
+        self._walk(self.tuning.local_states, x, y, b, None, local, None, reverse)
+        return local
+
+    def _walk(
+        self,
+        options: TileOptions,
+        x: Tensor,
+        y: Tensor,
+        g: Tensor,
+        b: Tensor | None,
+        local: LocalStates,
+        segment_decays: Tensor | None,
+        reverse: bool,
+    ) -> None:
         BK, BV = options.tile(self.K, self.V)
         chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
-            x, y, g, b, self.doc_ids, states, log_decays, segments.starts, segment_decays, self.scale,
+            x, y, g, b, self.doc_ids, local.states, local.log_decays, local.segments.starts, segment_decays, self.scale,
             self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, **self.flags, **options.launch,
+            BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, STORED=local.states is not None,
+            STARTED=segment_decays is None, **self.flags, **options.launch,
         )  # fmt: skip
-        self._join(segments, segment_decays, reverse)
-        return LocalStates(states, log_decays, segments)
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -247,15 +280,43 @@ class GlaKernels(SegmentKernels):
         )  # fmt: skip
         return scores
 
-    def outputs(self, q: Tensor, v: Tensor, b: Tensor, scores: Tensor, local: LocalStates) -> Tensor:
-        """o, [B, T, H, V]; replaces the states at chunk boundaries by the true ones."""
+    def outputs(
+        self, q: Tensor, v: Tensor, b: Tensor, scores: Tensor, local: LocalStates, *, reverse: bool = False
+    ) -> Tensor:
+        """o, [B, T, H, V], or in reverse dv, of k and do; replaces the states at chunk boundaries by the true ones."""
         o, options = torch.empty_like(v), self.tuning.outputs
+        if reverse:
+            options = self.tuning.value_grads or options
         BK, BV = options.tile(self.K, self.V)
         outputs_kernel[(self.num_chunks * triton.cdiv(self.V, BV), self.BH)](
             q, v, b, self.doc_ids, scores, local.states, local.log_decays, local.segments.starts, o, self.scale,
-            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
+            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, REVERSE=reverse,
+            CORRECTED=self.tuning.summaries is not None, **self.flags, **options.launch,
         )  # fmt: skip
         return o
+
+    def grads(
+        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, scores: Tensor, states: Tensor, local: LocalStates
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv, dg."""
+        assert self.tuning.grads is not None
+        dq, dk, dg, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b), None
+        corrected = self.tuning.summaries is not None
+        wide = self.K > self.tuning.grads.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])[0]
+        if wide:
+            dv, corrected = self.outputs(k, do, b, scores, local, reverse=True), True
+        else:
+            dv = torch.empty_like(v)
+        rough = self.tuning.rough_grads or self.tuning.grads
+        for mild, options, chunks in ((True, self.tuning.grads, 1), (False, rough, GROUP)):
+            BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
+            grads_kernel[(triton.cdiv(self.num_chunks, chunks) * triton.cdiv(self.K, BK), self.BH)](
+                q, k, v, b, do, self.doc_ids, scores, states, local.states, local.log_decays, local.segments.starts,
+                dq, dk, dv, dg, self.scale, self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV,
+                JOINED=self._joined(BK), VALUES=not wide, CORRECTED=corrected, MILD=mild, EARLY=self.tuning.early,
+                CHUNKS=chunks, KEYS=self._keys, **self.flags, **options.launch,
+            )  # fmt: skip
+        return dq, dk, dv, dg
 
     def intra_grads(
         self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, states: Tensor
@@ -310,6 +371,7 @@ class _KernelForward(ForwardBase):
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         self._launcher.correct(self._local.segments, incoming_state, "incoming_state")
+        self._local = self._launcher.true_states(self._k, self._v, self._b, self._local, reverse=False)
         # Not g too: in fp32 it is as large as bf16 q and k together. The true states serve in place of R.
         self.saved = self._b, self._local.states, self._scores
         return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local)
@@ -326,11 +388,18 @@ class _KernelBackward(BackwardBase):
         self.state_grad = self._local.segments.state
 
     def overlap(self) -> None:
+        if self._launcher.tuning.grads is not None:
+            return
         inputs = self._q, self._k, self._v, self._b, self._do, self._states
         self._dq, self._dk, self._terms = self._launcher.intra_grads(*inputs)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         self._launcher.correct(self._local.segments, incoming_grad, "incoming_grad")
+        self._local = self._launcher.true_states(self._q, self._do, self._b, self._local, reverse=True)
+        if self._launcher.tuning.grads is not None:
+            return self._launcher.grads(
+                self._q, self._k, self._v, self._b, self._do, self._scores, self._states, self._local
+            )
         dv, dg = self._launcher.input_grads(
             self._k, self._v, self._b, self._do, self._scores, self._states, self._local, self._terms, self._dk
         )

@@ -36,8 +36,8 @@ def chunk_states_kernel(
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N, B, H, K, V]
     log_decays,  # [N, B, H, K] fp32, written
-    totals,  # [J, B, H, K, V] fp32: S after each segment from a zero start, written
-    total_decays,  # [J, B, H, K] fp32, written
+    totals,  # [J, B, H, K, V] fp32: S after each segment from a zero start, written; with STARTED S before each, true
+    total_decays,  # [J, B, H, K] fp32, written unless STARTED
     scale,
     T,
     H,
@@ -51,10 +51,15 @@ def chunk_states_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
     CUMULATED: tl.constexpr,
+    STORED: tl.constexpr,
+    STARTED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program walks one segment with a [BK, BV] tile of the state in registers."""
+    """One program walks one segment with a [BK, BV] tile of the state in registers.
+
+    STORED: the states at chunks are written. STARTED: they are the true ones.
+    """
     value_tiles = tl.cdiv(V, BV)
     tile = tl.program_id(0)
     segment = tl.program_id(1)
@@ -76,13 +81,18 @@ def chunk_states_kernel(
     log_decay = tl.zeros([BK], tl.float32)
     segment_index = segment * BH + batch_head
     state = tl.zeros([BK, BV], tl.float32)
+    own_total, within = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
+    if STARTED:
+        state += tl.load(own_total, mask=within, other=0.0)
 
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
-        pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
-        tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
-        tl.store(log_decays + index * K + keys, log_decay, mask=(keys < K) & leads)
+        if STORED:
+            pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
+            tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
+            if not STARTED:
+                tl.store(log_decays + index * K + keys, log_decay, mask=(keys < K) & leads)
 
         start = chunk * C
         if CUMULATED:
@@ -115,9 +125,9 @@ def chunk_states_kernel(
         state = state * survives[:, None] + added
         log_decay += total
 
-    own_total, within = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
-    tl.store(own_total, state, mask=within)
-    tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)
+    if not STARTED:
+        tl.store(own_total, state, mask=within)
+        tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)
 
 
 @triton.jit
