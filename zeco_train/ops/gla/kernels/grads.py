@@ -1,7 +1,18 @@
-"""dq, dk, dv and dg at once, from the true states before the chunks and the gradients after them.
+"""dq, dk and dg, once the true states before the chunks and the gradients after them are known.
 
-What `intra_grads_kernel` and `input_grads_kernel` compute, in the terms of their formulas: one program reads every
-input once, and the gradients inside the chunk and q ⊙ dq − k ⊙ dk stay in registers. Nothing is left to hide a scan.
+    dA = scale · do vᵀ
+    dq_i = Σ_{j <= i} dA_ij k_j ⊙ exp(b_i − b_j) + scale · exp(b_i) ⊙ S do_i
+    dk_j = Σ_{i >= j} dA_ij q_i ⊙ exp(b_i − b_j) + exp(b_end − b_j) ⊙ dS v_j
+    dg_t = Σ_{i >= t} (q_i ⊙ dq_i − k_i ⊙ (dk_i of inside)) + Σ_{j < t} k_j ⊙ (dk_j beyond) + Σ_V exp(b_end) S ⊙ dS
+
+Sums over the chunk's tokens; S: true state before the chunk, dS: gradient with respect to that after it. The terms of
+dg are for the paths past token t: to a query of this chunk, from a key of this chunk to a later one, and from before
+the chunk to after it. The usual form, Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but a
+difference of larger ones.
+
+A pair (i, j) enters the first sum at i and, with the other sign, at j. Both come from the same rounded factors, so that
+they cancel in the sum over later tokens: otherwise their rounding errors would spread over a chunk's tokens, and where
+decays are strong they exceed dg itself.
 """
 
 from __future__ import annotations
@@ -16,7 +27,6 @@ from zeco_train.ops.gla.kernels.tiles import (
     from_middle,
     head_offset,
     laid_out_like,
-    load_corrected,
     load_doc_ids,
     load_last_row,
     load_tile,
@@ -27,24 +37,24 @@ from zeco_train.ops.gla.kernels.tiles import (
 
 
 @triton.jit
-def sum_tokens(which, x, PARTS: tl.constexpr):
-    if PARTS == 0:
-        return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
-    ones = which.to(tl.bfloat16)
-    total = tl.zeros([x.shape[0], x.shape[1]], tl.float32)
-    for _ in range(PARTS):
-        part = x.to(tl.bfloat16)
-        total = tl.dot(ones, part, total)
-        x -= part.to(tl.float32)
+def _product(x, y, T, PRECISION: tl.constexpr):
+    """`x` y in a loop of one step: else eight warps would each hold whole rows, as another product follows."""
+    total = tl.zeros([x.shape[0], y.shape[1]], tl.float32)
+    for _ in range(tl.minimum(T, 1)):
+        total = tl.dot(x, y, total, input_precision=PRECISION)
     return total
 
 
 @triton.jit
-def _product(x, y, T, PRECISION: tl.constexpr):
-    """x y; in a loop, if of one step: else eight warps would each hold whole rows, as another product follows."""
-    total = tl.zeros([x.shape[0], y.shape[1]], tl.float32)
-    for _ in range(tl.minimum(T, 1)):
-        total = tl.dot(x, y, total, input_precision=PRECISION)
+def _sum_tokens(which, x, PARTS: tl.constexpr):
+    """`tiles.sum_tokens` in a loop, for the same reason."""
+    if PARTS == 0:
+        return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
+    total = tl.zeros([x.shape[0], x.shape[1]], tl.float32)
+    for _ in range(PARTS):
+        part = x.to(tl.bfloat16)
+        total = tl.dot(which.to(tl.bfloat16), part, total)
+        x -= part.to(tl.float32)
     return total
 
 
@@ -56,17 +66,12 @@ def _chunk_grads(
     b,
     do,
     doc_ids,
-    scores,
     states,
     state_grads,
-    log_decays,
-    end_grads,
     dq,
     dk,
-    dv,
     dg,
     index,
-    segment_index,
     start,
     first_key,
     sums,
@@ -83,28 +88,11 @@ def _chunk_grads(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     JOINED: tl.constexpr,
-    VALUES: tl.constexpr,
-    CORRECTED: tl.constexpr,
     MILD: tl.constexpr,
     EARLY: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
+    """BK columns of the gradients of one chunk of one head, see `grads_kernel`."""
     rows = tl.arange(0, C)
-    own = rows
-    before = 0
-    end = 0
-    if DOCUMENTS:
-        own, before, end = load_doc_ids(doc_ids, start, T, C)
-    total = load_last_row(b, start, T, H, K, first_key, C, BK)
-    if VALUES:
-        pairs = scores + index * C * C + rows[:, None] * C + rows[None, :]
-        # above the diagonal the scores are mirrored (`scores_kernel`)
-        weights = tl.trans(tl.load(pairs, mask=rows[:, None] >= rows[None, :], other=0.0))
-        factors = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
-        if DOCUMENTS:
-            factors = tl.where((own == end)[:, None], factors, 0.0)
-        weighted = (keys.to(tl.float32) * factors).to(keys.dtype)
-
     grads = tl.zeros([C, C], tl.float32)
     turned = tl.zeros([C, C], tl.float32)
     query_grads = tl.zeros([C, BK], tl.float32)
@@ -115,42 +103,31 @@ def _chunk_grads(
         values = load_tile(v, start, T, H, V, first_value, C, BV)
         pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
         state = tl.load(pointers, mask=inside, other=0.0)
-        if CORRECTED:
-            pointers, inside = state_pointers(state_grads, index, K, V, first_key, first_value, BK, BV)
-            operand = tl.load(pointers, mask=inside, other=0.0)
-            grad = operand.to(tl.float32)
-        else:
-            grad = load_corrected(
-                state_grads, log_decays, end_grads, index, segment_index, K, V, first_key, first_value, BK, BV
-            )
-            operand = grad.to(values.dtype)
-        passing += tl.sum(state.to(tl.float32) * grad, axis=1)
+        pointers, inside = state_pointers(state_grads, index, K, V, first_key, first_value, BK, BV)
+        state_grad = tl.load(pointers, mask=inside, other=0.0)
+        passing += tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=1)
         query_grads += tl.dot(output_grads, tl.trans(state), input_precision=PRECISION)
-        key_grads += tl.dot(values, tl.trans(operand), input_precision=PRECISION)
+        key_grads += tl.dot(values, tl.trans(state_grad), input_precision=PRECISION)
         grads += tl.dot(output_grads, tl.trans(values), input_precision=PRECISION)
         if not MILD:
             # a product of its own costs less than the transpose
             turned += tl.dot(values, tl.trans(output_grads), input_precision=PRECISION)
-        if VALUES:
-            value_grads = tl.dot(weighted, operand, input_precision=PRECISION)
-            value_grads += tl.dot(weights, output_grads, input_precision=PRECISION)
-            store_tile(dv, value_grads, start, T, H, V, first_value, C, BV)
 
     if not EARLY:
         sums = load_tile(b, start, T, H, K, first_key, C, BK)
         queries = load_tile(q, start, T, H, K, first_key, C, BK)
         keys = load_tile(k, start, T, H, K, first_key, C, BK)
-    if MILD:
-        pair_grads = tl.where(rows[:, None] >= rows[None, :], grads * scale, 0.0)
-    else:
-        pair_grads = tl.where(rows[:, None] >= rows[None, :], grads * scale, turned * -scale)
+    # of the pairs of all sizes, G of `intra`
+    pair_grads = tl.where(rows[:, None] >= rows[None, :], grads * scale, 0.0 if MILD else turned * -scale)
     if DOCUMENTS:
+        own, before, end = load_doc_ids(doc_ids, start, T, C)
         pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
     self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], pair_grads, 0.0), axis=1)
 
     sums = laid_out_like(sums, query_grads)
     queries = laid_out_like(queries, query_grads)
     keys = laid_out_like(keys, query_grads)
+    total = load_last_row(b, start, T, H, K, first_key, C, BK)
     factors = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
     if DOCUMENTS:
         factors = tl.where((own == end)[:, None], factors, 0.0)
@@ -168,22 +145,23 @@ def _chunk_grads(
         # one tile for both sums: tokens before t are all less those from t on
         passing += tl.sum(leaving, axis=0)
         terms -= leaving
+    query_grads += self_grads[:, None] * keys.to(tl.float32)
+    key_grads += self_grads[:, None] * queries.to(tl.float32)
     if MILD:
+        # few tiles at a time, each stored once complete
         distances = from_middle(b, sums, start, T, H, K, first_key, C, BK)
         earlier = tl.where(rows[:, None] > rows[None, :], pair_grads, 0.0).to(queries.dtype)
         own_keys = (keys.to(tl.float32) * decay(-distances)).to(keys.dtype)
         factors = decay(distances)
         own_queries = (queries.to(tl.float32) * factors).to(queries.dtype)
         seen = _product(earlier, own_keys, T, PRECISION)
-        query_grads += self_grads[:, None] * keys.to(tl.float32) + factors * seen
+        query_grads += factors * seen
         store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
         terms += own_queries.to(tl.float32) * seen
         seen = _product(tl.trans(earlier), own_queries, T, PRECISION)
-        key_grads += self_grads[:, None] * queries.to(tl.float32) + decay(-distances) * seen
+        key_grads += decay(-distances) * seen
         terms -= own_keys.to(tl.float32) * seen
     else:
-        query_grads += self_grads[:, None] * keys.to(tl.float32)
-        key_grads += self_grads[:, None] * queries.to(tl.float32)
         joined = join(queries, keys) if JOINED else queries
         for shift in range(6):
             is_query, factors, tokens = decayed(
@@ -198,13 +176,15 @@ def _chunk_grads(
             terms += tokens.to(tl.float32) * seen
         store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
     store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
+
+    parts: tl.constexpr = 2 if k.dtype.element_ty == tl.bfloat16 else 0
     later = rows[:, None] <= rows[None, :]
     if DOCUMENTS:
         # not past a restart: terms of the next document add up to 0 only within its rounding
         later = later & (own[:, None] == own[None, :])
-    decay_grads = passing[None, :] + sum_tokens(later, terms, PARTS)
+    decay_grads = passing[None, :] + _sum_tokens(later, terms, parts)
     if DOCUMENTS:
-        decay_grads += sum_tokens(rows[:, None] > rows[None, :], leaving, PARTS)
+        decay_grads += _sum_tokens(rows[:, None] > rows[None, :], leaving, parts)
         previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
         decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
     store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
@@ -218,14 +198,10 @@ def grads_kernel(
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     do,  # [B, T, H, V]
     doc_ids,  # [T] int32, read with DOCUMENTS
-    scores,  # [N, B, H, C, C], read with VALUES on and below the diagonal
-    states,  # [N, B, H, K, V]: true states before the chunks
-    state_grads,  # [N, B, H, K, V]: gradients after the chunks, from their segment's end unless CORRECTED
-    log_decays,  # [N, B, H, K] fp32: by which `end_grads` decays on its way to them
-    end_grads,  # [J, B, H, K, V] fp32: true gradients at the segments' ends
+    states,  # [N, B, H, K, V]
+    state_grads,  # [N, B, H, K, V]
     dq,  # [B, T, H, K], written
     dk,  # [B, T, H, K], written
-    dv,  # [B, T, H, V], written with VALUES
     dg,  # [B, T, H, K] fp32, written
     scale,
     T,
@@ -233,29 +209,27 @@ def grads_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BH,
-    segment_chunks,
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     JOINED: tl.constexpr,
-    VALUES: tl.constexpr,
-    CORRECTED: tl.constexpr,
     MILD: tl.constexpr,
     EARLY: tl.constexpr,
     CHUNKS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One program computes BK columns of the gradients of some chunks of one head, and with VALUES dv; then K <= BK.
+    """One program computes BK columns of the gradients of some chunks of one head.
 
-    MILD, CHUNKS: see `intra_grads_kernel`. EARLY: tiles of q, k and b stay in registers during the loop over V.
+    MILD: only chunks that are mild, a program each; else only the others, a program for CHUNKS. One program for either
+    kind would take the registers of both. JOINED: see `join`; bf16 only. KEYS: see `are_mild`. EARLY: tiles of q, k
+    and b are loaded before the loop over V.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
     first_key = (tl.program_id(0) % tiles) * BK
     first_chunk = (tl.program_id(0) // tiles) * CHUNKS
     batch_head = tl.program_id(1)
-    parts: tl.constexpr = 2 if k.dtype.element_ty == tl.bfloat16 else 0
     q += head_offset(batch_head, T, H, K)
     k += head_offset(batch_head, T, H, K)
     b += head_offset(batch_head, T, H, K)
@@ -264,32 +238,28 @@ def grads_kernel(
     dg += head_offset(batch_head, T, H, K)
     v += head_offset(batch_head, T, H, V)
     do += head_offset(batch_head, T, H, V)
-    if VALUES:
-        dv += head_offset(batch_head, T, H, V)
+    sums = 0
+    queries = 0
+    keys = 0
     if MILD:
         start = first_chunk * C
-        # issued before the check and the loads of the values, so that their latencies overlap
-        sums = load_tile(b, start, T, H, K, first_key, C, BK)
-        queries = load_tile(q, start, T, H, K, first_key, C, BK)
-        keys = load_tile(k, start, T, H, K, first_key, C, BK)
+        if EARLY:
+            # issued before the check and the loads of the values, so that their latencies overlap
+            sums = load_tile(b, start, T, H, K, first_key, C, BK)
+            queries = load_tile(q, start, T, H, K, first_key, C, BK)
+            keys = load_tile(k, start, T, H, K, first_key, C, BK)
         if are_mild(b, first_chunk, T, H, K, C, 1, KEYS):
             _chunk_grads(
-                q, k, v, b, do, doc_ids, scores, states, state_grads, log_decays, end_grads, dq, dk, dv, dg,
-                first_chunk.to(tl.int64) * BH + batch_head, (first_chunk // segment_chunks) * BH + batch_head, start,
-                first_key, sums, queries, keys, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION, JOINED, VALUES,
-                CORRECTED, MILD, EARLY, parts,
+                q, k, v, b, do, doc_ids, states, state_grads, dq, dk, dg, first_chunk.to(tl.int64) * BH + batch_head,
+                start, first_key, sums, queries, keys, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION, JOINED, MILD,
+                EARLY,
             )  # fmt: skip
     elif not are_mild(b, first_chunk, T, H, K, C, CHUNKS, KEYS):
         for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
             chunk = first_chunk + step
             if not are_mild(b, chunk, T, H, K, C, 1, KEYS):
-                start = chunk * C
-                sums = load_tile(b, start, T, H, K, first_key, C, BK)
-                queries = load_tile(q, start, T, H, K, first_key, C, BK)
-                keys = load_tile(k, start, T, H, K, first_key, C, BK)
                 _chunk_grads(
-                    q, k, v, b, do, doc_ids, scores, states, state_grads, log_decays, end_grads, dq, dk, dv, dg,
-                    chunk.to(tl.int64) * BH + batch_head, (chunk // segment_chunks) * BH + batch_head, start,
-                    first_key, sums, queries, keys, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION, JOINED, VALUES,
-                    CORRECTED, MILD, EARLY, parts,
+                    q, k, v, b, do, doc_ids, states, state_grads, dq, dk, dg, chunk.to(tl.int64) * BH + batch_head,
+                    chunk * C, first_key, sums, queries, keys, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION,
+                    JOINED, MILD, False,
                 )  # fmt: skip

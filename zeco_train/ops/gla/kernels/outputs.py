@@ -18,7 +18,6 @@ from torch import Tensor
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
-    load_corrected,
     load_doc_ids,
     load_last_row,
     load_tile,
@@ -34,9 +33,7 @@ def outputs_kernel(
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C]
-    states,  # [N, B, H, K, V]: states before the chunks from their segment's zero start; become the true ones, unless CORRECTED
-    log_decays,  # [N, B, H, K] fp32: by which `starts` decays on its way to them
-    starts,  # [J, B, H, K, V] fp32: true states that the segments start from
+    states,  # [N, B, H, K, V]: S, or dS
     o,  # [B, T, H, V], written; in reverse dv
     scale,
     T,
@@ -44,12 +41,10 @@ def outputs_kernel(
     K,
     V,
     BH,
-    segment_chunks,
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
-    CORRECTED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -65,7 +60,6 @@ def outputs_kernel(
     start = chunk * C
     rows = tl.arange(0, C)
     index = chunk.to(tl.int64) * BH + batch_head
-    segment_index = (chunk // segment_chunks) * BH + batch_head
     if DOCUMENTS:
         own, before, end = load_doc_ids(doc_ids, start, T, C)
 
@@ -81,13 +75,7 @@ def outputs_kernel(
         queries = load_tile(q, start, T, H, K, first_key, C, BK)
         weighted = (queries.to(tl.float32) * factors).to(queries.dtype)
         pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
-        if CORRECTED:
-            state = tl.load(pointers, mask=inside, other=0.0)
-        else:
-            state = load_corrected(
-                states, log_decays, starts, index, segment_index, K, V, first_key, first_value, BK, BV
-            ).to(queries.dtype)
-            tl.store(pointers, state, mask=inside)
+        state = tl.load(pointers, mask=inside, other=0.0)
         result += tl.dot(weighted, state, input_precision=PRECISION)
     if not REVERSE:
         result *= scale

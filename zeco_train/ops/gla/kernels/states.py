@@ -1,13 +1,16 @@
 """States at chunk boundaries, segment by segment, and their join over the segments of a rank.
 
-A rank's chunks are cut into segments that are processed in parallel, each from a zero start: the split over ranks
-again, inside a GPU, which one sequential loop would leave mostly idle. Forward:
+A rank's chunks are cut into segments that are processed in parallel: the split over ranks again, inside a GPU, which
+one sequential loop would leave mostly idle. Each segment is walked twice: from zero, for its own state and decay, and,
+once the state that it starts from is known, for
 
-    states[n] = S before chunk n from the segment's start,    log_decays[n] = summed g from there to chunk n
+    states[n] = S before chunk n
 
 In reverse the same kernel computes the gradients, from the segment's end, with queries for keys and do for v:
 
-    states[n] = dS after chunk n from the segment's end,      log_decays[n] = summed g of the segment after chunk n
+    states[n] = dS after chunk n
+
+Inputs are read twice, but states, which are larger, written once, and nothing corrects them where they are read.
 """
 
 from __future__ import annotations
@@ -34,9 +37,8 @@ def chunk_states_kernel(
     g,  # [B, T, H, K] fp32: log-decays, or with CUMULATED their sums b inside chunks
     b,  # [B, T, H, K] fp32: b, written unless CUMULATED
     doc_ids,  # [T] int32, read with DOCUMENTS
-    states,  # [N, B, H, K, V]
-    log_decays,  # [N, B, H, K] fp32, written
-    totals,  # [J, B, H, K, V] fp32: S after each segment from a zero start, written; with STARTED S before each, true
+    states,  # [N, B, H, K, V], written if STARTED
+    totals,  # [J, B, H, K, V] fp32: S after each segment from zero, written; if STARTED the true S before each, read
     total_decays,  # [J, B, H, K] fp32, written unless STARTED
     scale,
     T,
@@ -51,15 +53,11 @@ def chunk_states_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
     CUMULATED: tl.constexpr,
-    STORED: tl.constexpr,
     STARTED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program walks one segment with a [BK, BV] tile of the state in registers.
-
-    STORED: the states at chunks are written. STARTED: they are the true ones.
-    """
+    """One program walks one segment with a [BK, BV] tile of the state in registers. STARTED: the second walk."""
     value_tiles = tl.cdiv(V, BV)
     tile = tl.program_id(0)
     segment = tl.program_id(1)
@@ -88,11 +86,9 @@ def chunk_states_kernel(
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
-        if STORED:
+        if STARTED:
             pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
             tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
-            if not STARTED:
-                tl.store(log_decays + index * K + keys, log_decay, mask=(keys < K) & leads)
 
         start = chunk * C
         if CUMULATED:
