@@ -26,6 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
+from zeco_train.ops.delta.kernels.systems import channel_sums_kernel
 from zeco_train.ops.gla.kernels.grads import grads_kernel
 from zeco_train.ops.gla.kernels.intra import scores_kernel
 from zeco_train.ops.gla.kernels.outputs import outputs_kernel
@@ -51,6 +52,7 @@ class GlaTuning:
     join: TileOptions = TileOptions(64, 64, 4, 1)
     programs: int = 256
     early: bool = False
+    sums: bool = False
 
 
 _UP_TO_64 = GlaTuning(states=TileOptions(64, 128, 4, 2), outputs=TileOptions(64, 128, 4, 1))
@@ -190,6 +192,12 @@ class GlaKernels(SegmentKernels):
         `b` is the output for the cumulative sums of g inside chunks; None: g already holds those sums.
         """
         segments, segment_decays = self._new_segments()
+        if b is not None and self.tuning.sums:
+            BK, _ = self.tuning.scores.tile(self.K, self.V)
+            parts = 3 if self.dtype == torch.bfloat16 else 0
+            grid = self.num_chunks, self.BH
+            channel_sums_kernel[grid](g, b, self.T, self.H, self.K, C=CHUNK, BK=BK, PARTS=parts)
+            g, b = b, None
         self._walk(x, y, g, b, None, segments, segment_decays, reverse)
         self._join(segments, segment_decays, reverse)
         return segments
