@@ -36,7 +36,7 @@ from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 from zeco_train.ops.seam import fold
 
-# Largest K and V. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
+# Largest K. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
 LARGEST_HEAD_DIM = 256
 
 _SUMS = TileOptions(64, 64, 4, 1)
