@@ -1,13 +1,13 @@
 """Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
 
 Forward                                                        Backward
-  sums of g; scores P and inverses T; W, U, k̃, q̄                 W, U, k̃, q̄ again
+  sums of g; scores P and systems F; by channel k̄, k̃, q̄          by channel k̄, k̃, q̄ again
   states and transitions of segments → S_loc, M                  gradients of segments → D_loc
   | scan over ranks                                              | scan over ranks ‖ true states again
-  true states that segments start from; outputs                  true gradients at segments' ends; dq, dk, dv, dg, dβ
+  true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg, dβ
 
 States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
-transitions passed between segments or ranks are fp32. The forward pass saves P and T, in the dtype of the tokens, 64
+transitions passed between segments or ranks are fp32. The forward pass saves P and F, in the dtype of the tokens, 64
 numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the true state
 before it, in place of R.
 
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from zeco_train.ops.delta.kernels.grads import grads_kernel
@@ -96,13 +97,14 @@ find = _OPTIONS.find
 
 @dataclass(frozen=True)
 class WalkOperands:
-    """The operands of the walks, see `zeco_train.ops.delta.kernels.systems.operands_kernel`."""
+    """What the walks read, see `zeco_train.ops.delta.kernels.walks.forward_walk_kernel`."""
 
-    w: Tensor  # [B, T, H, K]
-    u: Tensor  # [B, T, H, V]
-    end_keys: Tensor  # [B, T, H, K]
-    queries: Tensor  # [B, T, H, K]
-    survival: Tensor  # [N, B, H, K] fp32
+    keys: Tensor  # [B, T, G, K]; by channel [B, T, H, K], as the next two
+    end_keys: Tensor
+    queries: Tensor
+    decays: Tensor  # [B, H, T] fp32; by channel [N, B, H, K]
+    inverses: Tensor  # [N, B, H, C, C]
+    scores: Tensor  # [N, B, H, C, C]
 
 
 class DeltaKernels:
@@ -131,8 +133,9 @@ class DeltaKernels:
             raise ValueError(f"v: batch × heads = {self.BH}, a grid of CUDA has room for {MOST_HEADS}")
         self.device, self.dtype, self.scale, self.tuning, self.gated = k.device, k.dtype, scale, tuning, gated
         self.by_channel = sums.dim() == 4
-        self.flags: dict[str, Any] = {"C": CHUNK, "PRECISION": "tf32x3"}
-        self.pair_flags = {**self.flags, "BY_CHANNEL": self.by_channel, "DOCUMENTS": doc_ids is not None}
+        self.flags: dict[str, Any] = {
+            "C": CHUNK, "PRECISION": "tf32x3", "BY_CHANNEL": self.by_channel, "DOCUMENTS": doc_ids is not None
+        }  # fmt: skip
         self.num_chunks = triton.cdiv(self.T, CHUNK)
         # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
         _, columns = self._walk_tile(tuning.outputs)
@@ -142,9 +145,9 @@ class DeltaKernels:
         segments = max(1, min(segments, balanced, self.num_chunks))
         self.segment_chunks = triton.cdiv(self.num_chunks, segments)
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
-        # (N, B, H, C, C), (N, B, H, K, V), (J, B, H, K, V) and (J, B, H, K, K).
+        # (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
         self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
-        self.states_shape = self.num_chunks, self.B, self.H, self.K, self.V
+        self.states_shape = self.num_chunks, self.B, self.H, self.V, self.K
         self.starts_shape = self.num_segments, self.B, self.H, self.K, self.V
         self.transitions_shape = self.num_segments, self.B, self.H, self.K, self.K
 
@@ -163,35 +166,31 @@ class DeltaKernels:
         return self._new(self.B, self.T, self.H, width, dtype=self.dtype)
 
     def systems(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores P, with the scale, and inverses T [N, B, H, C, C], in the dtype of the tokens; q [B, T, G, K]."""
+        """Scores P, with the scale, and systems F [N, B, H, C, C], in the dtype of the tokens; q [B, T, G, K]."""
         scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
         options = self.tuning.systems
         BK, _ = self._tile(options)
         systems_kernel[(self.num_chunks, self.BH)](
             q, self.k, self.sums, self.beta, self.doc_ids, scores, inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
-            KEYS=triton.next_power_of_2(self.K), SOLVING="tf32" if self.dtype == torch.bfloat16 else "tf32x3",
-            **self.pair_flags, **options.launch,
+            KEYS=triton.next_power_of_2(self.K), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+            **self.flags, **options.launch,
         )  # fmt: skip
         return scores, inverses
 
-    def operands(self, q: Tensor, inverses: Tensor) -> WalkOperands:
+    def operands(self, q: Tensor, inverses: Tensor, scores: Tensor) -> WalkOperands:
         """The operands of the walks."""
-        found = WalkOperands(
-            w=self._by_token(self.K),
-            u=self._by_token(self.V),
-            end_keys=self._by_token(self.K),
-            queries=self._by_token(self.K),
-            survival=self._new(self.num_chunks, self.B, self.H, self.K),
-        )
+        if not self.by_channel:
+            return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
+        found = [self._by_token(self.K) for _ in range(3)]
+        survival = self._new(self.num_chunks, self.B, self.H, self.K)
         options = self.tuning.operands
-        BK, BV = self._tile(options)
+        BK, _ = self._tile(options)
         operands_kernel[(self.num_chunks, self.BH)](
-            q, self.k, self.v, self.sums, self.beta, self.doc_ids, inverses,
-            found.w, found.u, found.queries, found.end_keys, found.survival, self.scale,
-            self.T, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, **self.pair_flags, **options.launch,
+            q, self.k, self.sums, self.doc_ids, *found, survival, self.scale, self.T, self.H, self.G, self.K, self.BH,
+            C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, **options.launch,
         )  # fmt: skip
-        return found
+        return WalkOperands(*found, survival, inverses, scores)
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
         """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
@@ -199,14 +198,14 @@ class DeltaKernels:
         self._forward(self.tuning.summaries, operands, totals=states, transitions=transitions)
         return states, transitions
 
-    def outputs(self, operands: WalkOperands, scores: Tensor, starts: Tensor) -> Tensor:
+    def outputs(self, operands: WalkOperands, starts: Tensor) -> Tensor:
         """O, [B, T, H, V], from the true states that segments start from."""
         o = self._by_token(self.V)
-        self._forward(self.tuning.outputs, operands, scores=scores, starts=starts, o=o)
+        self._forward(self.tuning.outputs, operands, starts=starts, o=o)
         return o
 
     def states(self, operands: WalkOperands, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """True states before the chunks [N, B, H, K, V], and new values [B, T, H, V], in the dtype of the tokens."""
+        """True states before the chunks [N, B, H, V, K], and new values [B, T, H, V], in the dtype of the tokens."""
         states, added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
         self._forward(self.tuning.states, operands, starts=starts, states=states, added=added)
         return states, added
@@ -216,7 +215,6 @@ class DeltaKernels:
         options: TileOptions,
         operands: WalkOperands,
         *,
-        scores: Tensor | None = None,
         starts: Tensor | None = None,
         totals: Tensor | None = None,
         transitions: Tensor | None = None,
@@ -228,75 +226,68 @@ class DeltaKernels:
         # Without starts, of the values and then of the transition.
         tiles = triton.cdiv(self.V, BV) + (triton.cdiv(self.K, BV) if starts is None else 0)
         forward_walk_kernel[(tiles, self.BH, self.num_segments)](
-            operands.w, operands.u, operands.end_keys, operands.survival, operands.queries, scores, starts,
-            totals, transitions, o, states, added, self.T, self.H, self.K, self.V, self.BH, self.num_chunks,
-            self.segment_chunks, BK=BK, BV=BV, SUMMARIES=starts is None, OUTPUTS=o is not None,
-            STATES=states is not None, **self.flags, **options.launch,
+            operands.keys, operands.end_keys, operands.queries, self.v, operands.decays, self.doc_ids,
+            operands.inverses, operands.scores, starts, totals, transitions, o, states, added, self.scale,
+            self.T, self.H, operands.keys.shape[2], self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
+            BK=BK, BV=BV, SUMMARIES=starts is None, OUTPUTS=o is not None, STATES=states is not None,
+            **self.flags, **options.launch,
         )  # fmt: skip
 
-    def local_grads(self, operands: WalkOperands, scores: Tensor, do: Tensor) -> Tensor:
+    def local_grads(self, operands: WalkOperands, do: Tensor) -> Tensor:
         """Gradients of the states before the segments, from 0 after them, `starts_shape`."""
         totals = self._new(*self.starts_shape)
-        self._reverse(operands, scores, do, totals=totals)
+        self._reverse(operands, do, totals=totals)
         return totals
 
-    def state_grads(self, operands: WalkOperands, scores: Tensor, do: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """True gradients of the states after the chunks [N, B, H, K, V], and of the new values [B, T, H, V].
+    def state_grads(self, operands: WalkOperands, do: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """True gradients of the states after the chunks [N, B, H, V, K], and dv [B, T, H, V].
 
         `ends` are those of the states after the segments.
         """
-        grads, of_added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
-        self._reverse(operands, scores, do, ends=ends, grads=grads, of_added=of_added)
-        return grads, of_added
+        grads, dv = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
+        self._reverse(operands, do, ends=ends, grads=grads, dv=dv)
+        return grads, dv
 
     def _reverse(
         self,
         operands: WalkOperands,
-        scores: Tensor,
         do: Tensor,
         *,
         ends: Tensor | None = None,
         totals: Tensor | None = None,
         grads: Tensor | None = None,
-        of_added: Tensor | None = None,
+        dv: Tensor | None = None,
     ) -> None:
         options = self.tuning.reverse
         BK, BV = self._walk_tile(options)
         reverse_walk_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
-            operands.w, operands.end_keys, operands.survival, operands.queries, scores, do, ends, totals, grads,
-            of_added, self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV,
-            STATES=ends is not None, **self.flags, **options.launch,
+            operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.inverses,
+            operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H, operands.keys.shape[2], self.K,
+            self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV, STATES=ends is not None,
+            **self.flags, **options.launch,
         )  # fmt: skip
 
     def input_grads(
-        self,
-        q: Tensor,
-        do: Tensor,
-        inverses: Tensor,
-        states: Tensor,
-        grads: Tensor,
-        added: Tensor,
-        of_added: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """dq, dk, dv, dg (None unless gated) and dβ."""
+        self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """dq, dk, dg (None unless gated) and dβ."""
         options = self.tuning.grads
         BK, BV = self._tile(options)
         tiles = triton.cdiv(self.K, BK)
         dq, dk = (self._by_token(self.K) for _ in range(2))
-        dv, dbeta = self._by_token(self.V), self._new(tiles, self.B, self.T, self.H)
-        dg = None
+        dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
-            dg = torch.empty_like(self.sums) if self.by_channel else torch.empty_like(dbeta)
+            dg = torch.empty_like(self.sums) if self.by_channel else self._new(tiles, self.B, self.T, self.H)
         for mild, chunks in ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
             grads_kernel[(triton.cdiv(self.num_chunks, chunks) * tiles, self.BH)](
-                q, self.k, self.v, self.sums, self.beta, do, self.doc_ids, inverses, states, grads, added, of_added,
-                dq, dk, dv, dg, dbeta, self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH,
-                BK=BK, BV=BV, GATED=self.gated, ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks,
-                KEYS=triton.next_power_of_2(self.K), **self.pair_flags, **options.launch,
+                q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
+                self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, GATED=self.gated,
+                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, KEYS=triton.next_power_of_2(self.K),
+                **self.flags, **options.launch,
             )  # fmt: skip
         if dg is not None and not self.by_channel:
-            dg = dg.sum(0)
-        return sum_heads(dq, self.G), sum_heads(dk, self.G), dv, dg, dbeta.sum(0)
+            dg = dg[0] if tiles == 1 else dg.sum(0)
+        return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta
 
 
 def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
@@ -320,7 +311,7 @@ class _KernelForward(ForwardBase):
         self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
         self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, tuning, gated=self._gated)
         self._scores, self._inverses = self._launcher.systems(q)
-        self._operands = self._launcher.operands(q, self._inverses)
+        self._operands = self._launcher.operands(q, self._inverses, self._scores)
         self._states, self._transitions = self._launcher.summaries(self._operands)
         # A copy, since the segments' states are read again.
         self.state = _fold_all(self._states[0].clone(), self._states[1:], self._transitions[1:])[-1]
@@ -339,7 +330,7 @@ class _KernelForward(ForwardBase):
         starts = torch.stack(_fold_all(incoming_state, self._states[:-1], self._transitions[:-1]))
         kept = self._scores, self._inverses, starts, self._transitions
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
-        return self._launcher.outputs(self._operands, self._scores, starts)
+        return self._launcher.outputs(self._operands, starts)
 
 
 class _KernelBackward(BackwardBase):
@@ -347,12 +338,12 @@ class _KernelBackward(BackwardBase):
         # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, self.do))
-        self._scores, self._inverses, self._starts, self._transitions = self.saved
+        scores, inverses, self._starts, self._transitions = self.saved
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
         where, gated = (self.doc_ids, self.scale), bool(sums)
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
-        self._operands = self._launcher.operands(self._q, self._inverses)
-        self._local = self._launcher.local_grads(self._operands, self._scores, self._do)
+        self._operands = self._launcher.operands(self._q, inverses, scores)
+        self._local = self._launcher.local_grads(self._operands, self._do)
         *earlier, last = self._local
         self.state_grad = _fold_all(last, earlier[::-1], self._transitions[:-1].mT.unbind()[::-1])[-1]
 
@@ -364,10 +355,8 @@ class _KernelBackward(BackwardBase):
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         later = self._local[1:].unbind()[::-1], self._transitions[1:].mT.unbind()[::-1]
         ends = torch.stack(_fold_all(incoming_grad, *later)[::-1])
-        grads, of_added = self._launcher.state_grads(self._operands, self._scores, self._do, ends)
-        dq, dk, dv, dg, dbeta = self._launcher.input_grads(
-            self._q, self._do, self._inverses, self._states, grads, self._added, of_added
-        )
+        grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
+        dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, self._states, grads, self._added, dv)
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
 
 
