@@ -45,10 +45,14 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _round(x, tokens):
-    """x, fp32, in the dtype of the tokens."""
+def _round(x, tokens, HERE: tl.constexpr = False):
+    """x, fp32, in the dtype of the tokens; HERE: not wherever the compiler would, which keeps all that x is made of."""
     if INTERPRETED:
         rounded = x.to(tokens.dtype)
+    elif tokens.dtype == tl.bfloat16 and HERE:
+        rounded = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
     elif tokens.dtype == tl.bfloat16:
         rounded = round_to_bf16(x)
     else:
@@ -139,16 +143,16 @@ def _chunk_grads(
     own_sums = sums + head_offset(batch_head, T, H, K)  # read with BY_CHANNEL only
     if BY_CHANNEL:
         if MILD:
-            score_grads = _round(score_grads, keys)
-            pair_grads = _round(pair_grads, keys)
+            score_grads = _round(score_grads, keys, True)
+            pair_grads = _round(pair_grads, keys, True)
         else:
             # for both roles of a row at once
-            score_grads = _round(score_grads - tl.trans(score_grads), keys)
-            pair_grads = _round(pair_grads - tl.trans(pair_grads), keys)
+            score_grads = _round(score_grads - tl.trans(score_grads), keys, True)
+            pair_grads = _round(pair_grads - tl.trans(pair_grads), keys, True)
     else:
         between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
-        score_grads = (score_grads * between).to(keys.dtype)
-        pair_grads = (pair_grads * between).to(keys.dtype)
+        score_grads = _round(score_grads * between, keys, True)
+        pair_grads = _round(pair_grads * between, keys, True)
 
     query_grads = tl.zeros([C, BK], tl.float32)
     for first_value in range(0, V, BV):
@@ -194,6 +198,9 @@ def _chunk_grads(
             boundary_term += tl.sum(state.to(tl.float32) * grad.to(tl.float32), axis=0)
         row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
         column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
+    if not BY_CHANNEL:
+        queries = load_tile(q, start, T, G, K, first_key, C, BK)
+        keys = load_tile(k, start, T, G, K, first_key, C, BK)
     row_grads *= -from_start
     column_grads *= to_end
     leaving = keys.to(tl.float32) * column_grads
