@@ -38,9 +38,9 @@ COMPILED = {
     "scalar, sm_80, by chunks": (80, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 1, 2, 512, 272)), 6),
     "kda, sm_90": (90, torch.bfloat16, KernelCase("kda", 512, (1, 2, 2, 128, 128)), 6),
     "kda, sm_90, the widest heads": (90, torch.bfloat16, KernelCase("kda", 512, (1, 2, 2, 256, 512), 0.2, (0, 70)), 6),
-    "gated, sm_90": (90, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 128, 256)), 6),
-    "delta, sm_90, fp32": (90, torch.float32, KernelCase("delta", 512, (1, 2, 2, 128, 128)), 5),
-    "gated, sm_80": (80, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 128, 128)), 6),
+    "gated, sm_90": (90, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 128, 256)), 5),
+    "delta, sm_90, fp32": (90, torch.float32, KernelCase("delta", 512, (1, 2, 2, 128, 128)), 4),
+    "gated, sm_80": (80, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 128, 128)), 5),
     "hgrn, sm_90": (90, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
     "hgrn, sm_80": (80, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
 }

@@ -192,7 +192,7 @@ def _chunk_grads(
         value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
         pointers, inside = state_pointers(states, index, V, K, first_value, first_key, BV, BK)
         state = tl.load(pointers, mask=inside, other=0.0)
-        pointers, _ = state_pointers(grads, index, V, K, first_value, first_key, BV, BK)
+        pointers, inside = state_pointers(grads, index, V, K, first_value, first_key, BV, BK)
         grad = tl.load(pointers, mask=inside, other=0.0)
         if GATED:
             boundary_term += tl.sum(state.to(tl.float32) * grad.to(tl.float32), axis=0)
