@@ -15,7 +15,9 @@ of col from dS), which is 0 for tokens before a restart. A pair of tokens enters
 the same rounded factors, as in `zeco_train.ops.gla.kernels.intra`, whose sizes of blocks serve decays by channel here,
 too.
 
-One after the other, so that few sums are in registers at once: pairs, dq, dk.
+One after the other, so that few sums are in registers at once: pairs, dq, dk. Sums over V of two tiles' products are
+diagonals of products, too: Triton 3.6 and 3.7 have one buffer too few for a tile that a loop reads both in products and
+in registers, so that the next copy overwrites what a product still reads.
 """
 
 from __future__ import annotations
@@ -114,18 +116,17 @@ def _chunk_grads(
 
     score_grads = tl.zeros([C, C], tl.float32)
     pair_grads = tl.zeros([C, C], tl.float32)
-    strength_grads = tl.zeros([C], tl.float32)
     for first_value in range(0, V, BV):
         new = load_tile(added, start, T, H, V, first_value, C, BV)
         value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
         output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
-        strength_grads += tl.sum(value_grads.to(tl.float32) * new.to(tl.float32), axis=1)
         score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
         pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
+    is_self = rows[:, None] == rows[None, :]
     if tile == 0:
         strengths = load_strengths(beta + head_offset(batch_head, T, H, 1), start, T, H, C)
-        tl.store(dbeta + by_head, strength_grads / strengths / strengths, mask=is_token)
-    is_self = rows[:, None] == rows[None, :]
+        strength_grads = tl.sum(tl.where(is_self, pair_grads, 0.0), axis=1) / strengths / strengths
+        tl.store(dbeta + by_head, strength_grads, mask=is_token)
     visible = rows[:, None] >= rows[None, :]
     if DOCUMENTS:
         doc_ids_of, _, end = load_doc_ids(doc_ids, start, T, C)
@@ -186,7 +187,7 @@ def _chunk_grads(
 
     row_grads = tl.zeros([C, BK], tl.float32)
     column_grads = tl.zeros([C, BK], tl.float32)
-    boundary_term = tl.zeros([BK], tl.float32)
+    boundary_term = tl.zeros([BK, BK], tl.float32)  # on its diagonal
     for first_value in range(0, V, BV):
         new = load_tile(added, start, T, H, V, first_value, C, BV)
         value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
@@ -195,7 +196,7 @@ def _chunk_grads(
         pointers, inside = state_pointers(grads, index, V, K, first_value, first_key, BV, BK)
         grad = tl.load(pointers, mask=inside, other=0.0)
         if GATED:
-            boundary_term += tl.sum(state.to(tl.float32) * grad.to(tl.float32), axis=0)
+            boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
         row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
         column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
     if not BY_CHANNEL:
@@ -205,6 +206,8 @@ def _chunk_grads(
     column_grads *= to_end
     leaving = keys.to(tl.float32) * column_grads
     # Σ_V S' ⊙ dS
+    channels = tl.arange(0, BK)
+    boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
     boundary_term = boundary_term[None, :] * survives + tl.sum(leaving, axis=0)[None, :]
     if BY_CHANNEL:
         terms += keys.to(tl.float32) * row_grads - leaving

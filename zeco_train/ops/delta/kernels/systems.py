@@ -11,7 +11,7 @@ where a chunk is not mild, and always for the inverse. Those of the blocks of a 
 
 It is exact substitution by blocks, in products of the whole chunk; powers of L, which may be large where T is not, do
 not occur. No number of L or T exceeds 2, since no transition expands: for bf16 tokens the products are of fp16 numbers,
-as exact as tf32.
+as exact as tf32, times 2^10, so that rows of small β do not underflow.
 
 Decays of a chunk's tokens, of each channel or one a head, as tiles that broadcast alike.
 """
@@ -97,8 +97,10 @@ def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl
     return from_start, to_end, survives
 
 
-# A strength below it counts as this, which changes nothing, so that what it multiplied can be divided by it.
-_LEAST_STRENGTH: tl.constexpr = tl.constexpr(2.0**-40)
+# A strength below it counts as this, a change of less than rounding, so that what it multiplied can be divided by it.
+_LEAST_STRENGTH: tl.constexpr = tl.constexpr(2.0**-24)
+# Of what fp16 numbers hold in products for the inverse.
+_UNIT: tl.constexpr = tl.constexpr(2.0**10)
 
 
 @triton.jit
@@ -113,15 +115,16 @@ def load_strengths(beta, start, T, H, C: tl.constexpr):
 def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr, SOLVING: tl.constexpr):
     """(I + system)⁻¹ of a strictly lower triangular [C, C], fp32; products of numbers in SOLVING."""
     rows = tl.arange(0, C)
-    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, tl.where(split_pairs(0, C), -system, 0.0))
+    system *= _UNIT
+    inverse = tl.where(rows[:, None] == rows[None, :], _UNIT, tl.where(split_pairs(0, C), -system, 0.0))
     system = system.to(SOLVING)
     # log₂ C sizes of blocks; those of one token are done
     for shift in tl.static_range(1, 6):
         known = inverse.to(SOLVING)
-        between = tl.dot(known, system, input_precision=PRECISION)
-        between = tl.dot(between.to(SOLVING), known, input_precision=PRECISION)
+        between = tl.dot(known, system, input_precision=PRECISION) * (1.0 / _UNIT)
+        between = tl.dot(between.to(SOLVING), known, input_precision=PRECISION) * (1.0 / _UNIT)
         inverse -= tl.where(split_pairs(shift, C), between, 0.0)
-    return inverse
+    return inverse * (1.0 / _UNIT)
 
 
 @triton.jit
