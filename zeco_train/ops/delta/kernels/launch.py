@@ -17,8 +17,8 @@ Options change only the order of sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,56 +29,57 @@ from torch import Tensor
 
 from zeco_train.ops.delta.kernels.grads import grads_kernel
 from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
-from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, reverse_walk_kernel
+from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, join_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS, NARROWEST
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
-from zeco_train.ops.seam import fold
 
 # Largest K. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
 LARGEST_HEAD_DIM = 256
 
-_SUMS = TileOptions(64, 64, 4, 1)
-_OPERANDS = TileOptions(64, 64, 8, 1)
-_SYSTEMS = TileOptions(64, 64, 4, 1)
-_SUMMARIES = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
-_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
-_GRADS = TileOptions(64, 64, 8, 3)
 _NARROW = TileOptions(32, 32, 4, 1)
+_SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
 
 
 @dataclass(frozen=True)
 class DeltaTuning:
     """Options of each kernel, by its name, and of the layout in time."""
 
-    channel_sums: TileOptions = _SUMS
-    systems: TileOptions = _SYSTEMS
-    operands: TileOptions = _OPERANDS
-    # Of the walks forward: the segments', of o, and of the backward pass; and of both walks in reverse.
-    summaries: TileOptions = _SUMMARIES
-    outputs: TileOptions = _WALK
-    states: TileOptions = _WALK
-    reverse: TileOptions = _WALK
-    grads: TileOptions = _GRADS
+    channel_sums: TileOptions = TileOptions(64, 64, 4, 1)
+    systems: TileOptions = TileOptions(128, 64, 4, 1)
+    operands: TileOptions = TileOptions(64, 64, 8, 1)
+    # Of the walks: the segments', and all others; with decays by channel all.
+    summaries: TileOptions = _SMALL_WALK
+    walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
+    channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
+    grads: TileOptions = TileOptions(64, 64, 4, 2)
+    channel_grads: TileOptions = TileOptions(64, 64, 8, 3)
+    join: TileOptions = TileOptions(32, 16, 8, 2)
     programs: int = 132  # of a walk, that saturate the chip, all at once
-    joining: float = 6.0  # chunks that all walks together take as long for as for joining one more segment, estimated
-
-
-def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, walk, _NARROW)
+    joining: float = 2.0  # chunks that all walks together take as long for as for joining one more segment, estimated
 
 
 def _walks(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(summaries=walk, outputs=walk, states=walk, reverse=walk)
+    return DeltaTuning(summaries=walk, walk=walk, channel_walk=walk)
 
 
-# Measured on an H200 with 16k tokens of 16 heads, K = V = 128, bf16; the rest is by the compiler's counts of registers
-# and shared memory.
+def _narrow(walk: TileOptions) -> DeltaTuning:
+    narrow = dict.fromkeys(("channel_sums", "systems", "operands", "grads", "channel_grads"), _NARROW)
+    return replace(_walks(walk), **narrow)
+
+
+# Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
+# with 8 warps needs 128 columns.
 KEPT: dict[Key, DeltaTuning] = {
+    ((9, 0), torch.bfloat16, 64): _walks(_SMALL_WALK),
     ((9, 0), torch.bfloat16, 128): DeltaTuning(),
-    ((9, 0), torch.bfloat16, 256): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 8, 1)),
+    ((9, 0), torch.bfloat16, 256): DeltaTuning(
+        summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
+        walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
+        channel_walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 1),
+    ),
     (None, torch.bfloat16, 128): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
     ((9, 0), torch.float32, 128): _narrow(TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
     ((9, 0), torch.float32, 256): _narrow(TileOptions(LARGEST_HEAD_DIM, 32, 8, 1)),
@@ -138,7 +139,8 @@ class DeltaKernels:
         }  # fmt: skip
         self.num_chunks = triton.cdiv(self.T, CHUNK)
         # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
-        _, columns = self._walk_tile(tuning.outputs)
+        self._walk = tuning.channel_walk if self.by_channel else tuning.walk
+        _, columns = self._walk_tile(self._walk)
         segments = tuning.programs // (triton.cdiv(self.V, columns) * self.BH)
         # Walks of N / J chunks and J joins, one after the other: the sum is least where both take as long.
         balanced = int(math.sqrt(self.num_chunks / tuning.joining))
@@ -195,19 +197,20 @@ class DeltaKernels:
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
         """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
         states, transitions = self._new(*self.starts_shape), self._new(*self.transitions_shape)
-        self._forward(self.tuning.summaries, operands, totals=states, transitions=transitions)
+        options = self._walk if self.by_channel else self.tuning.summaries
+        self._forward(options, operands, totals=states, transitions=transitions)
         return states, transitions
 
     def outputs(self, operands: WalkOperands, starts: Tensor) -> Tensor:
         """O, [B, T, H, V], from the true states that segments start from."""
         o = self._by_token(self.V)
-        self._forward(self.tuning.outputs, operands, starts=starts, o=o)
+        self._forward(self._walk, operands, starts=starts, o=o)
         return o
 
     def states(self, operands: WalkOperands, starts: Tensor) -> tuple[Tensor, Tensor]:
         """True states before the chunks [N, B, H, V, K], and new values [B, T, H, V], in the dtype of the tokens."""
         states, added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
-        self._forward(self.tuning.states, operands, starts=starts, states=states, added=added)
+        self._forward(self._walk, operands, starts=starts, states=states, added=added)
         return states, added
 
     def _forward(
@@ -258,20 +261,32 @@ class DeltaKernels:
         grads: Tensor | None = None,
         dv: Tensor | None = None,
     ) -> None:
-        options = self.tuning.reverse
-        BK, BV = self._walk_tile(options)
+        BK, BV = self._walk_tile(self._walk)
         reverse_walk_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
             operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.inverses,
             operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H, operands.keys.shape[2], self.K,
             self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV, STATES=ends is not None,
-            **self.flags, **options.launch,
+            **self.flags, **self._walk.launch,
         )  # fmt: skip
+
+    def join(
+        self, states: Tensor, transitions: Tensor, start: Tensor | None = None, *, reverse: bool = False
+    ) -> Tensor:
+        """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
+        found, options = torch.empty_like(states), self.tuning.join
+        BC, BV = options.tile(self.K, self.V)
+        join_kernel[(triton.cdiv(self.V, BV), self.BH)](
+            start, states, transitions, found, self.K, self.V, self.BH, len(states), BC=BC,
+            BK=triton.next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
+            **options.launch,
+        )  # fmt: skip
+        return found
 
     def input_grads(
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dg (None unless gated) and dβ."""
-        options = self.tuning.grads
+        options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
         BK, BV = self._tile(options)
         tiles = triton.cdiv(self.K, BK)
         dq, dk = (self._by_token(self.K) for _ in range(2))
@@ -313,8 +328,7 @@ class _KernelForward(ForwardBase):
         self._scores, self._inverses = self._launcher.systems(q)
         self._operands = self._launcher.operands(q, self._inverses, self._scores)
         self._states, self._transitions = self._launcher.summaries(self._operands)
-        # A copy, since the segments' states are read again.
-        self.state = _fold_all(self._states[0].clone(), self._states[1:], self._transitions[1:])[-1]
+        self.state = self._launcher.join(self._states, self._transitions)[-1]
 
     @cached_property
     def transition(self) -> Tensor:
@@ -326,8 +340,7 @@ class _KernelForward(ForwardBase):
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
-        # The state after the last segment is not needed.
-        starts = torch.stack(_fold_all(incoming_state, self._states[:-1], self._transitions[:-1]))
+        starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
         kept = self._scores, self._inverses, starts, self._transitions
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
         return self._launcher.outputs(self._operands, starts)
@@ -344,8 +357,7 @@ class _KernelBackward(BackwardBase):
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
         self._operands = self._launcher.operands(self._q, inverses, scores)
         self._local = self._launcher.local_grads(self._operands, self._do)
-        *earlier, last = self._local
-        self.state_grad = _fold_all(last, earlier[::-1], self._transitions[:-1].mT.unbind()[::-1])[-1]
+        self.state_grad = self._launcher.join(self._local, self._transitions, reverse=True)[0]
 
     def overlap(self) -> None:
         # The true states again: they need no gradients of states.
@@ -353,19 +365,10 @@ class _KernelBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        later = self._local[1:].unbind()[::-1], self._transitions[1:].mT.unbind()[::-1]
-        ends = torch.stack(_fold_all(incoming_grad, *later)[::-1])
+        ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
         grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
         dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, self._states, grads, self._added, dv)
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
-
-
-# The states [B, H, K, V] before and after each segment, the first of which is `start`.
-def _fold_all(start: Tensor, states: Iterable[Tensor], transitions: Iterable[Tensor]) -> list[Tensor]:
-    found = [start]
-    for state, transition in zip(states, transitions, strict=True):
-        found.append(fold(state, transition, found[-1]))
-    return found
 
 
 def _no_decay(beta: Tensor) -> Tensor:

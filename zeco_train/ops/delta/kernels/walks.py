@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from zeco_train.ops.delta.kernels.systems import border_decays, load_decays
-from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, store_tile
+from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
@@ -50,12 +50,14 @@ def _load_borders(
     """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state over it, [1, BK] or 1 × 1."""
     if BY_CHANNEL:
         keys = tl.arange(0, BK)
+        survives = tl.load(sums + index * K + keys, mask=keys < K, other=0.0)[None, :]
         from_start = tl.full([1, C], 1.0, tl.float32)
-        return from_start, from_start, tl.load(sums + index * K + keys, mask=keys < K, other=0.0)[None, :]
+        to_end = from_start
     else:
         own, total = load_decays(sums, batch_head, start, T, 1, K, 0, C, BK, BY_CHANNEL)
         from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
-        return tl.trans(from_start), tl.trans(to_end), survives
+        from_start, to_end = tl.trans(from_start), tl.trans(to_end)
+    return from_start, to_end, survives
 
 
 @triton.jit
@@ -242,3 +244,58 @@ def reverse_walk_kernel(
     if not STATES:
         pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
         tl.store(pointers, grad, mask=inside)
+
+
+@triton.jit
+def join_kernel(
+    start,  # [B, H, K, V] fp32, read with STARTS
+    states,  # [J, B, H, K, V] fp32: of segments, from 0
+    transitions,  # [J, B, H, K, K] fp32
+    found,  # [J, B, H, K, V] fp32, written
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    num_segments,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STARTS: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program joins BV columns of the segments of one head, BC rows at a time; K <= BK.
+
+    With STARTS, states before the segments, the first of which is `start`; else after them, from 0. REVERSE: from the
+    last segment on, with transposed transitions.
+    """
+    first_value = tl.program_id(0) * BV
+    batch_head = tl.program_id(1)
+    stride: tl.constexpr = -1 if REVERSE else 1
+    segment = num_segments - 1 if REVERSE else 0
+    pointers, inside = state_pointers(states, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
+    if STARTS:
+        pointers, _ = state_pointers(start, batch_head, K, V, 0, first_value, BK, BV)
+    state = tl.load(pointers, mask=inside, other=0.0)
+    pointers, _ = state_pointers(found, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
+    tl.store(pointers, state, mask=inside)
+    for _ in range(num_segments - 1):
+        known = segment * BH + batch_head
+        segment += stride
+        index = segment * BH + batch_head
+        source = known if STARTS else index
+        pointers, _ = state_pointers(states, source, K, V, 0, first_value, BK, BV)
+        state = tl.load(pointers, mask=inside, other=0.0)
+        # all threads' stores of the state known, before they load its rows
+        tl.debug_barrier()
+        for first in range(0, K, BC):
+            of_rows, covered = state_pointers(found, known, K, V, first, first_value, BC, BV)
+            rows = tl.load(of_rows, mask=covered, other=0.0)
+            if REVERSE:
+                of_transition, within = state_pointers(transitions, source, K, K, first, 0, BC, BK)
+                transition = tl.trans(tl.load(of_transition, mask=within, other=0.0))
+            else:
+                of_transition, within = state_pointers(transitions, source, K, K, 0, first, BK, BC)
+                transition = tl.load(of_transition, mask=within, other=0.0)
+            state = tl.dot(transition, rows, state, input_precision=PRECISION)
+        pointers, _ = state_pointers(found, index, K, V, 0, first_value, BK, BV)
+        tl.store(pointers, state, mask=inside)
