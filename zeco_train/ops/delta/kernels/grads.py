@@ -47,19 +47,48 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _round(x, tokens, HERE: tl.constexpr = False):
+def _round(x, dtype: tl.constexpr, HERE: tl.constexpr = False):
     """x, fp32, in the dtype of the tokens; HERE: not wherever the compiler would, which keeps all that x is made of."""
     if INTERPRETED:
-        rounded = x.to(tokens.dtype)
-    elif tokens.dtype == tl.bfloat16 and HERE:
+        rounded = x.to(dtype)
+    elif dtype == tl.bfloat16 and HERE:
         rounded = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=False, pack=2
         )
-    elif tokens.dtype == tl.bfloat16:
+    elif dtype == tl.bfloat16:
         rounded = round_to_bf16(x)
     else:
         rounded = x
     return rounded
+
+
+@triton.jit
+def _load_keys(
+    q, k, sums, doc_ids, product, batch_head, start, T, H, G, K, first_key, C: tl.constexpr, BK: tl.constexpr,
+    DOCUMENTS: tl.constexpr, ONE_LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Queries, keys and sums of decays by channel, laid out like `product`, and `border_decays`; q, k: of their head."""
+    own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, True)
+    queries = load_tile(q, start, T, G, K, first_key, C, BK)
+    keys = load_tile(k, start, T, G, K, first_key, C, BK)
+    if ONE_LAYOUT:
+        own = laid_out_like(own, product)
+        queries = laid_out_like(queries, product)
+        keys = laid_out_like(keys, product)
+    from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
+    return queries, keys, own, from_start, to_end, survives
+
+
+@triton.jit
+def _turn(queries, keys, own, sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
+    """Decays from tokens back to the middle one, and from it to them; keys by the first, queries and keys by the second."""
+    distances = from_middle(sums, own, start, T, H, K, first_key, C, BK)
+    factors = decay(-distances)
+    own_factors = decay(distances)
+    turned_keys = _round(keys.to(tl.float32) * factors, keys.dtype)
+    own_queries = _round(queries.to(tl.float32) * own_factors, keys.dtype)
+    own_keys = _round(keys.to(tl.float32) * own_factors, keys.dtype)
+    return factors, own_factors, turned_keys, own_queries, own_keys
 
 
 @triton.jit
@@ -137,23 +166,21 @@ def _chunk_grads(
     self = tl.sum(tl.where(is_self, score_grads, 0.0), axis=1)[:, None]
     score_grads = tl.where(is_self, 0.0, score_grads)
     pair_grads = tl.where(visible & (rows[:, None] > rows[None, :]), -pair_grads, 0.0)
-    own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, BY_CHANNEL)
-    from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
-    queries = load_tile(q, start, T, G, K, first_key, C, BK)
-    keys = load_tile(k, start, T, G, K, first_key, C, BK)
     own_sums = sums + head_offset(batch_head, T, H, K)  # read with BY_CHANNEL only
-    if BY_CHANNEL:
-        if MILD:
-            score_grads = _round(score_grads, keys, True)
-            pair_grads = _round(pair_grads, keys, True)
-        else:
-            # for both roles of a row at once
-            score_grads = _round(score_grads - tl.trans(score_grads), keys, True)
-            pair_grads = _round(pair_grads - tl.trans(pair_grads), keys, True)
-    else:
+    if not BY_CHANNEL:
+        own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, BY_CHANNEL)
+        from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
+        queries = load_tile(q, start, T, G, K, first_key, C, BK)
+        keys = load_tile(k, start, T, G, K, first_key, C, BK)
         between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
-        score_grads = _round(score_grads * between, keys, True)
-        pair_grads = _round(pair_grads * between, keys, True)
+        score_grads *= between
+        pair_grads *= between
+    elif not MILD:
+        # for both roles of a row at once
+        score_grads -= tl.trans(score_grads)
+        pair_grads -= tl.trans(pair_grads)
+    score_grads = _round(score_grads, k.dtype.element_ty, True)
+    pair_grads = _round(pair_grads, k.dtype.element_ty, True)
 
     query_grads = tl.zeros([C, BK], tl.float32)
     for first_value in range(0, V, BV):
@@ -161,20 +188,17 @@ def _chunk_grads(
         pointers, inside = state_pointers(states, index, V, K, first_value, first_key, BV, BK)
         state = tl.load(pointers, mask=inside, other=0.0)
         query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
+    if BY_CHANNEL:
+        queries, keys, own, from_start, to_end, survives = _load_keys(
+            q, k, sums, doc_ids, query_grads, batch_head, start, T, H, G, K, first_key, C, BK, DOCUMENTS, ONE_LAYOUT
+        )
     query_grads *= from_start * scale
     if BY_CHANNEL:
-        if ONE_LAYOUT:
-            own = laid_out_like(own, query_grads)
-            queries = laid_out_like(queries, query_grads)
-            keys = laid_out_like(keys, query_grads)
         terms = queries.to(tl.float32) * query_grads
         if MILD:
-            distances = from_middle(own_sums, own, start, T, H, K, first_key, C, BK)
-            factors = decay(-distances)
-            own_factors = decay(distances)
-            turned_keys = _round(keys.to(tl.float32) * factors, keys)
-            own_queries = _round(queries.to(tl.float32) * own_factors, keys)
-            own_keys = _round(keys.to(tl.float32) * own_factors, keys)
+            _, own_factors, turned_keys, own_queries, _ = _turn(
+                queries, keys, own, own_sums, start, T, H, K, first_key, C, BK
+            )
             of_scores = tl.dot(score_grads, turned_keys, input_precision=PRECISION)
             terms += own_queries.to(tl.float32) * of_scores
             query_grads += own_factors * of_scores
@@ -199,7 +223,12 @@ def _chunk_grads(
             boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
         row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
         column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
-    if not BY_CHANNEL:
+    # again, rather than in registers throughout
+    if BY_CHANNEL:
+        queries, keys, own, from_start, to_end, survives = _load_keys(
+            q, k, sums, doc_ids, row_grads, batch_head, start, T, H, G, K, first_key, C, BK, DOCUMENTS, ONE_LAYOUT
+        )
+    else:
         queries = load_tile(q, start, T, G, K, first_key, C, BK)
         keys = load_tile(k, start, T, G, K, first_key, C, BK)
     row_grads *= -from_start
@@ -213,6 +242,9 @@ def _chunk_grads(
         terms += keys.to(tl.float32) * row_grads - leaving
         key_grads = row_grads + column_grads + self * queries.to(tl.float32)
         if MILD:
+            factors, own_factors, turned_keys, own_queries, own_keys = _turn(
+                queries, keys, own, own_sums, start, T, H, K, first_key, C, BK
+            )
             of_pairs = tl.dot(pair_grads, turned_keys, input_precision=PRECISION)
             terms += own_keys.to(tl.float32) * of_pairs
             key_grads += own_factors * of_pairs
@@ -225,8 +257,8 @@ def _chunk_grads(
                 is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
                 to_later = tl.where(is_later, 1.0, 0.0)[:, None]
                 split = split_pairs(shift, C)
-                decayed_keys = _round(keys.to(tl.float32) * factors, keys)
-                mixed = _round(tl.where(is_later[:, None], queries, keys).to(tl.float32) * factors, keys)
+                decayed_keys = _round(keys.to(tl.float32) * factors, keys.dtype)
+                mixed = _round(tl.where(is_later[:, None], queries, keys).to(tl.float32) * factors, keys.dtype)
                 of_scores = tl.dot(tl.where(split, score_grads, 0.0), mixed, input_precision=PRECISION)
                 of_pairs = tl.dot(tl.where(split, pair_grads, 0.0), decayed_keys, input_precision=PRECISION)
                 terms += mixed.to(tl.float32) * of_scores
