@@ -67,7 +67,7 @@ def _load_keys(
     q, k, sums, doc_ids, product, batch_head, start, T, H, G, K, first_key, C: tl.constexpr, BK: tl.constexpr,
     DOCUMENTS: tl.constexpr, ONE_LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and sums of decays by channel, laid out like `product`, and `border_decays`; q, k: of their head."""
+    """Queries, keys and sums of decays by channel, laid out like `product`; `border_decays`. q and k: of their head."""
     own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, True)
     queries = load_tile(q, start, T, G, K, first_key, C, BK)
     keys = load_tile(k, start, T, G, K, first_key, C, BK)
@@ -81,7 +81,7 @@ def _load_keys(
 
 @triton.jit
 def _turn(queries, keys, own, sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
-    """Decays from tokens back to the middle one, and from it to them; keys by the first, queries and keys by the second."""
+    """Decays from tokens to the middle one, and from it to them; keys by the first, queries and keys by the second."""
     distances = from_middle(sums, own, start, T, H, K, first_key, C, BK)
     factors = decay(-distances)
     own_factors = decay(distances)
